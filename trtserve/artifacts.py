@@ -1,0 +1,122 @@
+"""What the stages hand to each other: folders with a `manifest.json`, whose presence means that they are complete."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trtserve import __version__
+from trtserve.errors import ArtifactError
+
+Kind = Literal["model", "checkpoint", "engine", "repository"]
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+
+
+def fingerprint(**parts: object) -> str:
+    """Hash of everything that decides the content of an artefact: 64 hexadecimal digits of SHA-256."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Content of `manifest.json`.
+
+    `inputs` maps the name of an input artefact to its fingerprint, `spec` is what the stage was asked to do,
+    `tools` maps tools that shaped the content to their versions, `facts` holds what was found on the way
+    (measured sizes, load time, the machine).
+    """
+
+    kind: Kind
+    name: str
+    fingerprint: str
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    tools: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+    created: str = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat())
+    trtserve: str = __version__
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into `folder`, as its last file."""
+        text = json.dumps(asdict(self), indent=2, default=str)
+        (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of `folder`; ArtifactError when there is none or it cannot be understood."""
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            manifest = cls(**content)
+        except FileNotFoundError:
+            raise ArtifactError(
+                f"{folder} has no {MANIFEST}: it is not a complete trtserve artefact.",
+                hint="Run the stage that makes it again; unfinished work is picked up.",
+            ) from None
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ArtifactError(f"{path} cannot be read as a manifest: {error}.") from error
+        if manifest.schema != SCHEMA:
+            raise ArtifactError(
+                f"{path} has schema {manifest.schema}; this trtserve reads schema {SCHEMA}.",
+                hint="Make the artefact again with this version.",
+            )
+        return manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """A folder on disk; `manifest` is None when another tool made it (accepted by path)."""
+
+    path: Path
+    manifest: Manifest | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The manifest's fingerprint; for a folder without one, a hash of names, sizes and times of its files."""
+        if self.manifest is not None:
+            return self.manifest.fingerprint
+        files = sorted(entry for entry in self.path.rglob("*") if entry.is_file())
+        listing = [(str(f.relative_to(self.path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        return fingerprint(files=listing)
+
+    @property
+    def name(self) -> str:
+        """The name given by the user, else the folder's."""
+        return self.manifest.name if self.manifest is not None else self.path.resolve().name
+
+
+class Model(Artifact):
+    """Hugging Face folder: config, tokenizer, safetensors of one revision."""
+
+
+class Checkpoint(Artifact):
+    """TensorRT-LLM unified checkpoint: `config.json`, `rankN.safetensors`."""
+
+
+class Engine(Artifact):
+    """TensorRT-LLM engine folder, or `config.json` + `rankN.xml`/`rankN.bin` for the openvino runtime."""
+
+
+class ModelRepository(Artifact):
+    """Triton model repository."""
+
+
+def load_artifact(kind: type[Artifact], path: Path) -> Artifact:
+    """Open `path` as an artefact of `kind`, with or without a manifest; ArtifactError when it is another kind."""
+    if not path.is_dir():
+        raise ArtifactError(f"{path} is not a folder.", hint="Give the path that the previous stage printed.")
+    if not (path / MANIFEST).exists():
+        return kind(path=path)
+    manifest = Manifest.read(path)
+    expected = {Model: "model", Checkpoint: "checkpoint", Engine: "engine", ModelRepository: "repository"}[kind]
+    if manifest.kind != expected:
+        raise ArtifactError(f"{path} is a {manifest.kind}; expected a {expected}.")
+    return kind(path=path, manifest=manifest)

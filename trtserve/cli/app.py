@@ -1,0 +1,83 @@
+"""The table of commands, and the one place where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from trtserve import __version__
+from trtserve.cli.output import print_error
+from trtserve.errors import TrtserveError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="trtserve",
+    help="From a Hugging Face checkpoint to a served and measured endpoint on Triton Inference Server.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "TRTSERVE"},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"trtserve {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
+) -> None:
+    if debug:
+        os.environ["TRTSERVE_DEBUG"] = "1"
+
+
+def command(function: Callable[..., None], *, name: str | None = None, **settings: Any) -> None:
+    """Register `function` as a command; Ctrl-C in it ends the process with code 130, without a traceback."""
+
+    @functools.wraps(function)
+    def body(*arguments: Any, **options: Any) -> None:
+        try:
+            function(*arguments, **options)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+    app.command(name=name or function.__name__, **settings)(body)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    try:
+        app(args=list(arguments), prog_name="trtserve")
+    except SystemExit as ending:
+        return ending.code if isinstance(ending.code, int) else 0
+    except TrtserveError as error:
+        if os.environ.get("TRTSERVE_DEBUG"):
+            raise
+        print_error(error)
+        return error.code
+    except BrokenPipeError:
+        # The reader of our stdout went away (`| head`): nothing is wrong here. Keep the interpreter's own flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # noqa: BLE001 - the last handler: no traceback unless it was asked for
+        if os.environ.get("TRTSERVE_DEBUG"):
+            raise
+        print_error(_unexpected(error))
+        return TrtserveError.code
+    return 0
+
+
+def _unexpected(error: Exception) -> TrtserveError:
+    return TrtserveError(
+        f"Unexpected {type(error).__name__}: {error}",
+        hint="This is a defect of trtserve. Run the command again as `trtserve --debug …` and report the traceback.",
+    )

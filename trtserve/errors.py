@@ -1,0 +1,143 @@
+"""The one error tree: every class owns an exit code, and every message says what happened and what to do next.
+
+TrtserveError
+├── UsageError                  2   a flag, name or combination that cannot work
+├── MissingDependencyError      3   an optional package or program is not installed
+├── ModelNotFoundError         10   the source names no model
+├── AccessDeniedError          11   the model is gated or private and the token does not open it
+├── NetworkError               12   the hub cannot be reached
+├── DiskSpaceError             13   not enough free disk
+├── MemoryLimitError           14   too large for the memory of this machine
+├── UnsupportedModelError      15   architecture, weight format or feature that no part here can handle
+├── CorruptFileError           16   a file's size, hash or content is not what it must be
+├── ConversionError            20   a checkpoint could not be produced
+├── BuildError                 21   an engine could not be produced
+├── RepositoryError            22   a model repository could not be produced or is not valid
+├── ArtifactError              23   an artefact is missing, incomplete or of another kind or schema
+├── LockedError                24   another process works on the same artefact
+├── MachineError               30   this machine cannot run the server (doctor names the fix)
+├── PortInUseError             31   a port is taken
+├── ServerStartError           32   the server did not become ready
+├── ServerNotFoundError        33   no such server is running
+├── ServerAmbiguousError       34   several servers are running and none was named
+├── ServerDiedError            35   a running server ended by itself
+├── ServerStopError            36   a server could not be stopped within the bound
+├── ServerUnreachableError     40   no answer from the endpoint
+├── RequestError               41   the server refused or failed the request
+└── BenchmarkError             50   a benchmark could not be carried out
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class TrtserveError(Exception):
+    """An error that is explained to the user; `code` is the exit code of the process.
+
+    `hint` says what to do next; `log` is the file that holds the details.
+    """
+
+    code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None, log: Path | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.log = log
+
+
+class UsageError(TrtserveError):
+    code = 2
+
+
+class MissingDependencyError(TrtserveError):
+    code = 3
+
+
+class ModelNotFoundError(TrtserveError):
+    code = 10
+
+
+class AccessDeniedError(TrtserveError):
+    code = 11
+
+
+class NetworkError(TrtserveError):
+    code = 12
+
+
+class DiskSpaceError(TrtserveError):
+    code = 13
+
+
+class MemoryLimitError(TrtserveError):
+    code = 14
+
+
+class UnsupportedModelError(TrtserveError):
+    code = 15
+
+
+class CorruptFileError(TrtserveError):
+    code = 16
+
+
+class ConversionError(TrtserveError):
+    code = 20
+
+
+class BuildError(TrtserveError):
+    code = 21
+
+
+class RepositoryError(TrtserveError):
+    code = 22
+
+
+class ArtifactError(TrtserveError):
+    code = 23
+
+
+class LockedError(TrtserveError):
+    code = 24
+
+
+class MachineError(TrtserveError):
+    code = 30
+
+
+class PortInUseError(TrtserveError):
+    code = 31
+
+
+class ServerStartError(TrtserveError):
+    code = 32
+
+
+class ServerNotFoundError(TrtserveError):
+    code = 33
+
+
+class ServerAmbiguousError(TrtserveError):
+    code = 34
+
+
+class ServerDiedError(TrtserveError):
+    code = 35
+
+
+class ServerStopError(TrtserveError):
+    code = 36
+
+
+class ServerUnreachableError(TrtserveError):
+    code = 40
+
+
+class RequestError(TrtserveError):
+    code = 41
+
+
+class BenchmarkError(TrtserveError):
+    code = 50

@@ -1,0 +1,147 @@
+"""What each stage is asked to do: frozen values, checked when they are made, hashed into fingerprints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from trtserve.errors import UsageError
+
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+Quantization = Literal["none", "int8"]
+KvPrecision = Literal["auto", "f32", "f16", "u8"]
+RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "openvino"]
+
+
+def _require_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+
+
+def _require_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{flag} is {value!r}; expected one of {', '.join(choices)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSpec:
+    """How a Hugging Face model becomes a TensorRT-LLM checkpoint."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    dtype: DType = "auto"
+    quantize: Quantization = "none"
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "tp_size", "pp_size")
+        _require_choice("--dtype", self.dtype, get_args(DType))
+        _require_choice("--quantize", self.quantize, get_args(Quantization))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSpec:
+    """Limits and precision of an engine; None means: derived from the model by the runtime.
+
+    `max_input_len`, `max_seq_len` and `max_num_tokens` count tokens, `max_batch_size` counts requests.
+    """
+
+    max_batch_size: int | None = None
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+    max_num_tokens: int | None = None
+    kv_precision: KvPrecision = "auto"
+    runtime: RuntimeName = "auto"
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens")
+        _require_choice("--kv-precision", self.kv_precision, get_args(KvPrecision))
+        _require_choice("--runtime", self.runtime, get_args(RuntimeName))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositorySpec:
+    """How a model repository is assembled from an engine and a tokenizer.
+
+    `name` is the alias under which a copy of the BLS model is served. `settings` are parameters of the Triton
+    models, keyed `parameter` (core model) or `model.parameter`.
+    """
+
+    name: str
+    streaming: bool = True
+    release: str | None = None
+    triton_max_batch_size: int | None = None
+    preprocessing_instance_count: int = 1
+    postprocessing_instance_count: int = 1
+    bls_instance_count: int = 1
+    max_tokens_in_paged_kv_cache: int | None = None
+    kv_cache_free_gpu_mem_fraction: float | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    copy: bool = False
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self,
+            "triton_max_batch_size",
+            "preprocessing_instance_count",
+            "postprocessing_instance_count",
+            "bls_instance_count",
+            "max_tokens_in_paged_kv_cache",
+        )
+        fraction = self.kv_cache_free_gpu_mem_fraction
+        if fraction is not None and not 0 < fraction <= 1:
+            raise UsageError(f"--kv-cache-free-gpu-mem-fraction is {fraction}; it must lie in (0, 1].")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """How a server is started; port 0 is not allowed, since clients must know the ports beforehand."""
+
+    name: str | None = None
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    world_size: int | None = None
+    ready_timeout: float = 600.0
+    extra_arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        ports = (self.http_port, self.grpc_port, self.metrics_port)
+        for port in ports:
+            if not 1 <= port <= 65535:
+                raise UsageError(f"Port {port} is outside 1 … 65535.")
+        if len(set(ports)) != len(ports):
+            raise UsageError(f"The HTTP, gRPC and metrics ports must differ; got {', '.join(map(str, ports))}.")
+        _require_positive(self, "world_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling of one request; None leaves a value to the server."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuerySpec:
+    """One generation request; `max_tokens` counts new tokens."""
+
+    prompt: str
+    model: str | None = None
+    max_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_words: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    stream: bool = False
+    protocol: Literal["grpc", "http"] = "grpc"
+    request_id: str | None = None
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "max_tokens")
+        _require_choice("--protocol", self.protocol, ("grpc", "http"))
