@@ -1,4 +1,4 @@
-"""What an architecture file says: how a Hugging Face model maps to checkpoint tensors and what its decoder is made of."""
+"""What an architecture file says: how a Hugging Face model maps to a checkpoint, and its decoder's parts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Architecture(Protocol):
     HF_ARCHITECTURES: tuple[str, ...]
 
     def checkpoint_config(self, hf: HfConfig) -> dict[str, Any]:
-        """Family part of the checkpoint's `config.json` (sizes, positions, extra keys); no dtype, mapping, quantisation."""
+        """Family part of the checkpoint's `config.json` (sizes, positions, extra keys), without dtype and mapping."""
 
     def targets(self, config: CheckpointConfig) -> list[Target]:
         """Every tensor of the checkpoint of the whole model (tp 1, pp 1), in file order."""
