@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of our stdout went away (`| head`): nothing is wrong here. Keep the interpreter's own flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # noqa: BLE001 - the last handler: no traceback unless it was asked for
+    except Exception as error:
         if os.environ.get("TRTSERVE_DEBUG"):
             raise
         print_error(_unexpected(error))
