@@ -1,0 +1,238 @@
+"""Random Hugging Face models of a few kilobytes, made with NumPy only: one table of families, one writer."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_LLAMA3: dict[str, Any] = _LLAMA | {
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": True,
+}
+
+_LINEAR: dict[str, Any] = _LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+
+_MISTRAL: dict[str, Any] = _LLAMA | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "head_dim": 16,
+    "sliding_window": None,
+}
+
+_GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": None,
+    "n_positions": 512,
+    "vocab_size": 320,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _llama_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads
+    rows = {"q": heads * size, "k": config["num_key_value_heads"] * size, "v": config["num_key_value_heads"] * size}
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        linear = {f"self_attn.{part}_proj": (count, hidden) for part, count in rows.items()}
+        linear |= {"self_attn.o_proj": (hidden, heads * size)}
+        mlp = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        yield from _linears(prefix, linear, bias=config.get("attention_bias", False))
+        yield from _linears(prefix, mlp, bias=config.get("mlp_bias", False))
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def _linears(prefix: str, shapes: Mapping[str, tuple[int, int]], *, bias: bool) -> Shapes:
+    for name, shape in shapes.items():
+        yield f"{prefix}{name}.weight", shape
+        if bias:
+            yield f"{prefix}{name}.bias", shape[:1]
+
+
+def _gpt2_shapes(config: Mapping[str, Any]) -> Shapes:
+    hidden = config["n_embd"]
+    inner = config["n_inner"] or 4 * hidden
+    yield "transformer.wte.weight", (config["vocab_size"], hidden)
+    yield "transformer.wpe.weight", (config["n_positions"], hidden)
+    for layer in range(config["n_layer"]):
+        prefix = f"transformer.h.{layer}."
+        for norm in ("ln_1", "ln_2"):
+            yield f"{prefix}{norm}.weight", (hidden,)
+            yield f"{prefix}{norm}.bias", (hidden,)
+        # Conv1D: [in, out]
+        for name, shape in {
+            "attn.c_attn": (hidden, 3 * hidden),
+            "attn.c_proj": (hidden, hidden),
+            "mlp.c_fc": (hidden, inner),
+            "mlp.c_proj": (inner, hidden),
+        }.items():
+            yield f"{prefix}{name}.weight", shape
+            yield f"{prefix}{name}.bias", shape[1:]
+    yield "transformer.ln_f.weight", (hidden,)
+    yield "transformer.ln_f.bias", (hidden,)
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], Callable[[Mapping[str, Any]], Shapes]]] = {
+    "llama": (_LLAMA, _llama_shapes),
+    "llama3": (_LLAMA3, _llama_shapes),
+    "llama_linear": (_LINEAR, _llama_shapes),
+    "mistral": (_MISTRAL, _llama_shapes),
+    "gpt2": (_GPT2, _gpt2_shapes),
+}
+
+_DTYPES: dict[str, tuple[str, Any]] = {
+    "float32": ("F32", np.float32),
+    "float16": ("F16", np.float16),
+    "bfloat16": ("BF16", ml_dtypes.bfloat16),
+}
+
+
+def write_tiny_model(
+    folder: Path, family: str = "llama", *, dtype: str = "float32", seed: int = 0, shards: int = 1, **overrides: Any
+) -> Path:
+    """Fill `folder` with a random model of `family` and return it.
+
+    `overrides` are keys of config.json under their Hugging Face names; `shards` > 1 writes an indexed set of files.
+    """
+    defaults, shapes = FAMILIES[family]
+    config = defaults | {"dtype": dtype, "torch_dtype": dtype} | overrides
+    generator = np.random.default_rng(seed)
+    tensors = {name: _random(generator, name, shape, dtype) for name, shape in shapes(config)}
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config)
+    _write_json(
+        folder / "generation_config.json",
+        {"bos_token_id": 1, "eos_token_id": config["eos_token_id"], "pad_token_id": 2},
+    )
+    _write_weights(folder, tensors, shards)
+    write_byte_tokenizer(folder, max_length=config.get("max_position_embeddings") or config["n_positions"])
+    return folder
+
+
+def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+    """Weights whose greedy output depends on the whole context: strong layers, small embeddings, sharp attention."""
+    noise = generator.standard_normal(shape, dtype=np.float32)
+    if name.endswith(".bias"):
+        values = 0.1 * noise
+    elif "norm" in name or ".ln_" in name:
+        values = 1 + 0.1 * noise
+    elif "embed" in name or "lm_head" in name or "wte" in name or "wpe" in name:
+        values = 0.4 * noise
+    else:
+        fan_in = shape[0] if ".c_" in name else shape[1]
+        values = noise * (2.0 / np.sqrt(fan_in))
+    cast: Array = values.astype(_DTYPES[dtype][1])
+    return cast
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
+    """Write a safetensors file as its format says: 8 bytes of header length, JSON header, tensors in order."""
+    codes = {np.dtype(kind): code for code, kind in _DTYPES.values()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as handle:
+        handle.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            handle.write(np.ascontiguousarray(tensor).tobytes())
+
+
+def _write_weights(folder: Path, tensors: Mapping[str, Array], shards: int) -> None:
+    if shards == 1:
+        write_safetensors(folder / "model.safetensors", tensors)
+        return
+    names = list(tensors)
+    files = {
+        name: f"model-{index * shards // len(names) + 1:05}-of-{shards:05}.safetensors"
+        for index, name in enumerate(names)
+    }
+    for file in sorted(set(files.values())):
+        write_safetensors(folder / file, {name: tensors[name] for name in names if files[name] == file})
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": files})
+
+
+def write_byte_tokenizer(folder: Path, *, max_length: int = 512) -> None:
+    """Write a tokenizer of 256 byte tokens after <unk> 0, <s> 1, </s> 2; encoding puts <s> in front."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    special = ["<unk>", "<s>", "</s>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "pad_token": "</s>",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": max_length,
+        },
+    )
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
