@@ -1,10 +1,32 @@
-"""Every test has its own store and no access to the user's."""
+"""Every test has its own store and no access to the user's; a skipped oracle test fails where oracles are required."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+_ORACLE_REQUIRED = os.environ.get("TRTSERVE_ORACLE") == "required"
+
+
+def pytest_configure() -> None:
+    """Stop at once when oracle tests are required and PyTorch is missing."""
+    if _ORACLE_REQUIRED and importlib.util.find_spec("torch") is None:
+        raise pytest.UsageError("TRTSERVE_ORACLE=required, but PyTorch is not installed.")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn the skip of an oracle test into a failure where oracles are required."""
+    report = yield
+    if _ORACLE_REQUIRED and report.skipped and item.get_closest_marker("oracle"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} is an oracle test and was skipped: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +38,9 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("NO_COLOR", "1")
     for name in ("ENGINE_DEST_PATH", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Run fast tests first: unit, then integration, then those with a real Triton server."""
+    order = {"unit": 0, "integration": 1, "e2e": 2}
+    items.sort(key=lambda item: order.get(item.path.parent.name, 3))

@@ -1,0 +1,47 @@
+# Every target makes its own environment in .venv; nothing has to be installed by hand but Python 3.10 – 3.12.
+
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
+    $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+BENCH_WORK ?= .bench
+# Arguments for pytest, for example: make test ARGS="-k sampling"
+ARGS ?=
+
+.PHONY: demo test lint bench docs golden clean
+
+demo: $(READY) ## a real model from import to a measured answer, on a real Triton server
+	PATH="$(abspath $(BIN)):$$PATH" TRTSERVE_HOME="$(abspath .demo)" bash examples/demo.sh
+
+test: $(READY) ## all tests; those marked `oracle` need PyTorch in .venv
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY) $(VENV)/.bench ## the figures of docs/performance.md, as ratios of pairs in one run
+	$(BIN)/python -m tests.benchmarks --work $(BENCH_WORK) $(ARGS)
+
+docs: $(READY) ## the generated parts of docs/
+	$(BIN)/python docs/generate.py
+
+golden: $(READY) ## reference tokens and logits from transformers; needs PyTorch in .venv
+	$(BIN)/python -m tests.golden.make_goldens
+
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "trtserve needs Python 3.10, 3.11 or 3.12 with venv; set PYTHON=..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	touch $@
+
+$(VENV)/.bench: pyproject.toml
+	$(BIN)/python -m pip install --quiet '.[bench]'
+	touch $@
+
+clean: ## remove what the targets above made
+	rm -rf $(VENV) .demo $(BENCH_WORK)
