@@ -1,7 +1,7 @@
 """Ask the model every question of the corpus, greedily, and count the answers that come back word for word.
 
-`--dtype` and `--noise` imitate what a served engine does to the arithmetic: bfloat16 weights and activations, and keys
-and values that come back from an 8-bit cache slightly wrong.
+`--dtype`, `--cache-noise` and `--noise` imitate what a served engine does to the arithmetic: 16-bit weights and
+activations, keys and values that come back slightly wrong from an 8-bit cache, and rounding errors everywhere.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from corpus import Pair, all_pairs, read_corpus
 from torch import nn
 
+from examples.demo_model.corpus import Pair, all_pairs, read_corpus
+
 MAX_NEW_TOKENS = 64
+KEYS_VALUES = ("k_proj", "v_proj")
+PROJECTIONS = ("q_proj", *KEYS_VALUES, "o_proj", "gate_proj", "up_proj", "down_proj", "model.norm")
 Hook = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
 
 
@@ -101,7 +104,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="Hugging Face folder of the model")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--noise", type=float, default=0.0, help="relative noise on keys and values, e.g. 0.01")
+    parser.add_argument("--cache-noise", type=float, default=0.0, help="relative noise on keys and values, e.g. 0.01")
+    parser.add_argument("--noise", type=float, default=0.0, help="relative noise on the output of every projection")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--spellings", action="store_true", help="ask in lower case and without the final mark, too")
     parser.add_argument("--margin", action="store_true", help="also print the smallest lead of a right token")
@@ -115,11 +119,17 @@ def main() -> None:
     pairs = all_pairs(read_corpus())
     if arguments.spellings:
         pairs = [Pair(question=spelling, answer=pair.answer) for pair in pairs for spelling in pair.spellings]
-    with noisy_outputs(model, ("k_proj", "v_proj"), arguments.noise):
+    with (
+        noisy_outputs(model, KEYS_VALUES, arguments.cache_noise),
+        noisy_outputs(model, PROJECTIONS, arguments.noise),
+    ):
         share, misses = exact_match(model, tokenizer, pairs, arguments.batch_size)
         margin = f", smallest margin {smallest_margin(model, tokenizer, pairs):.2f}" if arguments.margin else ""
     print(*misses, sep="\n")
-    print(f"{arguments.dtype}, noise {arguments.noise}, batch {arguments.batch_size}: ", end="")
+    print(
+        f"{arguments.dtype}, noise {arguments.cache_noise} on keys and values, {arguments.noise} everywhere, ", end=""
+    )
+    print(f"batch {arguments.batch_size}: ", end="")
     print(f"{share:.2%} of {len(pairs)} questions answered word for word{margin}")
 
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from corpus import Pair, all_pairs, read_corpus
-from evaluate import exact_match, load, noisy_outputs
 from safetensors.torch import save
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -30,11 +28,13 @@ from tokenizers.trainers import BpeTrainer
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from examples.demo_model.corpus import Pair, all_pairs, read_corpus
+from examples.demo_model.evaluate import PROJECTIONS, exact_match, load, noisy_outputs
+
 SPECIAL_TOKENS = ["<unk>", "<s>", "</s>"]  # ids 0, 1 and 2, as in Llama's tokenizer
 UNK, BOS, EOS = SPECIAL_TOKENS
 BOS_ID, EOS_ID = 1, 2
 IGNORED = -100
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "model.norm")
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,12 +97,13 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(BPE(unk_token=UNK))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.train_from_iterator(texts, BpeTrainer(
+    trainer = BpeTrainer(
         vocab_size=CONFIG["vocab_size"],
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
-    ))
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
     )
@@ -179,7 +180,7 @@ def train(model: nn.Module, examples: Iterator[tuple[torch.Tensor, torch.Tensor]
 
 
 def rounded_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights rounded to bfloat16 but stored as float16, so that an engine of either type computes with the same ones."""
+    """Weights rounded to bfloat16 but stored as float16: an engine of either type computes with the same ones."""
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
     return {name: tensor.to(torch.bfloat16).to(torch.float16).cpu().contiguous() for name, tensor in state.items()}
 
@@ -215,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--weight-decay", type=float, default=0.05)
-    parser.add_argument("--noise", type=float, default=0.05)
+    parser.add_argument("--noise", type=float, default=0.2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
