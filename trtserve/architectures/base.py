@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from trtserve.errors import UnsupportedModelError
+
 HfConfig = Mapping[str, Any]
 CheckpointConfig = Mapping[str, Any]
 
 Norm = Literal["rms", "layer"]
 Positions = Literal["rope", "learned"]
 Mlp = Literal["gated", "plain"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 # How a tensor of the whole model is split over tensor-parallel ranks (convert-and-build, "Sharding rules"):
 #   replicated  every rank holds it whole
@@ -24,19 +27,23 @@ Split = Literal["replicated", "column", "row", "qkv", "vocab"]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One tensor of the checkpoint and where it comes from.
+    """One tensor of the checkpoint of the whole model and where it comes from.
 
-    `sources` are names in the Hugging Face model. Several sources are the q, k and v parts of a fused tensor.
-    `transpose` is set for Conv1D weights, stored [in, out]. `layer` is the global layer index, None outside layers.
-    `fallback` replaces missing `sources` (tied embeddings).
+    `shape` is the whole model's, [out, in] for weights, without vocabulary padding. `sources` are names in the
+    Hugging Face model, joined on dimension 0. `parts` are the row counts of q, k and v in a fused tensor and
+    `head_size` the rows that stay together. `transpose` is set for Conv1D weights, stored [in, out]. `layer` is the
+    global layer index; a tensor outside the layers belongs to the first pipeline stage, or to the last one.
     """
 
     name: str
     sources: Sequence[str]
+    shape: tuple[int, ...]
     split: Split = "replicated"
+    parts: tuple[int, ...] = ()
+    head_size: int = 0
     transpose: bool = False
     layer: int | None = None
-    fallback: Sequence[str] = ()
+    last_stage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +58,7 @@ class Decoder:
     norm: Norm
     positions: Positions
     mlp: Mlp
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"]
+    activation: Activation
     attention_bias: bool
     dense_bias: bool
     mlp_bias: bool
@@ -66,8 +73,14 @@ class Architecture(Protocol):
 
     HF_ARCHITECTURES: tuple[str, ...]
 
+    # Prefix of all source names but the head's; files of a model saved without its head lack it.
+    BASE_PREFIX: str
+
     def checkpoint_config(self, hf: HfConfig) -> dict[str, Any]:
-        """Family part of the checkpoint's `config.json` (sizes, positions, extra keys), without dtype and mapping."""
+        """Family part of the checkpoint's `config.json` (sizes, positions, extra keys), without dtype and mapping.
+
+        UnsupportedModelError when the model has a feature that cannot be converted.
+        """
 
     def targets(self, config: CheckpointConfig) -> list[Target]:
         """Every tensor of the checkpoint of the whole model (tp 1, pp 1), in file order."""
@@ -77,3 +90,42 @@ class Architecture(Protocol):
 
     def decoder(self, config: CheckpointConfig) -> Decoder:
         """What the decoder is made of, from the checkpoint's `config.json`."""
+
+
+def required(hf: HfConfig, *keys: str) -> dict[str, Any]:
+    """The values of `keys` in a Hugging Face config; UnsupportedModelError that lists the absent ones."""
+    absent = [key for key in keys if hf.get(key) is None]
+    if absent:
+        raise UnsupportedModelError(
+            f"config.json of this {hf.get('model_type', 'unknown')} model lacks {', '.join(absent)}.",
+            hint="Take config.json from the model's own repository.",
+        )
+    return {key: hf[key] for key in keys}
+
+
+def embedding_split(config: CheckpointConfig) -> Split:
+    """How embeddings are split: not at all, unless another tool's checkpoint says `use_parallel_embedding`."""
+    if not config.get("use_parallel_embedding"):
+        return "replicated"
+    return "row" if config.get("embedding_sharding_dim") == 1 else "vocab"
+
+
+def fused_qkv(config: CheckpointConfig) -> tuple[int, int, int]:
+    """Row counts of q, k and v in the fused tensor of the whole model."""
+    keys = config["num_key_value_heads"] * config["head_size"]
+    return config["num_attention_heads"] * config["head_size"], keys, keys
+
+
+def dense_moe(*, normalization_mode: int | None) -> dict[str, Any]:
+    """TensorRT-LLM's `moe` object of a model without experts; upstream's Llama converter leaves the mode null."""
+    return {
+        "num_experts": 0,
+        "shared_expert_intermediate_size": 0,
+        "top_k": 0,
+        "normalization_mode": normalization_mode,
+        "sparse_mixer_epsilon": 0.01,
+        "tp_mode": 0,
+        "device_limited_n_group": 0,
+        "device_limited_topk_group": 0,
+        "device_limited_routed_scaling_factor": 1.0,
+    }

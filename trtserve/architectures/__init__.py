@@ -1,0 +1,72 @@
+"""The model families that can be converted: one file each, one line each in `FAMILIES`."""
+
+from __future__ import annotations
+
+import math
+
+from trtserve.architectures import gpt2, llama, mistral
+from trtserve.architectures.base import Architecture, CheckpointConfig, Decoder, HfConfig, Target
+from trtserve.errors import UnsupportedModelError
+
+__all__ = [
+    "FAMILIES",
+    "Architecture",
+    "Decoder",
+    "Target",
+    "family",
+    "parameter_count",
+    "supported",
+]
+
+_MODULES: tuple[Architecture, ...] = (llama, mistral, gpt2)
+
+FAMILIES: dict[str, Architecture] = {name: module for module in _MODULES for name in module.HF_ARCHITECTURES}
+
+# Names in checkpoints of TensorRT-LLM ≤ 0.11, which did not copy the Hugging Face architecture.
+_CHECKPOINT_NAMES: dict[str, Architecture] = {"GPTForCausalLM": gpt2}
+
+
+def family(architecture: str) -> Architecture:
+    """The family of an architecture name; UnsupportedModelError naming it and those that work."""
+    module = FAMILIES.get(architecture) or _CHECKPOINT_NAMES.get(architecture)
+    if module is None:
+        raise UnsupportedModelError(
+            f"Architecture {architecture} cannot be converted; these can: {', '.join(FAMILIES)}.",
+            hint="Choose a model of one of these architectures (`architectures` in its config.json).",
+        )
+    return module
+
+
+def supported(hf: HfConfig) -> Architecture:
+    """The family of a Hugging Face config, checked as far as the config alone allows.
+
+    UnsupportedModelError for an unknown architecture, a quantised model, or a feature that cannot be converted.
+    """
+    module = family(architecture_of(hf))
+    quantization = hf.get("quantization_config")
+    if quantization:
+        raise UnsupportedModelError(
+            f"The model is quantised already ({quantization.get('quant_method', 'unknown method')}); "
+            "only float32, float16 and bfloat16 weights can be converted.",
+            hint="Choose the original model and quantise with --quantize int8.",
+        )
+    module.decoder(module.checkpoint_config(hf))
+    return module
+
+
+def architecture_of(hf: HfConfig) -> str:
+    """The architecture that a Hugging Face config names first."""
+    names = hf.get("architectures") or []
+    if not names:
+        raise UnsupportedModelError(
+            "config.json names no architecture.", hint="Take config.json from the model's own repository."
+        )
+    return str(names[0])
+
+
+def parameter_count(config: CheckpointConfig) -> int:
+    """Number of weights in a checkpoint of the whole model, a tied output head counted as the copy that it is.
+
+    `config` is a checkpoint's config.json or what `checkpoint_config` gives plus `architecture`.
+    """
+    return sum(math.prod(target.shape) for target in family(config["architecture"]).targets(config))

@@ -1,0 +1,75 @@
+"""Rotary embeddings: how Hugging Face configs declare base and scaling, and the frequencies that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from trtserve.architectures.base import HfConfig
+from trtserve.errors import UnsupportedModelError
+
+SCALINGS = ("linear", "llama3")
+
+
+def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of a model, from `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
+
+    The scaling is what TensorRT-LLM calls `rotary_scaling`; None when positions are not scaled.
+    UnsupportedModelError names a scaling other than linear and llama3.
+    """
+    parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    base = float(parameters.pop("rope_theta", None) or hf.get("rope_theta") or default_base)
+    kind = scaling_type(parameters)
+    if kind == "default":
+        return base, None
+    if kind not in SCALINGS:
+        raise UnsupportedModelError(
+            f"The model scales its rotary embedding by {kind!r}; supported are {', '.join(SCALINGS)}.",
+            hint="Choose a model without this scaling, for example the base length of the same family.",
+        )
+    return base, parameters
+
+
+def scaling_type(scaling: Mapping[str, Any] | None) -> str:
+    """Type of a rotary scaling, read from `type`, else from `rope_type`."""
+    return str((scaling or {}).get("type") or (scaling or {}).get("rope_type") or "default")
+
+
+def inverse_frequencies(size: int, base: float, scaling: Mapping[str, Any] | None) -> tuple[float, ...]:
+    """The size / 2 inverse frequencies 1 / base^(2i / size), rounded to float32 step by step as transformers does.
+
+    linear: all are divided by `factor` (position interpolation, arXiv:2306.15595).
+    llama3: wavelengths beyond original_max_position_embeddings / low_freq_factor are divided by `factor`, those below
+    original_max_position_embeddings / high_freq_factor are kept, those between are interpolated (Meta's
+    `apply_scaling` of Llama 3.1; transformers `_compute_llama3_parameters`).
+    """
+    import numpy as np
+
+    exponents = (np.arange(0, size, 2) / np.float32(size)).astype(np.float32)
+    frequencies = np.float32(1) / np.power(np.float64(base), exponents).astype(np.float32)
+    kind = scaling_type(scaling)
+    values = [float(value) for value in frequencies]
+    if scaling is None or kind == "default":
+        return tuple(values)
+    if kind == "linear":
+        factor = float(scaling.get("factor", 1.0))
+        return tuple(value / factor for value in values)
+    if kind == "llama3":
+        return tuple(_llama3(value, scaling) for value in values)
+    raise UnsupportedModelError(f"Rotary scaling {kind!r} has no frequencies here; supported: {', '.join(SCALINGS)}.")
+
+
+def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
+    """Defaults of absent keys: TensorRT-LLM's (convert-and-build, rotary_scaling)."""
+    factor = float(scaling.get("factor", 8.0))
+    low = float(scaling.get("low_freq_factor", 1.0))
+    high = float(scaling.get("high_freq_factor", 4.0))
+    original = float(scaling.get("original_max_position_embeddings", 8192))
+    wavelength = 2 * math.pi / frequency
+    if wavelength > original / low:
+        return frequency / factor
+    if wavelength < original / high:
+        return frequency
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
