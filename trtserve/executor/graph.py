@@ -199,11 +199,14 @@ class _GraphBuilder:
         return ops.add(ops.multiply(states, cosines), ops.multiply(turned, sines)).output(0)
 
     def _turn_halves(self, states: Any) -> Any:
-        """(x, y) → (−y, x) where x and y are the two halves of a head (GPT-NeoX, Hugging Face's Llama)."""
+        """(x, y) → (−y, x) where x and y are the two halves of a head (GPT-NeoX, Hugging Face's Llama).
+
+        The axis of the concatenation must be written as -1: OpenVINO recognises (and fuses) only that form.
+        """
         half = self._sizes.head // 2
         first = ops.slice(states, _ints(0), _ints(half), _ints(1), _ints(3))
         second = ops.slice(states, _ints(half), _ints(2 * half), _ints(1), _ints(3))
-        return ops.concat([ops.multiply(second, ops.constant(np.float32(-1))), first], 3)
+        return ops.concat([ops.multiply(second, ops.constant(np.float32(-1))), first], -1)
 
     def _turn_pairs(self, states: Any) -> Any:
         """(x, y) → (−y, x) where x and y are neighbours (GPT-J)."""

@@ -183,7 +183,7 @@ def read_engine_config(engine: Path) -> Mapping[str, Any]:
     if config.get("trtserve", {}).get("runtime") != "openvino":
         raise ArtifactError(
             f"{engine} is not an engine of the openvino runtime.",
-            hint="Engines of TensorRT-LLM run on NVIDIA GPUs only; `trtserve build --runtime openvino` makes one for this.",
+            hint="Engines of TensorRT-LLM run on NVIDIA GPUs; `trtserve build --runtime openvino` makes one for CPUs.",
         )
     return config
 
