@@ -1,0 +1,169 @@
+"""TensorRT-LLM's unified checkpoint: the keys of its `config.json`, and reading back the whole model's tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.architectures import family
+from trtserve.architectures.base import Target
+from trtserve.architectures.sharding import matrix, name_in_stage, shard, stage_layers, stage_of
+from trtserve.architectures.tensor_files import TensorFile, numpy_dtype
+from trtserve.errors import ArtifactError, CorruptFileError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_EMBEDDING = "transformer.vocab_embedding.weight"
+_HEAD = "lm_head.weight"
+
+
+def complete_config(
+    sizes: Mapping[str, Any], *, architecture: str, dtype: str, tp_size: int, pp_size: int, quant_algo: str | None
+) -> dict[str, Any]:
+    """`config.json` of a checkpoint with the keys of TensorRT-LLM 1.2, around a family's own part."""
+    return {
+        "architecture": architecture,
+        "dtype": dtype,
+        "logits_dtype": "float32",
+        "runtime_defaults": None,
+        "use_parallel_embedding": False,
+        "embedding_sharding_dim": 0,
+        "qk_layernorm": False,
+        **sizes,
+        "mapping": _mapping(tp_size, pp_size),
+        "quantization": _quantization(quant_algo),
+    }
+
+
+def _mapping(tp_size: int, pp_size: int) -> dict[str, Any]:
+    return {
+        "world_size": tp_size * pp_size,
+        "gpus_per_node": 8,
+        "cp_size": 1,
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "moe_tp_size": tp_size,
+        "moe_cluster_size": 1,
+        "moe_ep_size": 1,
+        "attn_tp_size": tp_size,
+        "attn_cp_size": 1,
+        "auto_parallel": False,
+    }
+
+
+def _quantization(quant_algo: str | None) -> dict[str, Any]:
+    return {
+        "quant_algo": quant_algo,
+        "kv_cache_quant_algo": None,
+        "group_size": 128,
+        "smoothquant_val": 0.5,
+        "clamp_val": None,
+        "use_meta_recipe": False,
+        "has_zero_point": False,
+        "pre_quant_scale": False,
+        "exclude_modules": None,
+    }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder; ArtifactError when there is none or it is not a checkpoint's."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(f"{folder} has no config.json: it is not a checkpoint.") from None
+    except ValueError as error:
+        raise CorruptFileError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(config, dict) or "architecture" not in config:
+        raise ArtifactError(
+            f"{path} names no `architecture`: it is not the config of a TensorRT-LLM checkpoint.",
+            hint="A Hugging Face folder must be converted first: trtserve convert FOLDER.",
+        )
+    return config
+
+
+class CheckpointReader:
+    """The tensors of the whole model in a checkpoint folder, whoever wrote it; ranks are merged while reading."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = _with_defaults(read_config(folder))
+        mapping = self.config.get("mapping") or {}
+        self.tp_size = int(mapping.get("tp_size", 1))
+        self.pp_size = int(mapping.get("pp_size", 1))
+        self._stages = stage_layers(self.config["num_hidden_layers"], self.pp_size)
+        listed = family(self.config["architecture"]).targets(self.config)
+        self._targets = {target.name: target for target in listed}
+        self._files: dict[int, TensorFile] = {}
+
+    def names(self) -> list[str]:
+        """Names of all tensors of the whole model; layers counted over all pipeline stages."""
+        return list(self._targets)
+
+    def merged(self, name: str) -> npt.NDArray[Any]:
+        """One tensor of the whole model, the padding of the vocabulary cut; bfloat16 is ml_dtypes'.
+
+        CorruptFileError when a rank lacks the tensor or holds another shape.
+        """
+        import numpy as np
+
+        target = self._targets[name]
+        if name == _HEAD and not self._holds(target):
+            # TensorRT-LLM's loader takes the embedding for an absent output head (tied embeddings).
+            return self.merged(_EMBEDDING)
+        first = self._file(target, 0)
+        local = self._local_name(target, first)
+        if self.tp_size == 1 or target.split == "replicated":
+            _check_shape(first, local, target.shape)
+            return first.tensor(local)
+        whole: npt.NDArray[Any] = np.empty(matrix(target.shape), dtype=numpy_dtype(first.entries[local].code))
+        for tp_rank in range(self.tp_size):
+            self._place(whole, target, tp_rank)
+        return whole.reshape(target.shape)
+
+    def _place(self, whole: npt.NDArray[Any], target: Target, tp_rank: int) -> None:
+        """Copy a rank's pieces to where they belong; a repeated key/value head is written by each of its holders."""
+        file = self._file(target, tp_rank)
+        name, part = self._local_name(target, file), shard(target, self.tp_size, tp_rank)
+        _check_shape(file, name, part.shape)
+        values = file.tensor(name).reshape(matrix(part.shape))
+        row = 0
+        for piece in part.pieces:
+            rows = slice(piece.first_row, piece.first_row + piece.rows)
+            columns = slice(piece.first_column, piece.first_column + piece.columns)
+            whole[rows, columns] = values[row : row + piece.rows]
+            row += piece.rows
+
+    def _holds(self, target: Target) -> bool:
+        return name_in_stage(target, self._stages) in self._file(target, 0).entries
+
+    def _local_name(self, target: Target, file: TensorFile) -> str:
+        name = name_in_stage(target, self._stages)
+        if name not in file.entries:
+            raise CorruptFileError(f"{file.path} lacks the tensor {name}.", hint="Convert the model again.")
+        return name
+
+    def _file(self, target: Target, tp_rank: int) -> TensorFile:
+        rank = stage_of(target, self._stages) * self.tp_size + tp_rank
+        if rank not in self._files:
+            path = self.folder / f"rank{rank}.safetensors"
+            if not path.is_file():
+                raise ArtifactError(f"{path} is missing; the checkpoint has {self.tp_size * self.pp_size} ranks.")
+            self._files[rank] = TensorFile(path)
+        return self._files[rank]
+
+
+def _check_shape(file: TensorFile, name: str, expected: tuple[int, ...]) -> None:
+    shape = file.entries[name].shape
+    if shape != expected:
+        raise CorruptFileError(f"{file.path}: {name} is {list(shape)}; its config calls for {list(expected)}.")
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """TensorRT-LLM's defaults of keys that its older releases leave out."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    defaults = {"num_key_value_heads": heads, "head_size": hidden // heads, "intermediate_size": 4 * hidden}
+    return config | {key: value for key, value in defaults.items() if config.get(key) is None}

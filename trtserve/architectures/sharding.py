@@ -1,0 +1,142 @@
+"""How a checkpoint is spread over ranks: which rows and columns of which tensor each rank holds.
+
+Rules: TensorRT-LLM's unified checkpoint (convert-and-build, sections 2 and 3). Rank order: tensor parallel fastest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtserve.architectures.base import CheckpointConfig, Target
+from trtserve.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A block of the whole tensor; a rank's tensor is its pieces stacked on dimension 0, then zero rows.
+
+    Vectors count as matrices of one column.
+    """
+
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What one tensor-parallel rank holds of a target; `shape` includes the zero rows of a padded vocabulary."""
+
+    shape: tuple[int, ...]
+    pieces: Sequence[Piece]
+
+
+def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor seen as a matrix."""
+    rows, *rest = shape
+    columns = 1
+    for size in rest:
+        columns *= size
+    return rows, columns
+
+
+def shard(target: Target, tp_size: int, tp_rank: int) -> Shard:
+    """The part of `target` that belongs to a tensor-parallel rank."""
+    rows, columns = matrix(target.shape)
+    if target.split == "qkv":
+        return _qkv(target, tp_size, tp_rank)
+    if target.split == "vocab":
+        return _vocabulary(target, tp_size, tp_rank)
+    if target.split == "column":
+        rows //= tp_size
+        return _single(target, Piece(first_row=tp_rank * rows, rows=rows, first_column=0, columns=columns))
+    if target.split == "row":
+        columns //= tp_size
+        return _single(target, Piece(first_row=0, rows=rows, first_column=tp_rank * columns, columns=columns))
+    return _single(target, Piece(first_row=0, rows=rows, first_column=0, columns=columns))
+
+
+def _single(target: Target, piece: Piece) -> Shard:
+    shape = (piece.rows,) if len(target.shape) == 1 else (piece.rows, piece.columns)
+    return Shard(shape=shape, pieces=(piece,))
+
+
+def _vocabulary(target: Target, tp_size: int, tp_rank: int) -> Shard:
+    """ceil(rows / tp) rows per rank; the last ranks get fewer, or none, and zeros instead."""
+    rows, columns = matrix(target.shape)
+    each = -(-rows // tp_size)
+    first = min(tp_rank * each, rows)
+    count = min(each, rows - first)
+    pieces = [Piece(first_row=first, rows=count, first_column=0, columns=columns)] if count else []
+    return Shard(shape=(each, *target.shape[1:]), pieces=pieces)
+
+
+def _qkv(target: Target, tp_size: int, tp_rank: int) -> Shard:
+    """[q; k; v] of the rank's heads; with fewer heads than ranks, each head is held by tp / heads ranks."""
+    _, columns = matrix(target.shape)
+    pieces, offset = [], 0
+    for part in target.parts:
+        heads = part // target.head_size
+        first = tp_rank * heads // tp_size
+        rows = max(1, heads // tp_size) * target.head_size
+        start = offset + first * target.head_size
+        pieces.append(Piece(first_row=start, rows=rows, first_column=0, columns=columns))
+        offset += part
+    return Shard(shape=(sum(piece.rows for piece in pieces), *target.shape[1:]), pieces=pieces)
+
+
+def stage_layers(layers: int, pp_size: int) -> list[range]:
+    """Layers of each pipeline stage; the first (layers mod pp) stages have one more (TensorRT-LLM ≥ 1.0)."""
+    each, extra = divmod(layers, pp_size)
+    starts = [stage * each + min(stage, extra) for stage in range(pp_size + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(starts)]
+
+
+def stage_of(target: Target, stages: Sequence[range]) -> int:
+    """The pipeline stage that holds a target."""
+    if target.layer is None:
+        return len(stages) - 1 if target.last_stage else 0
+    return next(index for index, layers in enumerate(stages) if target.layer in layers)
+
+
+def name_in_stage(target: Target, stages: Sequence[range]) -> str:
+    """Name of a target in its rank's file: layers are numbered from 0 on every stage."""
+    if target.layer is None:
+        return target.name
+    local = target.layer - stages[stage_of(target, stages)].start
+    return target.name.replace(f".layers.{target.layer}.", f".layers.{local}.", 1)
+
+
+def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int) -> None:
+    """UsageError, with the numbers and the sizes that work, when the model cannot be split so."""
+    problem = _tensor_parallel_problem(config, tp_size)
+    if problem:
+        working = [size for size in range(1, tp_size * 2) if not _tensor_parallel_problem(config, size)]
+        raise UsageError(
+            f"--tp-size {tp_size} does not fit this model: {problem}.",
+            hint=f"Sizes that fit: {', '.join(map(str, working))}.",
+        )
+    layers = config["num_hidden_layers"]
+    if pp_size > layers:
+        raise UsageError(f"--pp-size {pp_size} does not fit this model: it has {layers} layers.")
+
+
+def _tensor_parallel_problem(config: Mapping[str, Any], tp_size: int) -> str | None:
+    heads, kv_heads, inner = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["intermediate_size"],
+    )
+    if heads % tp_size:
+        return f"its {heads} attention heads do not divide by {tp_size}"
+    if kv_heads >= tp_size and kv_heads % tp_size:
+        return f"its {kv_heads} key/value heads do not divide by {tp_size}"
+    if kv_heads < tp_size and tp_size % kv_heads:
+        return f"its {kv_heads} key/value heads cannot be repeated evenly over {tp_size} ranks"
+    if inner % tp_size:
+        return f"its intermediate size {inner} does not divide by {tp_size}"
+    return None

@@ -1,0 +1,161 @@
+"""The safetensors format: 8 bytes of header length (little endian), a JSON header, then the tensors' bytes.
+
+Files are read with positional reads, never mapped, so that the memory of a process is what it allocated.
+Source of the format: the safetensors README, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.errors import CorruptFileError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# Names of the format → names of TensorRT-LLM's configs; the widths of the other types are needed to check sizes.
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CODES = {name: code for code, name in DTYPES.items()}
+_WIDTHS = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
+    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+_MAX_HEADER = 100_000_000
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Where a tensor lies: `begin` and `size` in bytes from the start of the file; `code` is the format's type."""
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+def numpy_dtype(code: str) -> np.dtype[Any]:
+    """NumPy's type of a floating-point type of the format; UnsupportedModelError for any other type."""
+    import ml_dtypes
+    import numpy as np
+
+    if code not in DTYPES:
+        raise UnsupportedModelError(f"Weights of type {code} cannot be read; expected {', '.join(DTYPES)}.")
+    return np.dtype(ml_dtypes.bfloat16 if code == "BF16" else DTYPES[code])
+
+
+class TensorFile:
+    """A safetensors file; CorruptFileError when header, sizes and file do not agree.
+
+    Only the header is kept. Each read opens the file anew, so that nothing has to be closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries = _read_header(path)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """The file's descriptor, open for reading."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """One whole tensor."""
+        import numpy as np
+
+        entry = self.entries[name]
+        values: npt.NDArray[Any] = np.empty(entry.shape, dtype=numpy_dtype(entry.code))
+        with self.opened() as descriptor:
+            read_into(descriptor, values, entry.begin)
+        return values
+
+
+def read_into(descriptor: int, values: npt.NDArray[Any], offset: int) -> None:
+    """Fill the contiguous array `values` from `offset` bytes after the start of the file."""
+    import numpy as np
+
+    buffer: Any = values.reshape(-1).view(np.uint8).data
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if count == 0:
+            raise CorruptFileError(f"A weight file ended at byte {offset + done} while it was read.")
+        done += count
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    with path.open("rb") as handle:
+        size = os.fstat(handle.fileno()).st_size
+        start = handle.read(8)
+        if start.startswith(b"version "):
+            raise _corrupt(path, "it is a Git LFS pointer, not the file itself")
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            raise _corrupt(path, f"its header claims {length} bytes and the file has {size}")
+        text = handle.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = {name: _entry(value, 8 + length) for name, value in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(path, f"its header is not valid ({error})") from error
+    _check(path, entries, 8 + length, size)
+    return entries
+
+
+def _entry(value: Mapping[str, Any], data: int) -> Entry:
+    begin, end = value["data_offsets"]
+    return Entry(code=value["dtype"], shape=tuple(value["shape"]), begin=data + begin, size=end - begin)
+
+
+def _check(path: Path, entries: Mapping[str, Entry], data: int, size: int) -> None:
+    """Tensors must fill the file without gaps or overlaps, each with the bytes that its shape and type need."""
+    expected = data
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].size)):
+        if entry.begin + entry.size > size:
+            raise _corrupt(path, f"tensor {name} ends at byte {entry.begin + entry.size} and the file has {size}")
+        needed = math.prod(entry.shape) * _WIDTHS.get(entry.code, 0)
+        if entry.code in _WIDTHS and needed != entry.size:
+            raise _corrupt(
+                path, f"tensor {name} has {entry.size} bytes; {entry.code} {list(entry.shape)} needs {needed}"
+            )
+        if entry.begin != expected:
+            raise _corrupt(path, f"tensor {name} begins at byte {entry.begin}; expected {expected}")
+        expected += entry.size
+    if expected != size:
+        raise _corrupt(path, f"it has {size} bytes; its header describes {expected}")
+
+
+def _corrupt(path: Path, what: str) -> CorruptFileError:
+    return CorruptFileError(
+        f"{path} is damaged: {what}.", hint="Fetch the file again (an import repairs it), or check the disk."
+    )
+
+
+def layout(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, Entry]]:
+    """Header bytes of a file that holds tensors of these shapes in this order, and where each will lie."""
+    code = CODES[dtype]
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * _WIDTHS[code]
+        described[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    del described["__metadata__"]
+    return header, {name: _entry(value, len(header)) for name, value in described.items()}
