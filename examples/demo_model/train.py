@@ -86,7 +86,7 @@ class Schedule:
     def rate_at(self, step: int) -> float:
         """Linear warm-up over the first twentieth, then linear to zero."""
         warm_up = max(1, self.steps // 20)
-        return self.learning_rate * min((step + 1) / warm_up, (self.steps - step) / (self.steps - warm_up))
+        return self.learning_rate * min((step + 1) / warm_up, (self.steps - step) / max(1, self.steps - warm_up))
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------------------
