@@ -1,0 +1,301 @@
+"""The real client of the hub against a hub on loopback: found, cut and resumed, refused, wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub import Hub, running_hub
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Model, load_artifact
+from trtserve.errors import (
+    AccessDeniedError,
+    CorruptFileError,
+    DiskSpaceError,
+    ModelNotFoundError,
+    NetworkError,
+    TrtserveError,
+    UnsupportedModelError,
+)
+from trtserve.import_ import import_model, plan_model
+from trtserve.progress import Task, Unit
+from trtserve.store import Store
+
+ID = "acme/tiny"
+
+
+@dataclass
+class _Recorder:
+    """A Progress that remembers."""
+
+    steps: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    done: int = 0
+    total: int = 0
+
+    def step(self, text: str) -> None:
+        self.steps.append(text)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def advance(self, amount: int) -> None:
+        self.done += amount
+
+    @contextmanager
+    def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> Iterator[Task]:
+        assert unit == "bytes"
+        self.total, self.done = total, done
+        yield self
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, with files beside it that nobody needs."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    (folder / "consolidated.safetensors").write_bytes(b"the weights once more")
+    (folder / "README.md").write_text("a model")
+    return folder
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running_hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+
+
+def test_pulls_only_needed_files_of_a_pinned_commit(hub: Hub, tiny: Path) -> None:
+    served = hub.add(ID, tiny)
+    progress = _Recorder()
+    model = import_model(ID, progress=progress)
+    names = {path.name for path in model.path.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "manifest.json"} <= names
+    assert not names & {"pytorch_model.bin", "consolidated.safetensors", "README.md"}
+    assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    manifest = load_artifact(Model, model.path).manifest
+    assert manifest is not None
+    assert manifest.spec["commit"] == served.commit
+    assert progress.done == progress.total > 0
+    assert all(f"/{served.commit}/" in request.path for request in hub.asked_for("model.safetensors"))
+
+
+def test_second_import_asks_for_no_weights(hub: Hub, tiny: Path) -> None:
+    hub.add(ID, tiny)
+    first = import_model(ID)
+    hub.requests.clear()
+    progress = _Recorder()
+    assert import_model(ID, progress=progress) == first
+    assert not hub.asked_for("model.safetensors")
+    assert any("reused" in step for step in progress.steps)
+
+
+def test_commit_that_is_here_needs_no_network(hub: Hub, tiny: Path) -> None:
+    served = hub.add(ID, tiny)
+    first = import_model(ID)
+    hub.requests.clear()
+    again = import_model(f"{ID}@{served.commit}", name="pinned")
+    assert again.fingerprint == first.fingerprint
+    assert again.name == "pinned"
+    assert not hub.requests
+
+
+def test_cut_connection_is_resumed_within_one_call(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(ID, tiny, cut={"model.safetensors": 40_960})
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
+    progress = _Recorder()
+    model = import_model(ID, progress=progress)
+    first, second = hub.asked_for("model.safetensors")
+    assert first.byte_range is None
+    assert second.byte_range == "bytes=40960-"
+    assert progress.done == progress.total
+    assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+
+
+def test_server_without_ranges_is_asked_for_the_whole_again(hub: Hub, tiny: Path) -> None:
+    hub.add(ID, tiny, cut={"model.safetensors": 40_000}, ranges=False)
+    progress = _Recorder()
+    model = import_model(ID, progress=progress)
+    assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    assert progress.done == progress.total
+
+
+def test_mirror_that_lists_names_only(hub: Hub, tiny: Path) -> None:
+    hub.add(ID, tiny, lists_sizes=False)
+    model = import_model(ID)
+    assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    assert hub.asked_for("model.safetensors", "HEAD")
+
+
+def test_gated_model_needs_its_token(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(ID, tiny, gated=True, token="hf_good")
+    with pytest.raises(AccessDeniedError, match="401") as caught:
+        import_model(ID)
+    assert "HF_TOKEN" in str(caught.value.hint)
+    with pytest.raises(AccessDeniedError, match="403"):
+        import_model(ID, token="hf_other")
+    assert not hub.asked_for("model.safetensors")
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    assert import_model(ID).name == "tiny"
+    assert hub.asked_for("model.safetensors")[0].token == "hf_good"
+
+
+@pytest.mark.parametrize(
+    ("source", "faults", "token", "expected", "words"),
+    [
+        ("acme/absent", {}, None, ModelNotFoundError, "acme/absent"),
+        ("acme/absent", {}, "hf_any", ModelNotFoundError, "404"),
+        (f"{ID}@absent", {}, None, ModelNotFoundError, "revision"),
+        (ID, {"forbidden": True}, "hf_any", AccessDeniedError, "403"),
+        (ID, {}, "revoked", AccessDeniedError, "401"),
+        (ID, {"failing": 500}, None, NetworkError, "500"),
+        (ID, {"wrong_hash": {"model.safetensors"}}, None, CorruptFileError, "model.safetensors"),
+        (ID, {"wrong_hash": {"tokenizer.json"}}, None, CorruptFileError, "tokenizer.json"),
+        (ID, {"wrong_size": {"model.safetensors": 10}}, None, CorruptFileError, "shorter"),
+        (ID, {"wrong_size": {"model.safetensors": -10}}, None, CorruptFileError, "longer"),
+    ],
+)
+def test_refusals(
+    hub: Hub,
+    tiny: Path,
+    source: str,
+    faults: dict[str, object],
+    token: str | None,
+    expected: type[TrtserveError],
+    words: str,
+) -> None:
+    hub.add(ID, tiny, **faults)
+    with pytest.raises(expected, match=words) as caught:
+        import_model(source, token=token)
+    assert token is None or token not in caught.value.message
+    assert not list(Store().folder(Model).glob("*"))
+
+
+def test_wrong_file_is_removed_and_pulled_again(hub: Hub, tiny: Path) -> None:
+    served = hub.add(ID, tiny, wrong_hash={"model.safetensors"})
+    with pytest.raises(CorruptFileError):
+        import_model(ID)
+    served.wrong_hash.clear()
+    assert import_model(ID).path.is_dir()
+    assert [request.byte_range for request in hub.asked_for("model.safetensors")] == [None, None]
+
+
+def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(NetworkError, match="cannot be reached") as caught:
+        import_model(ID)
+    assert caught.value.code == 12
+
+
+def test_full_disk_is_told_before_the_first_byte(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(ID, tiny)
+    monkeypatch.setattr("trtserve.import_.capacity.free_disk", lambda path: 1000)
+    with pytest.raises(DiskSpaceError, match="MiB"):
+        import_model(ID)
+    assert not hub.asked_for("model.safetensors")
+
+
+def test_unsupported_architecture_is_named_before_weights(hub: Hub, tiny: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in tiny.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tiny / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    hub.add("acme/mamba", other)
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        import_model("acme/mamba")
+    assert not hub.asked_for("model.safetensors")
+
+
+def test_only_pickled_weights_are_refused(hub: Hub, tiny: Path, tmp_path: Path) -> None:
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    for name in ("config.json", "tokenizer.json", "pytorch_model.bin"):
+        (pickled / name).write_bytes((tiny / name).read_bytes())
+    hub.add("acme/pickled", pickled)
+    with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin"):
+        import_model("acme/pickled")
+    assert not hub.asked_for("pytorch_model.bin")
+
+
+def test_sharded_weights(hub: Hub, tiny: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (sharded / name).write_bytes((tiny / name).read_bytes())
+    for shard in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (sharded / shard).write_bytes((tiny / "model.safetensors").read_bytes())
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    hub.add("acme/sharded", sharded)
+    assert {path.name for path in import_model("acme/sharded").path.glob("*.safetensors")} == set(weight_map.values())
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CorruptFileError, match="00002-of-00002"):
+        plan_model("acme/sharded")
+
+
+def test_offline_uses_what_is_here(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(ID, tiny)
+    first = import_model(ID)
+    hub.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert import_model(ID) == first
+    with pytest.raises(NetworkError, match="HF_HUB_OFFLINE"):
+        import_model("acme/absent")
+    assert not hub.requests
+
+
+def test_cache_of_the_client_is_used(hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants, hf_hub_download
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    hub.add(ID, tiny)
+    for path in tiny.iterdir():
+        hf_hub_download(ID, path.name, endpoint=hub.endpoint)
+    hub.requests.clear()
+    model = import_model(ID)
+    assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    assert not hub.asked_for("model.safetensors")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert import_model(ID, store=Store(tmp_path / "other")).fingerprint == model.fingerprint
+
+
+def test_killed_pull_is_resumed(hub: Hub, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "wide", hidden_size=128, intermediate_size=512)
+    served = hub.add("acme/wide", folder, bytes_per_second=1_000_000)
+    part = _start_and_kill("acme/wide", at_bytes=200_000)
+    kept = part.stat().st_size
+    served.bytes_per_second = None
+    model = import_model("acme/wide")
+    assert (model.path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert hub.asked_for("model.safetensors")[-1].byte_range == f"bytes={kept}-"
+    assert not part.parent.exists()
+
+
+def _start_and_kill(source: str, *, at_bytes: int) -> Path:
+    """Kill a process that imports when `at_bytes` of the weights are on disk; returns the part that it left."""
+    # Small blocks, so that a part is on disk long before the end.
+    small_blocks = "import huggingface_hub.constants as constants; constants.DOWNLOAD_CHUNK_SIZE = 4096"
+    code = f"{small_blocks}; from trtserve.import_ import import_model; import_model({source!r})"
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) as process:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            parts = list((Store().root / "downloads").glob("*/model.safetensors.part"))
+            if parts and parts[0].stat().st_size >= at_bytes:
+                process.send_signal(signal.SIGKILL)
+                return parts[0]
+            time.sleep(0.02)
+        process.kill()
+    raise AssertionError("the pull did not begin")

@@ -1,0 +1,117 @@
+"""Folders as sources: referred to, never changed, refused when something is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_models import write_tiny_model
+from trtserve.errors import ArtifactError, CorruptFileError, DiskSpaceError, UnsupportedModelError
+from trtserve.import_ import import_model, plan_model
+from trtserve.import_.capacity import require_disk
+from trtserve.machine import free_disk
+from trtserve.store import Store
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "mine"))
+
+
+def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+
+
+def test_folder_is_referred_to_and_not_changed(folder: Path) -> None:
+    before = _content(folder)
+    model = import_model(str(folder))
+    assert _content(folder) == before
+    assert model.name == "mine"
+    assert (model.path / "model.safetensors").readlink() == folder / "model.safetensors"
+    assert not (model.path / "config.json").is_symlink()
+
+
+def test_unchanged_folder_is_reused_and_changed_one_is_not(folder: Path) -> None:
+    first = import_model(str(folder))
+    assert import_model(str(folder)) == first
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
+    second = import_model(str(folder))
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    third = import_model(str(folder))
+    assert len({first.fingerprint, second.fingerprint, third.fingerprint}) == 3
+
+
+def test_out_and_name(folder: Path, tmp_path: Path) -> None:
+    model = import_model(str(folder), name="other", out=tmp_path / "there")
+    assert (model.path, model.name) == (tmp_path / "there", "other")
+    assert not Store().root.joinpath("models").exists()
+
+
+def test_out_leaves_foreign_folders_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("mine")
+    with pytest.raises(ArtifactError, match="left alone"):
+        import_model(str(folder), out=tmp_path / "precious")
+
+
+def test_demo_is_independent_of_its_place() -> None:
+    plan = plan_model("demo")
+    assert plan.architecture == "LlamaForCausalLM"
+    assert all(file.digest.startswith("sha256:") for file in plan.files)
+    model = import_model("demo")
+    assert not any(path.is_symlink() for path in model.path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"), [(-1, "header says"), (5, "not a safetensors file"), (100, "header says|not")]
+)
+def test_cut_weights_are_found(folder: Path, keep: int, words: str) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    with pytest.raises(CorruptFileError, match=words):
+        import_model(str(folder))
+
+
+def test_missing_parts_are_named(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "kept.json")
+    with pytest.raises(UnsupportedModelError, match="no tokenizer"):
+        import_model(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
+        import_model(str(folder))
+
+
+def test_broken_config_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CorruptFileError, match=r"config\.json"):
+        import_model(str(folder))
+
+
+def test_pickled_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin"):
+        import_model(str(folder))
+
+
+def test_quantised_weights_are_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UnsupportedModelError, match="gptq"):
+        import_model(str(folder))
+
+
+def test_disk_check_tells_numbers(tmp_path: Path) -> None:
+    require_disk(tmp_path, 0, "nothing")
+    with pytest.raises(DiskSpaceError, match=r"GiB.*free") as caught:
+        require_disk(tmp_path, free_disk(tmp_path) + 1, "weights")
+    assert "TRTSERVE_HOME" in str(caught.value.hint)

@@ -1,0 +1,96 @@
+"""What a source means, and the name that follows from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtserve.errors import ModelNotFoundError, UsageError
+from trtserve.import_.sources import ALIASES, RESERVED_NAMES, parse_source, served_name
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "location", "revision", "name"),
+    [
+        ("demo", "demo", None, None, "demo"),
+        ("llama-2-7b", "hub", "meta-llama/Llama-2-7b-hf", None, "llama-2-7b"),
+        ("gpt2@607a30d", "hub", "openai-community/gpt2", "607a30d", "gpt2"),
+        ("org/My.Model_1", "hub", "org/My.Model_1", None, "My.Model_1"),
+        ("org/model@refs/pr/1", "hub", "org/model", "refs/pr/1", "model"),
+        ("hf:org/model@main", "hub", "org/model", "main", "model"),
+        ("hf:llama-3-8b", "hub", "meta-llama/Meta-Llama-3-8B", None, "llama-3-8b"),
+    ],
+)
+def test_reads_sources(text: str, kind: str, location: str | None, revision: str | None, name: str) -> None:
+    source = parse_source(text)
+    assert (source.kind, source.revision, source.name) == (kind, revision, name)
+    if location is not None:
+        assert source.location == location
+
+
+def test_existing_folder_is_never_a_hub_id(tmp_path: Path) -> None:
+    folder = tmp_path / "org" / "model"
+    folder.mkdir(parents=True)
+    for text in ("org/model", "./org/model", str(folder), "local:org/model"):
+        source = parse_source(text)
+        assert (source.kind, source.location) == ("folder", str(folder))
+    assert parse_source("hf:org/model").kind == "hub"
+
+
+def test_alias_gives_way_to_a_folder_with_a_model(tmp_path: Path) -> None:
+    (tmp_path / "gpt2").mkdir()
+    assert parse_source("gpt2").kind == "hub"
+    (tmp_path / "gpt2" / "config.json").write_text("{}")
+    assert parse_source("gpt2").kind == "folder"
+
+
+@pytest.mark.parametrize("text", ["./absent", "/absent", "~/absent/model", "a/b/c", "absent/", "local:absent"])
+def test_missing_path_is_not_asked_for_on_the_hub(text: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="not a folder"):
+        parse_source(text)
+
+
+@pytest.mark.parametrize("text", ["lama-2-7b", "unknown", "org/", "org/model@", "org/mo del", "hf:unknown", ""])
+def test_refuses_what_names_nothing(text: str) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        parse_source(text)
+    assert caught.value.code == 10
+
+
+def test_suggests_close_aliases() -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        parse_source("lama-2-7b")
+    assert "llama-2-7b" in str(caught.value.hint)
+
+
+def test_name_is_cut_and_can_be_given(tmp_path: Path) -> None:
+    folder = tmp_path / "my model (v2)"
+    folder.mkdir()
+    assert parse_source(str(folder)).name == "my-model-v2"
+    assert parse_source(str(folder), name="short").name == "short"
+
+
+@pytest.mark.parametrize("name", [*sorted(RESERVED_NAMES), "a/b", "..", ".hidden", "", "with space"])
+def test_refuses_names(name: str) -> None:
+    with pytest.raises(UsageError):
+        served_name(name)
+
+
+def test_reserved_folder_name_asks_for_a_name(tmp_path: Path) -> None:
+    (tmp_path / "ensemble").mkdir()
+    with pytest.raises(UsageError, match="every repository holds") as caught:
+        parse_source("./ensemble")
+    assert "--name" in str(caught.value.hint)
+    assert parse_source("./ensemble", name="mine").name == "mine"
+
+
+def test_aliases_are_hub_ids_and_names() -> None:
+    for alias, repository in ALIASES.items():
+        assert served_name(alias) == alias
+        assert repository.count("/") == 1

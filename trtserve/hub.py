@@ -1,0 +1,373 @@
+"""How files of one pinned revision come from the Hugging Face hub: listed, pulled with resume, verified."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import io
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from trtserve.errors import (
+    AccessDeniedError,
+    CorruptFileError,
+    DiskSpaceError,
+    ModelNotFoundError,
+    NetworkError,
+    TrtserveError,
+    UnsupportedModelError,
+)
+from trtserve.machine import gibibytes
+
+if TYPE_CHECKING:
+    from trtserve.progress import Task
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Attempts that bring no new byte before the pull gives up; each one of the client retries five times itself.
+_FRUITLESS_ATTEMPTS = 2
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteFile:
+    """One file of a revision: `size` in bytes, `digest` as `sha256:…` (LFS) or `git:…` (SHA-1 of the git blob)."""
+
+    name: str
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revision:
+    """One commit of a repository of the hub and the files in it."""
+
+    repository: str
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+
+def endpoint() -> str:
+    """Address of the hub: $HF_ENDPOINT as it is now, else the client's default."""
+    from huggingface_hub import constants
+
+    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+def is_offline() -> bool:
+    """True when $HF_HUB_OFFLINE forbids the network, now or when the client was loaded."""
+    from huggingface_hub import constants
+
+    now = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+    return now or bool(constants.HF_HUB_OFFLINE)
+
+
+def _explained(function: Callable[P, R]) -> Callable[P, R]:
+    """Turn what the client raises into errors of trtserve; the function's first argument names the repository."""
+
+    @functools.wraps(function)
+    def wrapper(*arguments: P.args, **options: P.kwargs) -> R:
+        subject = arguments[0]
+        repository = subject.repository if isinstance(subject, Revision) else str(subject)
+        try:
+            with _quiet_client():
+                return function(*arguments, **options)
+        except TrtserveError:
+            raise
+        except (_transport_error(), OSError) as error:
+            raise _explain(error, repository) from error
+
+    return wrapper
+
+
+def _transport_error() -> type[Exception]:
+    """Base of all errors of the client's transport, a library that changed twice (requests, httpx, httpx2)."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base: type[Exception] = HfHubHTTPError.__bases__[0]
+    return base
+
+
+@contextmanager
+def _quiet_client() -> Iterator[None]:
+    """Keep the client's own bars and warnings off stderr: progress and errors are told in our words."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    logger = logging.getLogger("huggingface_hub")
+    level, bars = logger.level, not are_progress_bars_disabled()
+    logger.setLevel(logging.CRITICAL)
+    if bars:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            enable_progress_bars()
+
+
+@_explained
+def resolve(repository: str, revision: str | None, *, token: str | None = None) -> Revision:
+    """Pin `revision` (branch, tag, commit; None: the default branch) to a commit and list its files.
+
+    ModelNotFoundError, AccessDeniedError or NetworkError when the hub does not tell.
+    """
+    from huggingface_hub import HfApi
+
+    if is_offline():
+        raise _offline(repository)
+    api = HfApi(endpoint=endpoint(), token=token)
+    info = api.model_info(repository, revision=revision, files_metadata=True, timeout=30)
+    if not info.sha:
+        raise NetworkError(
+            f"{endpoint()} named no commit for {repository}.", hint="Check that HF_ENDPOINT points to a hub."
+        )
+    files = tuple(_remote_file(repository, info.sha, sibling, token) for sibling in info.siblings or ())
+    return Revision(repository=repository, commit=info.sha, files=files)
+
+
+def _remote_file(repository: str, commit: str, sibling: Any, token: str | None) -> RemoteFile:
+    if sibling.lfs is not None:
+        return RemoteFile(name=sibling.rfilename, size=sibling.lfs.size, digest=f"sha256:{sibling.lfs.sha256}")
+    if sibling.size is not None and sibling.blob_id:
+        return RemoteFile(name=sibling.rfilename, size=sibling.size, digest=f"git:{sibling.blob_id}")
+    return _file_by_header(repository, commit, sibling.rfilename, token)
+
+
+def _file_by_header(repository: str, commit: str, name: str, token: str | None) -> RemoteFile:
+    """Size and hash from a HEAD request, for mirrors that list names only."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(repository, name, revision=commit, endpoint=endpoint())
+    metadata = get_hf_file_metadata(url, token=token)
+    etag = metadata.etag or ""
+    scheme = {40: "git", 64: "sha256"}.get(len(etag) if re.fullmatch(r"[0-9a-f]+", etag) else 0)
+    if metadata.size is None or scheme is None:
+        raise NetworkError(f"{endpoint()} tells neither size nor hash of {name} in {repository}.")
+    return RemoteFile(name=name, size=metadata.size, digest=f"{scheme}:{etag}")
+
+
+@_explained
+def pull(
+    revision: Revision, file: RemoteFile, folder: Path, *, token: str | None = None, task: Task | None = None
+) -> Path:
+    """Bring one file into `folder` and verify it; an earlier part is continued, `task` advances by bytes.
+
+    The part stays on disk when the connection is lost (NetworkError); it is removed when its content is wrong
+    (CorruptFileError).
+    """
+    target = folder / file.name
+    if target.is_file() and target.stat().st_size == file.size:
+        return target
+    part = target.with_name(target.name + ".part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    _download(revision, file, part, token, task)
+    verify(part, file)
+    part.replace(target)
+    return target
+
+
+def pulled_bytes(file: RemoteFile, folder: Path) -> int:
+    """How many bytes of `file` lie in `folder` already, complete or as a part."""
+    for path in (folder / file.name, folder / (file.name + ".part")):
+        if path.is_file():
+            return min(path.stat().st_size, file.size)
+    return 0
+
+
+def _download(revision: Revision, file: RemoteFile, part: Path, token: str | None, task: Task | None) -> None:
+    fruitless = 0
+    while (before := _size(part)) != file.size:
+        if before > file.size:
+            part.unlink()
+            continue
+        failure = _append(revision, file, part, token, task)
+        if _size(part) > file.size:
+            part.unlink()
+            raise CorruptFileError(
+                f"{file.name} of {revision.repository} is longer than the {file.size} bytes announced."
+            )
+        fruitless = 0 if _size(part) > before else fruitless + 1
+        if fruitless > _FRUITLESS_ATTEMPTS:
+            raise _lost(revision, file, part, failure)
+
+
+def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None, task: Task | None) -> Exception | None:
+    """Ask for the rest of `file`; a lost connection is returned, for the caller sees whether bytes came."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    if file.size > 50_000_000_000:
+        # Limit of the hub itself for plain HTTP (constants.MAX_HTTP_DOWNLOAD_SIZE of the client).
+        raise UnsupportedModelError(
+            f"{file.name} has {gibibytes(file.size)}; the hub serves files up to 50 GB over HTTP."
+        )
+    if is_offline():
+        raise _offline(revision.repository)
+    url = hf_hub_url(revision.repository, file.name, revision=revision.commit, endpoint=endpoint())
+    try:
+        with _CountedFile(part, task) as handle:
+            handle.seek(0, os.SEEK_END)
+            http_get(
+                url, handle, resume_size=handle.tell(), headers=build_hf_headers(token=token), expected_size=file.size
+            )
+    except HfHubHTTPError as error:
+        if error.response.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            part.unlink()
+            raise CorruptFileError(
+                f"{file.name} of {revision.repository} is shorter than the {file.size} bytes announced.",
+                hint="The part was removed. Run the command again; if it repeats, the repository itself is damaged.",
+            ) from error
+        raise
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        return error
+    except _transport_error() as error:
+        return error
+    return None
+
+
+class _CountedFile(io.BufferedRandom):
+    """A file that reports to a task what is written to it, and taken back from it."""
+
+    def __init__(self, path: Path, task: Task | None) -> None:
+        path.touch()
+        super().__init__(io.FileIO(path, "r+"))
+        self._task = task
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        if self._task is not None:
+            self._task.advance(count)
+        return count
+
+    def truncate(self, size: int | None = None) -> int:
+        before = self.seek(0, os.SEEK_END)
+        after = super().truncate(size)
+        if self._task is not None:
+            self._task.advance(after - before)
+        self.seek(0, os.SEEK_END)
+        return after
+
+
+def verify(path: Path, file: RemoteFile) -> None:
+    """Compare `path` with size and hash that the hub announced; removed, with CorruptFileError, when they differ."""
+    size, digest = path.stat().st_size, digest_of(path, file.digest.partition(":")[0])
+    if size == file.size and digest == file.digest:
+        return
+    path.unlink()
+    raise CorruptFileError(
+        f"{file.name} is not what the hub announced: {size} bytes with {digest}, expected {file.size} bytes with"
+        f" {file.digest}.",
+        hint="The file was removed; run the command again to pull it once more.",
+    )
+
+
+def digest_of(path: Path, scheme: str) -> str:
+    """Hash of a file: `sha256` of its content, or `git`: SHA-1 with `blob <size>\\0` before it, as git names blobs."""
+    hasher = hashlib.sha256()
+    if scheme == "git":
+        hasher = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
+    with path.open("rb") as handle:
+        while block := handle.read(_BLOCK):
+            hasher.update(block)
+    return f"{scheme}:{hasher.hexdigest()}"
+
+
+def cached_file(revision: Revision, file: RemoteFile) -> Path | None:
+    """The file in the client's own cache, where other tools may have pulled it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(revision.repository, file.name, revision=revision.commit)
+    return Path(found) if isinstance(found, str) else None
+
+
+def cached_revision(repository: str, revision: str | None) -> Revision | None:
+    """What the client's own cache holds of a revision, with the hashes that the cache names its blobs by."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    config = try_to_load_from_cache(repository, "config.json", revision=revision or constants.DEFAULT_REVISION)
+    if not isinstance(config, str):
+        return None
+    snapshot = Path(config).parent
+    files = tuple(_cached(path, snapshot) for path in sorted(snapshot.rglob("*")) if path.is_file())
+    return Revision(repository=repository, commit=snapshot.name, files=files)
+
+
+def _cached(path: Path, snapshot: Path) -> RemoteFile:
+    blob = path.resolve().name
+    digest = {40: f"git:{blob}", 64: f"sha256:{blob}"}.get(len(blob)) or digest_of(path, "sha256")
+    return RemoteFile(name=str(path.relative_to(snapshot)), size=path.stat().st_size, digest=digest)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _offline(repository: str) -> NetworkError:
+    return NetworkError(
+        f"{repository} is not on this machine, and HF_HUB_OFFLINE forbids the network.",
+        hint="Unset HF_HUB_OFFLINE, or give a local folder.",
+    )
+
+
+def _lost(revision: Revision, file: RemoteFile, part: Path, failure: Exception | None) -> TrtserveError:
+    have = _size(part)
+    reason = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
+    return NetworkError(
+        f"The pull of {file.name} from {revision.repository} stopped after {have} of {file.size} bytes{reason}.",
+        hint="What came is kept: run the command again to continue from there.",
+    )
+
+
+def _explain(error: Exception, repository: str) -> TrtserveError:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskSpaceError(
+            f"The disk is full while {repository} is pulled: {error}.", hint="What came is kept; free some space first."
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+        return DiskSpaceError(f"The store cannot be written: {error}.", hint="Set TRTSERVE_HOME to a folder of yours.")
+    response = getattr(error, "response", None)
+    if response is None:
+        return NetworkError(
+            f"{endpoint()} cannot be reached: {type(error).__name__}: {error}".rstrip(": ") + ".",
+            hint="Check the network, proxy settings and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what is on this machine.",
+        )
+    return _explain_status(error, repository, response.status_code)
+
+
+def _explain_status(error: Exception, repository: str, status: int) -> TrtserveError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return AccessDeniedError(
+            f"{repository} is gated and this machine's token does not open it (HTTP {status}).",
+            hint=f"Accept the conditions on {endpoint()}/{repository}, then set HF_TOKEN or run `hf auth login`.",
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return ModelNotFoundError(f"{repository} has no such revision.", hint="Name a branch, tag or commit after '@'.")
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelNotFoundError(
+            f"The hub knows no {repository}, or it is private and hidden from this token (HTTP {status}).",
+            hint="Check the spelling; for a private model set HF_TOKEN or run `hf auth login`.",
+        )
+    if status in (401, 403):
+        return AccessDeniedError(
+            f"The hub refuses access to {repository} (HTTP {status}): the token is not valid or lacks the permission.",
+            hint=f"Check HF_TOKEN, or make a token with read access at {endpoint()}/settings/tokens.",
+        )
+    if status == 404:
+        return ModelNotFoundError(f"The hub has no such file or repository: {repository} (HTTP 404).")
+    return NetworkError(f"The hub answered HTTP {status} for {repository}: {error}", hint="Try again later.")

@@ -1,0 +1,223 @@
+"""Which files of a model are needed, whether it can be converted here, and what identifies it."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trtserve import hub
+from trtserve.artifacts import MANIFEST, Manifest, Model, fingerprint
+from trtserve.errors import ArtifactError, CorruptFileError, UnsupportedModelError
+from trtserve.hub import RemoteFile, Revision
+from trtserve.import_.sources import Source
+from trtserve.store import Store
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = frozenset(
+    {
+        CONFIG,
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "chat_template.json",
+    }
+)
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """A model before its weights are here.
+
+    `files` are those that are needed, `config` is the content of `config.json`. `revision` is set for the hub;
+    `folder` holds the files when they are on this machine already.
+    """
+
+    source: Source
+    files: tuple[RemoteFile, ...]
+    config: Mapping[str, Any]
+    revision: Revision | None = None
+    folder: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def architecture(self) -> str:
+        """Class name that `config.json` gives the model."""
+        return str(self.config["architectures"][0])
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(file.size for file in self.files if is_weights(file.name))
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of where the model is from and of its files' hashes.
+
+        Weights of a user's folder count with path, size and time instead of a hash of gigabytes; the path is in it
+        since the artefact refers to that folder.
+        """
+        origin: dict[str, Any] = {"kind": "model", "files": {file.name: file.digest for file in self.files}}
+        if self.revision is not None:
+            origin |= {"repository": self.revision.repository, "commit": self.revision.commit}
+        elif self.source.kind == "folder":
+            origin |= {"folder": str(self.folder)}
+        return fingerprint(**origin)
+
+    def manifest(self) -> Manifest:
+        """Manifest of the Model artefact that this plan becomes."""
+        return Manifest(
+            kind="model",
+            name=self.name,
+            fingerprint=self.fingerprint,
+            spec={
+                "source": self.source.text,
+                "kind": self.source.kind,
+                "location": self.source.location,
+                "revision": self.source.revision,
+                "commit": self.revision.commit if self.revision else None,
+            },
+            facts={
+                "architecture": self.architecture,
+                "weight_bytes": self.weight_bytes,
+                "files": [asdict(file) for file in self.files],
+            },
+        )
+
+
+def is_weights(name: str) -> bool:
+    """True for a file of weights."""
+    return name.endswith(".safetensors")
+
+
+def planned_files(
+    label: str, files: Sequence[RemoteFile], read: Callable[[RemoteFile], Path]
+) -> tuple[tuple[RemoteFile, ...], dict[str, Any]]:
+    """The needed ones of `files`, and the content of `config.json`; `read` makes a small file readable here.
+
+    UnsupportedModelError when the model cannot be converted here, named before any weights are asked for.
+    """
+    by_name = {file.name: file for file in files}
+    if CONFIG not in by_name:
+        raise UnsupportedModelError(f"{label} has no {CONFIG}.", hint="Give a model in the Hugging Face format.")
+    from trtserve.architectures import supported
+
+    config = _read_json(read(by_name[CONFIG]), label)
+    supported(config)
+    weights = _weight_names(label, by_name, read)
+    if not any(name in by_name for name in _TOKENIZERS):
+        raise UnsupportedModelError(f"{label} has no tokenizer; expected one of {', '.join(_TOKENIZERS)}.")
+    wanted = SMALL_FILES | weights
+    return tuple(by_name[name] for name in sorted(wanted & by_name.keys())), config
+
+
+def _weight_names(label: str, files: Mapping[str, RemoteFile], read: Callable[[RemoteFile], Path]) -> set[str]:
+    if SINGLE in files:
+        return {SINGLE}
+    if INDEX in files:
+        shards = set(_read_json(read(files[INDEX]), label).get("weight_map", {}).values())
+        if missing := sorted(shards - files.keys()):
+            raise CorruptFileError(f"{INDEX} of {label} names files that are not there: {', '.join(missing)}.")
+        return shards | {INDEX}
+    found = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".safetensors")))
+    raise UnsupportedModelError(
+        f"{label} has no {SINGLE} or {INDEX}; its weights are {', '.join(found) or 'missing'}.",
+        hint="Only safetensors are read, since pickled weights run code. Look for a revision or a copy in safetensors.",
+    )
+
+
+def _read_json(path: Path, label: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CorruptFileError(f"{path.name} of {label} cannot be read: {error}.") from error
+    if not isinstance(content, dict):
+        raise CorruptFileError(f"{path.name} of {label} is not a JSON object.")
+    return content
+
+
+def folder_plan(source: Source) -> ModelPlan:
+    """Plan of a model in a folder, the demo's included; CorruptFileError when a file of weights is cut."""
+    folder = Path(source.location)
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    listed = [RemoteFile(name=name, size=(folder / name).stat().st_size, digest="") for name in names]
+    files, config = planned_files(str(folder), listed, lambda file: folder / file.name)
+    hashed = source.kind == "demo"
+    return ModelPlan(
+        source=source, folder=folder, config=config, files=tuple(_local_file(folder / f.name, hashed) for f in files)
+    )
+
+
+def _local_file(path: Path, hashed: bool) -> RemoteFile:
+    stat = path.stat()
+    if is_weights(path.name):
+        require_whole(path)
+    digest = f"time:{stat.st_mtime_ns}:{stat.st_size}"
+    if hashed or not is_weights(path.name):
+        digest = hub.digest_of(path, "sha256")
+    return RemoteFile(name=path.name, size=stat.st_size, digest=digest)
+
+
+def require_whole(path: Path) -> None:
+    """CorruptFileError when a safetensors file is shorter or longer than its header says.
+
+    Layout: 8 bytes little-endian length of the header, the header in JSON with `data_offsets` relative to its end.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            header = json.loads(handle.read(length)) if length <= size else None
+        ends = [entry["data_offsets"][1] for key, entry in (header or {}).items() if key != "__metadata__"]
+    except (struct.error, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptFileError(f"{path} is not a safetensors file: {error}.") from error
+    expected = 8 + length + max(ends, default=0)
+    if header is None or size != expected:
+        raise CorruptFileError(f"{path} has {size} bytes; its header says {expected}.", hint="Copy the file again.")
+
+
+def stored_plan(source: Source, store: Store, *, offline: bool) -> ModelPlan | None:
+    """Plan of a pulled model that is in the store: for a commit by its hash, for anything else only when `offline`."""
+    pinned = source.revision is not None and _COMMIT.fullmatch(source.revision)
+    if not pinned and not offline:
+        return None
+    wanted = ("commit", source.revision) if pinned else ("revision", source.revision)
+    matching = [
+        (manifest, path)
+        for manifest, path in _stored_models(store)
+        if manifest.spec.get("location") == source.location and manifest.spec.get(wanted[0]) == wanted[1]
+    ]
+    if not matching:
+        return None
+    manifest, folder = max(matching, key=lambda pair: pair[0].created)
+    files = tuple(RemoteFile(**file) for file in manifest.facts["files"])
+    revision = Revision(repository=source.location, commit=manifest.spec["commit"], files=files)
+    config = _read_json(folder / CONFIG, source.location)
+    return ModelPlan(source=source, files=files, config=config, revision=revision, folder=folder)
+
+
+def _stored_models(store: Store) -> Iterable[tuple[Manifest, Path]]:
+    for path in store.folder(Model).glob(f"*/{MANIFEST}"):
+        with suppress(ArtifactError):
+            yield Manifest.read(path.parent), path.parent

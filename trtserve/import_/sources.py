@@ -1,0 +1,147 @@
+"""What a source means: the demo model, an alias, a hub id or a local folder, and the name it is served under."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trtserve.errors import ModelNotFoundError, UsageError
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+
+# Names of the Triton models that every repository holds besides the alias.
+RESERVED_NAMES = frozenset({"preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"})
+
+# Every family here is one of trtserve.architectures.FAMILIES.
+ALIASES: dict[str, str] = {
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-2-7b-chat": "meta-llama/Llama-2-7b-chat-hf",
+    "llama-2-13b": "meta-llama/Llama-2-13b-hf",
+    "llama-2-13b-chat": "meta-llama/Llama-2-13b-chat-hf",
+    "llama-2-70b": "meta-llama/Llama-2-70b-hf",
+    "llama-2-70b-chat": "meta-llama/Llama-2-70b-chat-hf",
+    "llama-3-8b": "meta-llama/Meta-Llama-3-8B",
+    "llama-3-8b-instruct": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "llama-3-70b": "meta-llama/Meta-Llama-3-70B",
+    "llama-3-70b-instruct": "meta-llama/Meta-Llama-3-70B-Instruct",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "llama-3.1-8b-instruct": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
+    "llama-3.1-70b-instruct": "meta-llama/Llama-3.1-70B-Instruct",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+    "llama-3.2-1b-instruct": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
+    "llama-3.2-3b-instruct": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama-3.3-70b-instruct": "meta-llama/Llama-3.3-70B-Instruct",
+    "tinyllama-1.1b-chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
+    "smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "smollm2-360m-instruct": "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "mistral-7b-instruct": "mistralai/Mistral-7B-Instruct-v0.3",
+    "gpt2": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
+    "gpt2-large": "openai-community/gpt2-large",
+    "gpt2-xl": "openai-community/gpt2-xl",
+}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SERVED_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a model comes from.
+
+    `location` is `org/name` for the hub, else an absolute folder; `revision` is a branch, tag or commit of the hub
+    (None: its default branch).
+    """
+
+    text: str
+    kind: Literal["demo", "hub", "folder"]
+    location: str
+    name: str
+    revision: str | None = None
+
+
+def parse_source(text: str, *, name: str | None = None) -> Source:
+    """Understand what the user typed; `name` replaces the derived name.
+
+    An existing folder is always a folder, and what looks like a path is never asked for on the hub. Prefixes `hf:`
+    and `local:` decide it explicitly. UsageError or ModelNotFoundError when nothing fits.
+    """
+    if text.startswith("local:"):
+        return _folder(text, text.removeprefix("local:"), name)
+    if text.startswith("hf:"):
+        return _hub(text, text.removeprefix("hf:"), name)
+    if _is_folder_source(text):
+        return _folder(text, text, name)
+    if text == DEMO:
+        return Source(text=text, kind="demo", location=str(DEMO_FOLDER), name=served_name(name or DEMO))
+    return _hub(text, text, name)
+
+
+def served_name(text: str) -> str:
+    """Check a name under which a model is served: characters of [A-Za-z0-9._-], not a model of every repository."""
+    if text in RESERVED_NAMES:
+        raise UsageError(
+            f"{text!r} is the name of a Triton model that every repository holds.", hint="Choose one with --name."
+        )
+    if not _SERVED_NAME.fullmatch(text):
+        raise UsageError(
+            f"{text!r} cannot be the name of a model; expected letters, digits, '.', '_' and '-'.",
+            hint="Choose one with --name.",
+        )
+    return text
+
+
+def _is_folder_source(text: str) -> bool:
+    if not text:
+        return False
+    path = Path(text).expanduser()
+    if text == DEMO or text.partition("@")[0] in ALIASES:
+        # A keyword of ours gives way only to a folder that does hold a model.
+        return (path / "config.json").is_file()
+    return path.is_dir() or _looks_like_path(text)
+
+
+def _looks_like_path(text: str) -> bool:
+    return (
+        text.startswith(("/", ".", "~")) or text.endswith("/") or text.partition("@")[0].count("/") > 1 or "\\" in text
+    )
+
+
+def _folder(text: str, path: str, name: str | None) -> Source:
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        raise ModelNotFoundError(
+            f"{path} is not a folder on this machine.",
+            hint="Give an existing folder, or a hub id as org/name (hf:org/name when in doubt).",
+        )
+    return Source(text=text, kind="folder", location=str(folder), name=served_name(name or _cut(folder.resolve().name)))
+
+
+def _hub(text: str, identifier: str, name: str | None) -> Source:
+    repository, _, revision = identifier.partition("@")
+    alias = repository if repository in ALIASES else None
+    repository = ALIASES.get(repository, repository)
+    if not _HUB_ID.fullmatch(repository) or identifier.endswith("@"):
+        raise ModelNotFoundError(f"{text!r} names no model.", hint=_suggest(repository))
+    derived = alias or _cut(repository.rpartition("/")[2])
+    return Source(
+        text=text, kind="hub", location=repository, revision=revision or None, name=served_name(name or derived)
+    )
+
+
+def _suggest(text: str) -> str:
+    close = difflib.get_close_matches(text.lower(), [DEMO, *ALIASES], n=3, cutoff=0.5)
+    known = f"Did you mean {' or '.join(close)}? " if close else ""
+    return f"{known}Expected {DEMO}, an alias ({', '.join(list(ALIASES)[:4])}, …), org/name[@revision] or a folder."
+
+
+def _cut(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "model"
