@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from trtserve import __version__
+from trtserve.cli import bench, query
 from trtserve.cli.output import print_error
 from trtserve.errors import TrtserveError
 
@@ -40,7 +41,9 @@ def _root(
         os.environ["TRTSERVE_DEBUG"] = "1"
 
 
-def command(function: Callable[..., None], *, name: str | None = None, **settings: Any) -> None:
+def command(
+    function: Callable[..., None], *, name: str | None = None, group: typer.Typer = app, **settings: Any
+) -> None:
     """Register `function` as a command; Ctrl-C in it ends the process with code 130, without a traceback."""
 
     @functools.wraps(function)
@@ -50,7 +53,7 @@ def command(function: Callable[..., None], *, name: str | None = None, **setting
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
-    app.command(name=name or function.__name__, **settings)(body)
+    group.command(name=name or function.__name__, **settings)(body)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -81,3 +84,8 @@ def _unexpected(error: Exception) -> TrtserveError:
         f"Unexpected {type(error).__name__}: {error}",
         hint="This is a defect of trtserve. Run the command again as `trtserve --debug …` and report the traceback.",
     )
+
+
+app.add_typer(bench.group, name="bench", help="Measure a served model.")
+command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
+command(query.query)

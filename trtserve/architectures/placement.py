@@ -1,0 +1,153 @@
+"""Which block of which source tensor goes to which byte of which rank file: the plan of a conversion."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trtserve.architectures.base import Target
+from trtserve.architectures.sharding import Piece, matrix, name_in_stage, shard, stage_layers, stage_of
+from trtserve.architectures.source import SourceTensor
+from trtserve.architectures.streaming import Block, Move
+from trtserve.architectures.tensor_files import CODES, DTYPES, Entry, layout, numpy_dtype
+from trtserve.errors import ConversionError, UnsupportedModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A source tensor as rows `first_row` … `first_row + rows` of a target."""
+
+    source: SourceTensor
+    target: Target
+    first_row: int
+    rows: int
+
+
+class Placement:
+    """Where every target lies in the rank files of a checkpoint."""
+
+    def __init__(self, targets: Sequence[Target], *, layers: int, tp_size: int, pp_size: int, dtype: str) -> None:
+        self._tp_size = tp_size
+        self._stages = stage_layers(layers, pp_size)
+        self._item = numpy_dtype(CODES[dtype]).itemsize
+        laid_out = [layout(self._shapes(targets, rank), dtype) for rank in range(tp_size * pp_size)]
+        self.headers: list[bytes] = [header for header, _ in laid_out]
+        self._entries: list[dict[str, Entry]] = [entries for _, entries in laid_out]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Size in bytes of each rank's file."""
+        return [
+            len(header) + sum(entry.size for entry in entries.values())
+            for header, entries in zip(self.headers, self._entries, strict=True)
+        ]
+
+    def _shapes(self, targets: Sequence[Target], rank: int) -> dict[str, tuple[int, ...]]:
+        stage, tp_rank = divmod(rank, self._tp_size)
+        return {
+            name_in_stage(target, self._stages): shard(target, self._tp_size, tp_rank).shape
+            for target in targets
+            if stage_of(target, self._stages) == stage
+        }
+
+    def blocks(self, use: Use) -> Iterator[Block]:
+        """All places of a source tensor, in all ranks of its stage."""
+        stage, name = stage_of(use.target, self._stages), name_in_stage(use.target, self._stages)
+        for tp_rank in range(self._tp_size):
+            rank = stage * self._tp_size + tp_rank
+            offset = self._entries[rank][name].begin
+            for piece in shard(use.target, self._tp_size, tp_rank).pieces:
+                block = self._block(use, piece, rank, offset)
+                if block is not None:
+                    yield block
+                offset += piece.rows * piece.columns * self._item
+
+    def _block(self, use: Use, piece: Piece, rank: int, offset: int) -> Block | None:
+        """The rows of `piece` that this source provides; `offset` is where the piece begins in its file."""
+        start = max(piece.first_row, use.first_row)
+        stop = min(piece.first_row + piece.rows, use.first_row + use.rows)
+        if start >= stop:
+            return None
+        return Block(
+            rank=rank,
+            offset=offset + (start - piece.first_row) * piece.columns * self._item,
+            first_row=start - use.first_row,
+            rows=stop - start,
+            first_column=piece.first_column,
+            columns=piece.columns,
+        )
+
+
+def moves(uses: Iterable[Use], placement: Placement, order: Iterable[str]) -> list[Move]:
+    """One move for each source tensor, in `order` (that of the files), so that each is read once and in sequence."""
+    grouped: dict[str, list[Use]] = defaultdict(list)
+    for use in uses:
+        grouped[use.source.name].append(use)
+    return [_move(grouped[name], placement) for name in order if name in grouped]
+
+
+def _move(uses: Sequence[Use], placement: Placement) -> Move:
+    first = uses[0]
+    _, columns = matrix(first.target.shape)
+    return Move(
+        source=first.source,
+        shape=(first.rows, columns),
+        transpose=first.target.transpose,
+        blocks=[block for use in uses for block in placement.blocks(use)],
+    )
+
+
+def match(targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused: Sequence[str]) -> list[Use]:
+    """Find every source of every target.
+
+    ConversionError lists targets produced twice, missing sources, sources that nothing uses and none of the patterns
+    `unused` (fnmatch) excuses, and wrong shapes. UnsupportedModelError names a source of another type than float.
+    """
+    _refuse("The architecture file produces checkpoint tensors twice", _repeated(target.name for target in targets))
+    wanted = {name for target in targets for name in target.sources}
+    problems = [f"missing: {name}" for name in sorted(wanted - sources.keys())]
+    left = [name for name in sources if name not in wanted and not _excused(name, unused)]
+    problems += [f"not known: {name}" for name in sorted(left)]
+    _refuse("The weights are not those of the model that config.json describes", problems)
+    uses = [use for target in targets for use in _uses(target, sources)]
+    _refuse("Tensors have other shapes than config.json calls for", _misshaped(uses))
+    for use in uses:
+        if use.source.entry.code not in DTYPES:
+            raise UnsupportedModelError(f"{use.source.name} is of type {use.source.entry.code}, not a float.")
+    return uses
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _excused(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _uses(target: Target, sources: Mapping[str, SourceTensor]) -> Iterator[Use]:
+    rows = target.parts if len(target.sources) > 1 else (target.shape[0],)
+    first = 0
+    for name, count in zip(target.sources, rows, strict=True):
+        yield Use(source=sources[name], target=target, first_row=first, rows=count)
+        first += count
+
+
+def _misshaped(uses: Iterable[Use]) -> list[str]:
+    problems = []
+    for use in uses:
+        expected = (use.rows, *use.target.shape[1:])
+        expected = expected[::-1] if use.target.transpose else expected
+        if use.source.entry.shape != expected:
+            problems.append(f"{use.source.name} is {list(use.source.entry.shape)}, expected {list(expected)}")
+    return problems
+
+
+def _refuse(what: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise ConversionError(
+            f"{what} ({len(problems)}): {'; '.join(problems)}.",
+            hint="Take config.json and weights from one revision of the model's own repository.",
+        )

@@ -1,0 +1,98 @@
+"""The weights of a Hugging Face folder: one safetensors file or an indexed set, seen as one table of tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtserve.architectures.tensor_files import Entry, TensorFile
+from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTensor:
+    """A tensor of the model: its name in the model and in its file, and where it lies."""
+
+    name: str
+    file: TensorFile
+    entry: Entry
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder; ModelNotFoundError when the folder holds none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelNotFoundError(
+            f"{folder} has no config.json: it is not a Hugging Face model folder.",
+            hint="Give a folder with config.json and model.safetensors, or run trtserve import first.",
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptFileError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise CorruptFileError(f"{path} is not a JSON object.")
+    return config
+
+
+def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
+    """All tensors of a folder by their names in the model, in the order of files and offsets.
+
+    `base_prefix` is put before the names of a model saved without its head. CorruptFileError when files and index
+    do not agree; ConversionError lists tensors that are stored twice.
+    """
+    tensors = list(_tensors(folder))
+    bare = not any(tensor.name.startswith(base_prefix) for tensor in tensors)
+    named: dict[str, SourceTensor] = {}
+    twice = []
+    for tensor in tensors:
+        name = base_prefix + tensor.name if bare and not tensor.name.startswith("lm_head.") else tensor.name
+        if name in named:
+            twice.append(f"{name} ({named[name].file.path.name}, {tensor.file.path.name})")
+        named[name] = SourceTensor(name=name, file=tensor.file, entry=tensor.entry)
+    if twice:
+        raise ConversionError(f"{folder} stores tensors twice: {', '.join(twice)}.", hint="Fetch the model again.")
+    return named
+
+
+def _tensors(folder: Path) -> Iterator[SourceTensor]:
+    for path in _weight_files(folder):
+        file = TensorFile(path)
+        for name, entry in sorted(file.entries.items(), key=lambda item: item[1].begin):
+            yield SourceTensor(name=name, file=file, entry=entry)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if any(folder.glob("*.bin")):
+        raise UnsupportedModelError(
+            f"{folder} has its weights only as .bin files (pickles); {SINGLE} is expected.",
+            hint="Save the model with safetensors (transformers: save_pretrained), or choose a revision that has them.",
+        )
+    raise ModelNotFoundError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.", hint="Import the model again.")
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    """Files of the index in name order, checked to hold what the index says."""
+    try:
+        places: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        wanted = {file: {name for name in places if places[name] == file} for file in sorted(set(places.values()))}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptFileError(f"{folder / INDEX} cannot be read as an index: {error!r}.") from error
+    for file, names in wanted.items():
+        path = folder / file
+        if not path.is_file():
+            raise CorruptFileError(f"{path} is missing; {INDEX} names it.", hint="Import the model again.")
+        absent = sorted(names - TensorFile(path).entries.keys())
+        if absent:
+            raise CorruptFileError(f"{path} lacks tensors that {INDEX} places there: {', '.join(absent)}.")
+    return [folder / file for file in wanted]

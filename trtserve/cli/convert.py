@@ -1,0 +1,70 @@
+"""`trtserve convert`: a Hugging Face folder becomes a TensorRT-LLM checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+import typer
+
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
+from trtserve.cli.output import TerminalProgress, print_data, print_json
+from trtserve.convert import Plan, convert_model, destination_of, find_model, plan_conversion
+from trtserve.machine import gibibytes
+from trtserve.specs import ConvertSpec, DType, Quantization
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, or the name of an imported model.")],
+    tp_size: Annotated[int, typer.Option("--tp-size", help="Tensor-parallel size: GPUs that share every layer.")] = 1,
+    pp_size: Annotated[int, typer.Option("--pp-size", help="Pipeline-parallel size: groups of layers.")] = 1,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Type of the weights: auto, float32, float16, bfloat16; auto: the model's.")
+    ] = "auto",
+    quantize: Annotated[
+        str, typer.Option("--quantize", help="none, or int8 (weight-only; done when the engine is built).")
+    ] = "none",
+    name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Convert a Hugging Face model to a TensorRT-LLM checkpoint and print its path."""
+    spec = ConvertSpec(
+        tp_size=tp_size, pp_size=pp_size, dtype=cast(DType, dtype), quantize=cast(Quantization, quantize)
+    )
+    source = find_model(model)
+    plan = plan_conversion(source, spec)
+    place = destination_of(plan, name or source.name, out=out)
+    if not dry_run:
+        convert_model(source, spec, name=name, out=out, progress=TerminalProgress(quiet=quiet))
+    result = {"path": str(place.path), "reused": place.reused, **_described(plan)}
+    if json:
+        print_json("convert", result)
+    elif dry_run:
+        print_data("\n".join([*_lines(plan, reused=place.reused), f"to        {place.path}"]))
+    else:
+        print_data(str(place.path))
+
+
+def _described(plan: Plan) -> dict[str, object]:
+    return {
+        "architecture": plan.config["architecture"],
+        "dtype": plan.spec.dtype,
+        "quant_algo": plan.config["quantization"]["quant_algo"],
+        "tp_size": plan.spec.tp_size,
+        "pp_size": plan.spec.pp_size,
+        "bytes": plan.total_bytes,
+        "largest_tensor_bytes": plan.largest_tensor,
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def _lines(plan: Plan, *, reused: bool) -> list[str]:
+    ranks = len(plan.sizes)
+    return [
+        f"convert   {plan.config['architecture']}, {len(plan.moves)} tensors, {gibibytes(plan.source_bytes)}",
+        f"as        {plan.spec.dtype}, quantization {plan.config['quantization']['quant_algo'] or 'none'}",
+        f"ranks     {ranks} (tp {plan.spec.tp_size} × pp {plan.spec.pp_size}), {gibibytes(plan.total_bytes)}",
+        "state     reused: it lies there already" if reused else "state     to be made; no external command is run",
+    ]

@@ -1,0 +1,191 @@
+"""Hugging Face model → TensorRT-LLM unified checkpoint: `config.json` and one `rankN.safetensors` per rank.
+
+Streams: every source tensor is read once, cut for all ranks, and written to its known place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trtserve import architectures
+from trtserve.architectures.checkpoint import complete_config
+from trtserve.architectures.placement import Placement, match, moves
+from trtserve.architectures.sharding import check_parallel_sizes
+from trtserve.architectures.source import read_hf_config, read_source
+from trtserve.architectures.streaming import Move, carry_out, created
+from trtserve.architectures.tensor_files import TensorFile
+from trtserve.artifacts import Checkpoint, Manifest, Model, fingerprint, load_artifact
+from trtserve.errors import ConversionError, DiskSpaceError, ModelNotFoundError
+from trtserve.machine import free_disk, gibibytes
+from trtserve.progress import SILENT, Progress
+from trtserve.specs import ConvertSpec
+from trtserve.store import Store, publish, reusable
+
+SCHEMA = 1
+_QUANT_ALGO = {"none": None, "int8": "W8A16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A conversion before its first byte is written: what goes where, and how large it becomes.
+
+    `headers` and `sizes` are the header bytes and file sizes in bytes by rank; `source_bytes` is what is read.
+    """
+
+    spec: ConvertSpec
+    config: Mapping[str, Any]
+    moves: Sequence[Move]
+    headers: Sequence[bytes]
+    sizes: Sequence[int]
+    fingerprint: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all rank files."""
+        return sum(self.sizes)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all source tensors that are read."""
+        return sum(move.source.entry.size for move in self.moves)
+
+    @property
+    def largest_tensor(self) -> int:
+        """Bytes of the largest source tensor."""
+        return max(move.source.entry.size for move in self.moves)
+
+
+def find_model(name_or_folder: str, store: Store | None = None) -> Model:
+    """The model in a folder, or the one imported under a name; ModelNotFoundError when there is neither."""
+    folder = Path(name_or_folder).expanduser()
+    if folder.is_dir():
+        return Model(path=folder.absolute(), manifest=load_artifact(Model, folder).manifest)
+    records = {record.name: record for record in (store or Store()).recorded()}
+    if name_or_folder in records:
+        return find_model(records[name_or_folder].model)
+    raise ModelNotFoundError(
+        f"{name_or_folder} is neither a folder nor the name of an imported model.",
+        hint=f"Imported names: {', '.join(records) or 'none'}. To fetch a model: trtserve import {name_or_folder}",
+    )
+
+
+def resolve_dtype(spec: ConvertSpec, hf: Mapping[str, Any]) -> Literal["float32", "float16", "bfloat16"]:
+    """The checkpoint's dtype: `auto` takes the model's own, float16 for float32 or none (as TensorRT-LLM does)."""
+    if spec.dtype != "auto":
+        return spec.dtype
+    own = str(hf.get("dtype") or hf.get("torch_dtype") or "float16").removeprefix("torch.")
+    return "bfloat16" if own == "bfloat16" else "float16"
+
+
+def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
+    """Everything that can be known from configs and headers; all errors but those in the values come from here."""
+    hf = read_hf_config(model.path)
+    family = architectures.supported(hf)
+    spec = replace(spec, dtype=resolve_dtype(spec, hf))
+    config = complete_config(
+        family.checkpoint_config(hf),
+        architecture=architectures.architecture_of(hf),
+        dtype=spec.dtype,
+        tp_size=spec.tp_size,
+        pp_size=spec.pp_size,
+        quant_algo=_QUANT_ALGO[spec.quantize],
+    )
+    check_parallel_sizes(config, spec.tp_size, spec.pp_size)
+    sources = read_source(model.path, family.BASE_PREFIX)
+    targets = family.targets(config)
+    placement = Placement(
+        targets,
+        layers=config["num_hidden_layers"],
+        tp_size=spec.tp_size,
+        pp_size=spec.pp_size,
+        dtype=spec.dtype,
+    )
+    uses = match(targets, sources, family.unused(config))
+    return Plan(
+        spec=spec,
+        config=config,
+        moves=moves(uses, placement, sources),
+        headers=placement.headers,
+        sizes=placement.sizes,
+        fingerprint=fingerprint(stage="convert", schema=SCHEMA, spec=asdict(spec), model=model.fingerprint),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Where a checkpoint goes, and whether it lies there already."""
+
+    path: Path
+    reused: bool
+
+
+def destination_of(plan: Plan, name: str, *, out: Path | None = None, store: Store | None = None) -> Destination:
+    """Place of the checkpoint that `plan` makes."""
+    path = out or (store or Store()).destination(Checkpoint, name, plan.fingerprint)
+    return Destination(path=path, reused=reusable(Checkpoint, path, plan.fingerprint) is not None)
+
+
+def convert_model(
+    model: Model,
+    spec: ConvertSpec,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    progress: Progress = SILENT,
+) -> Checkpoint:
+    """Convert a Hugging Face folder to a TensorRT-LLM checkpoint, or reuse the one that was made from it before.
+
+    Raises UnsupportedModelError, ConversionError, CorruptFileError, DiskSpaceError or UsageError (sizes that do not
+    divide); nothing is left behind then.
+    """
+    plan = plan_conversion(model, spec)
+    name = name or model.name
+    place = destination_of(plan, name, out=out, store=store)
+    if place.reused:
+        progress.step(f"Checkpoint {place.path} is up to date")
+    manifest = Manifest(
+        kind="checkpoint",
+        name=name,
+        fingerprint=plan.fingerprint,
+        inputs={model.name: model.fingerprint},
+        spec=asdict(plan.spec),
+        tools={"checkpoint format": "TensorRT-LLM 1.2"},
+        facts={"model": str(model.path.absolute()), "bytes": plan.total_bytes, "largest_tensor": plan.largest_tensor},
+    )
+    return publish(Checkpoint, place.path, manifest, lambda folder: _write(plan, folder, progress))
+
+
+def _write(plan: Plan, folder: Path, progress: Progress) -> None:
+    _require_space(plan, folder)
+    progress.step(f"Converting to {plan.spec.dtype}, {len(plan.sizes)} rank(s), {gibibytes(plan.total_bytes)}")
+    with (
+        created(folder, plan.headers, plan.sizes) as files,
+        progress.task("Converting", total=plan.source_bytes, unit="bytes") as task,
+    ):
+        for move in plan.moves:
+            carry_out(move, files, plan.spec.dtype)
+            task.advance(move.source.entry.size)
+    (folder / "config.json").write_text(json.dumps(plan.config, indent=4) + "\n", encoding="utf-8")
+    _verify(plan, folder)
+
+
+def _require_space(plan: Plan, folder: Path) -> None:
+    free = free_disk(folder)
+    if free < plan.total_bytes:
+        raise DiskSpaceError(
+            f"The checkpoint needs {gibibytes(plan.total_bytes)} and {folder.parent} has {gibibytes(free)} free.",
+            hint="Free some space, or choose another place with --out or TRTSERVE_HOME.",
+        )
+
+
+def _verify(plan: Plan, folder: Path) -> None:
+    """Read the rank files' headers as a loader would, before the checkpoint is declared complete."""
+    for rank, size in enumerate(plan.sizes):
+        path = folder / f"rank{rank}.safetensors"
+        if path.stat().st_size != size or not TensorFile(path).entries:
+            raise ConversionError(f"{path.name} has {path.stat().st_size} bytes after writing; expected {size}.")
