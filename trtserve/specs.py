@@ -145,3 +145,44 @@ class QuerySpec:
     def __post_init__(self) -> None:
         _require_positive(self, "max_tokens")
         _require_choice("--protocol", self.protocol, ("grpc", "http"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSpec:
+    """What a benchmark sends: token counts are means and standard deviations of a normal distribution.
+
+    `request_rate` (requests/s) makes an open loop, whose arrivals follow a schedule; None makes a closed loop, in which
+    `concurrency` users send their next request when the last is answered. In an open loop `concurrency` caps the
+    requests in flight (None: no cap). `timeout` bounds the measured window in seconds. `vocab_size`, `max_input_len`
+    and `max_seq_len` replace what the engine's config says.
+    """
+
+    input_mean: float = 128
+    input_stdev: float = 16
+    output_mean: float = 32
+    output_stdev: float = 4
+    num_requests: int = 100
+    request_rate: float | None = None
+    concurrency: int | None = None
+    arrivals: Literal["exponential", "constant"] = "exponential"
+    seed: int = 0
+    warmup_requests: int = 10
+    model: str = "tensorrt_llm"
+    timeout: float = 600.0
+    vocab_size: int | None = None
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "input_mean", "output_mean", "num_requests", "concurrency", "vocab_size", "max_input_len"
+        )
+        _require_positive(self, "max_seq_len")
+        _require_choice("--arrivals", self.arrivals, ("exponential", "constant"))
+        for name in ("input_stdev", "output_stdev", "warmup_requests", "seed"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative.")
+        for name in ("request_rate", "timeout"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be above 0.")

@@ -1,0 +1,152 @@
+"""`trtserve bench`: one subcommand per kind of traffic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from trtserve.cli import output
+from trtserve.cli.endpoint import GrpcPortOption, HostOption, ServerOption, UrlOption, find_endpoint
+from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
+from trtserve.errors import BenchmarkError
+from trtserve.specs import BenchSpec
+
+if TYPE_CHECKING:
+    from trtserve.bench import Report
+    from trtserve.triton.client import Endpoint
+
+group = typer.Typer(no_args_is_help=True)
+
+InputMean = Annotated[float, typer.Option("--input-mean", help="Mean prompt length in tokens.")]
+InputStdev = Annotated[float, typer.Option("--input-stdev", help="Standard deviation of prompt lengths.")]
+OutputMean = Annotated[float, typer.Option("--output-mean", help="Mean answer length in tokens.")]
+OutputStdev = Annotated[float, typer.Option("--output-stdev", help="Standard deviation of answer lengths.")]
+NumRequests = Annotated[int, typer.Option("--num-requests", help="Measured requests.")]
+RequestRate = Annotated[
+    float | None, typer.Option("--request-rate", help="Requests per second on a schedule (open loop).")
+]
+Concurrency = Annotated[
+    int | None, typer.Option("--concurrency", help="Requests in flight: 8; with --request-rate a cap, default none.")
+]
+ArrivalsOption = Annotated[
+    str, typer.Option("--arrivals", help="Gaps of the schedule: exponential or constant.", metavar="KIND")
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed of traffic and arrivals.")]
+WarmupOption = Annotated[int, typer.Option("--warmup-requests", help="Requests before the measured window.")]
+ModelOption = Annotated[str, typer.Option("--model", help="Core model that receives token ids.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds that the measured window may take.")]
+VocabularyOption = Annotated[int | None, typer.Option("--vocab-size", help="Default: the engine's.")]
+MaxInputOption = Annotated[int | None, typer.Option("--max-input-len", help="Default: the engine's.")]
+MaxSequenceOption = Annotated[int | None, typer.Option("--max-seq-len", help="Default: the engine's.")]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and requests.jsonl there.")
+]
+
+
+def token_norm_dist(
+    input_mean: InputMean = 128,
+    input_stdev: InputStdev = 16,
+    output_mean: OutputMean = 32,
+    output_stdev: OutputStdev = 4,
+    num_requests: NumRequests = 100,
+    request_rate: RequestRate = None,
+    concurrency: Concurrency = None,
+    arrivals: ArrivalsOption = "exponential",
+    seed: SeedOption = 0,
+    warmup_requests: WarmupOption = 10,
+    model: ModelOption = "tensorrt_llm",
+    timeout: TimeoutOption = 600.0,
+    vocab_size: VocabularyOption = None,
+    max_input_len: MaxInputOption = None,
+    max_seq_len: MaxSequenceOption = None,
+    server: ServerOption = None,
+    host: HostOption = None,
+    grpc_port: GrpcPortOption = None,
+    url: UrlOption = None,
+    out: OutOption = None,
+    quiet: QuietOption = False,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Measure the core model with random prompts whose lengths are normally distributed.
+
+    Ctrl-C stops the requests in flight and prints what was measured.
+    """
+    spec = BenchSpec(
+        input_mean=input_mean,
+        input_stdev=input_stdev,
+        output_mean=output_mean,
+        output_stdev=output_stdev,
+        num_requests=num_requests,
+        request_rate=request_rate,
+        concurrency=concurrency,
+        arrivals=cast(Literal["exponential", "constant"], arrivals),
+        seed=seed,
+        warmup_requests=warmup_requests,
+        model=model,
+        timeout=timeout,
+        vocab_size=vocab_size,
+        max_input_len=max_input_len,
+        max_seq_len=max_seq_len,
+    )
+    endpoint = find_endpoint(server=server, host=host, http_port=None, grpc_port=grpc_port, url=url)
+    if dry_run:
+        _describe(spec, endpoint)
+        return
+    _measure(spec, endpoint, out=out, quiet=quiet, json=json)
+
+
+def _measure(spec: BenchSpec, endpoint: Endpoint, *, out: Path | None, quiet: bool, json: bool) -> None:
+    from trtserve.bench import run_benchmark
+
+    report = run_benchmark(spec, endpoint, progress=output.TerminalProgress(quiet=quiet))
+    if out is not None:
+        report.write(out)
+    _print(report, json=json)
+    if out is not None:
+        output.say(f"Written: {out / 'report.json'}, {out / 'requests.jsonl'}")
+    if report.interrupted:
+        raise KeyboardInterrupt
+    _check(report)
+
+
+def _print(report: Report, *, json: bool) -> None:
+    from trtserve.bench.report import COLUMNS
+
+    if json:
+        output.print_json("bench token-norm-dist", report.to_json())
+    else:
+        output.print_table(COLUMNS, report.rows())
+    for note in report.notes:
+        output.say(f"note: {note}")
+    if report.interrupted:
+        output.say("Interrupted: the figures cover what had been sent.")
+
+
+def _check(report: Report) -> None:
+    failed = [record for record in report.records if record.status == "failed"]
+    if failed:
+        reasons = {record.error: None for record in failed}
+        raise BenchmarkError(
+            f"{len(failed)} of {len(report.records)} requests failed: {'; '.join(map(str, list(reasons)[:3]))}",
+            hint="The figures above include them as infinitely slow; `trtserve logs` shows the server's side.",
+        )
+
+
+def _describe(spec: BenchSpec, endpoint: Endpoint) -> None:
+    """Say what would be sent; nothing is."""
+    from trtserve.bench import plan_benchmark
+
+    plan = plan_benchmark(spec, endpoint)
+    requests = plan.traffic.requests
+    tokens = sum(len(request.token_ids) for request in requests), sum(request.output_len for request in requests)
+    loop = f"{spec.request_rate:g} requests/s, {spec.arrivals}" if spec.request_rate else "closed loop"
+    cap = f"concurrency {plan.concurrency}" if plan.concurrency else "no cap on concurrency"
+    output.print_data(
+        f"Would send {len(requests)} requests to {spec.model!r} at {endpoint.grpc} ({loop}, {cap}): "
+        f"{tokens[0]} prompt tokens, {tokens[1]} tokens to generate."
+    )
+    for note in plan.notes:
+        output.say(f"note: {note}")

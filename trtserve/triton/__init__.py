@@ -1,0 +1,1 @@
+"""Everything that knows Triton Inference Server: configuration, models, the server process and its clients."""
