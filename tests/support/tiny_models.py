@@ -118,6 +118,8 @@ def _gpt2_shapes(config: Mapping[str, Any]) -> Shapes:
             yield f"{prefix}{name}.bias", shape[1:]
     yield "transformer.ln_f.weight", (hidden,)
     yield "transformer.ln_f.bias", (hidden,)
+    if not config.get("tie_word_embeddings", True):
+        yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
 FAMILIES: dict[str, tuple[dict[str, Any], Callable[[Mapping[str, Any]], Shapes]]] = {
@@ -171,6 +173,18 @@ def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], d
         values = noise * (2.0 / np.sqrt(fan_in))
     cast: Array = values.astype(_DTYPES[dtype][1])
     return cast
+
+
+def read_safetensors(path: Path) -> dict[str, Array]:
+    """All tensors of a file, taken apart by the safetensors library."""
+    import safetensors
+
+    kinds = {code: np.dtype(kind) for code, kind in _DTYPES.values()}
+    deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
+    return {
+        name: np.frombuffer(bytes(view["data"]), dtype=kinds[view["dtype"]]).reshape(view["shape"])
+        for name, view in deserialize(path.read_bytes())
+    }
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:

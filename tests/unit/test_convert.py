@@ -1,0 +1,339 @@
+"""Conversion: contents of every rank against independent shards, errors, reuse, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.support.expected_shards import Tensors, gpt2_ranks, llama_ranks
+from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
+from trtserve import convert as convert_module
+from trtserve.architectures import streaming
+from trtserve.artifacts import MANIFEST, Checkpoint, Model
+from trtserve.convert import convert_model, find_model, plan_conversion
+from trtserve.errors import (
+    ConversionError,
+    CorruptFileError,
+    DiskSpaceError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    UsageError,
+)
+from trtserve.specs import ConvertSpec
+from trtserve.store import NameRecord, Store
+
+
+def convert(folder: Path, out: Path, **spec: Any) -> Checkpoint:
+    return convert_model(Model(path=folder), ConvertSpec(**spec), out=out)
+
+
+def read_ranks(folder: Path, count: int) -> list[Tensors]:
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == sorted(
+        f"rank{rank}.safetensors" for rank in range(count)
+    )
+    return [read_safetensors(folder / f"rank{rank}.safetensors") for rank in range(count)]
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"vocab_size": 323, "num_key_value_heads": 1}),
+    ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 321}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    ("llama3", {"vocab_size": 321}),
+    ("llama_linear", {}),
+    ("mistral", {"sliding_window": 64}),
+    ("gpt2", {"vocab_size": 323}),
+    ("gpt2", {"n_inner": 96, "tie_word_embeddings": False}),
+]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_each_rank_holds_exactly_its_part(tmp_path: Path, family: str, overrides: dict[str, Any], tp: int) -> None:
+    folder = write_tiny_model(tmp_path / "hf", family, shards=2, **overrides)
+    hf = json.loads((folder / "config.json").read_text())
+    source = {name: values for path in folder.glob("*.safetensors") for name, values in read_safetensors(path).items()}
+    expected = (gpt2_ranks if family == "gpt2" else llama_ranks)(source, hf, tp)
+    convert(folder, tmp_path / "out", tp_size=tp, dtype="float32")
+    for actual, wanted in zip(read_ranks(tmp_path / "out", tp), expected, strict=True):
+        assert actual.keys() == wanted.keys()
+        for name, values in wanted.items():
+            np.testing.assert_array_equal(actual[name], values, err_msg=name)
+
+
+def test_pipeline_stages_number_their_layers_from_zero(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf", num_hidden_layers=3)
+    whole = read_ranks(convert(folder, tmp_path / "one", dtype="float32").path, 1)[0]
+    first, second = read_ranks(convert(folder, tmp_path / "two", pp_size=2, dtype="float32").path, 2)
+    assert {name.split(".")[2] for name in first if ".layers." in name} == {"0", "1"}
+    assert {name.split(".")[2] for name in second if ".layers." in name} == {"0"}
+    assert "transformer.vocab_embedding.weight" in first
+    assert not {"lm_head.weight", "transformer.ln_f.weight"} & first.keys()
+    assert {"lm_head.weight", "transformer.ln_f.weight"} <= second.keys()
+    for name in ("attention.qkv.weight", "mlp.proj.weight"):
+        np.testing.assert_array_equal(second[f"transformer.layers.0.{name}"], whole[f"transformer.layers.2.{name}"])
+    assert len(first) + len(second) == len(whole)
+
+
+@pytest.mark.parametrize("source", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("wanted", ["float32", "float16", "bfloat16"])
+def test_casts_round_like_ml_dtypes(tmp_path: Path, source: str, wanted: str) -> None:
+    folder = write_tiny_model(tmp_path / "hf", dtype=source)
+    original = read_safetensors(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    out = read_ranks(convert(folder, tmp_path / "out", dtype=wanted).path, 1)[0]
+    kind = ml_dtypes.bfloat16 if wanted == "bfloat16" else np.dtype(wanted)
+    expected = original.astype(np.float32).astype(kind)
+    assert out["transformer.layers.1.mlp.proj.weight"].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [("float32", "float16"), ("bfloat16", "bfloat16"), ("float16", "float16"), (None, "float16")]
+)
+def test_dtype_auto_is_the_models_own_but_float32_becomes_float16(
+    tmp_path: Path, own: str | None, expected: str
+) -> None:
+    folder = write_tiny_model(tmp_path / "hf", torch_dtype=own)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert plan_conversion(Model(path=folder), ConvertSpec()).spec.dtype == expected
+
+
+def test_int8_is_recorded_and_the_weights_stay(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    checkpoint = convert(folder, tmp_path / "out", quantize="int8", dtype="float16")
+    config = json.loads((checkpoint.path / "config.json").read_text())
+    assert config["quantization"]["quant_algo"] == "W8A16"
+    assert {values.dtype.name for values in read_ranks(checkpoint.path, 1)[0].values()} == {"float16"}
+
+
+@pytest.mark.parametrize("value", [70000.0, float("nan"), float("-inf")])
+def test_a_value_that_float16_cannot_hold_names_its_tensor(tmp_path: Path, value: float) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    tensors = {name: values.copy() for name, values in read_safetensors(folder / "model.safetensors").items()}
+    tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(ConversionError, match=r"model\.layers\.1\.mlp\.up_proj\.weight .* 1 values .* float16"):
+        convert(folder, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_largest_float16_passes(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    tensors = {name: values.copy() for name, values in read_safetensors(folder / "model.safetensors").items()}
+    tensors["model.norm.weight"][0] = 65504.0
+    write_safetensors(folder / "model.safetensors", tensors)
+    out = read_ranks(convert(folder, tmp_path / "out", dtype="float16").path, 1)[0]
+    assert out["transformer.ln_f.weight"][0] == 65504
+
+
+def test_missing_and_unknown_tensors_are_listed_together(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    tensors = read_safetensors(folder / "model.safetensors")
+    del tensors["model.norm.weight"], tensors["model.layers.0.mlp.up_proj.weight"]
+    tensors["model.layers.0.surprise"] = np.zeros(3, np.float32)
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(ConversionError) as caught:
+        convert(folder, tmp_path / "out")
+    for text in (
+        "(3)",
+        "missing: model.norm.weight",
+        "missing: model.layers.0.mlp.up_proj.weight",
+        "not known: model.layers.0.surprise",
+    ):
+        assert text in caught.value.message
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+    with pytest.raises(ConversionError, match=r"embed_tokens\.weight is \[320, 64\], expected \[400, 64\]"):
+        convert(folder, tmp_path / "out")
+
+
+def test_tensors_that_are_known_and_not_needed_pass(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf", "gpt2")
+    tensors = read_safetensors(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): values for name, values in tensors.items()}
+    bare["h.0.attn.bias"] = np.ones((1, 1, 8, 8), np.float32)
+    expected = read_ranks(convert(folder, tmp_path / "one", dtype="float32").path, 1)[0]
+    write_safetensors(folder / "model.safetensors", bare)
+    actual = read_ranks(convert(folder, tmp_path / "two", dtype="float32").path, 1)[0]
+    assert actual.keys() == expected.keys()
+    np.testing.assert_array_equal(actual["lm_head.weight"], expected["lm_head.weight"])
+
+
+def test_a_tensor_stored_in_two_files_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf", shards=2)
+    second = folder / "model-00002-of-00002.safetensors"
+    extra = {"model.embed_tokens.weight": np.zeros((320, 64), np.float32)}
+    write_safetensors(second, read_safetensors(second) | extra)
+    with pytest.raises(ConversionError, match=r"stores tensors twice: model\.embed_tokens\.weight"):
+        convert(folder, tmp_path / "out")
+
+
+def test_a_truncated_file_is_named_with_its_tensor(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CorruptFileError, match=r"model\.safetensors is damaged: tensor lm_head\.weight ends at byte"):
+        convert(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tp", "message"),
+    [
+        ({}, 3, "4 attention heads do not divide by 3"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+            2,
+            "3 key/value heads do not divide by 2",
+        ),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8},
+            4,
+            "3 key/value heads cannot be repeated evenly over 4 ranks",
+        ),
+        ({"intermediate_size": 126}, 4, "intermediate size 126 does not divide by 4"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_numbers(
+    tmp_path: Path, overrides: dict[str, Any], tp: int, message: str
+) -> None:
+    folder = write_tiny_model(tmp_path / "hf", **overrides)
+    with pytest.raises(UsageError, match=message) as caught:
+        convert(folder, tmp_path / "out", tp_size=tp)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("Sizes that fit: 1")
+
+
+def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it has 2 layers"):
+        convert(write_tiny_model(tmp_path / "hf"), tmp_path / "out", pp_size=3)
+
+
+def test_an_equal_conversion_is_reused_and_another_is_not(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    first = convert(folder, tmp_path / "out", dtype="float16")
+    written = (first.path / "rank0.safetensors").stat().st_mtime_ns
+    assert convert(folder, tmp_path / "out").fingerprint == first.fingerprint  # auto is float16 here
+    assert (first.path / "rank0.safetensors").stat().st_mtime_ns == written
+    assert convert(folder, tmp_path / "out", tp_size=2).fingerprint != first.fingerprint
+    assert len(read_ranks(tmp_path / "out", 2)) == 2
+
+
+def test_no_space_is_told_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert_module, "free_disk", lambda path: 100_000)
+    with pytest.raises(DiskSpaceError, match=r"needs .* free"):
+        convert(write_tiny_model(tmp_path / "hf"), tmp_path / "store" / "out")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == [".out.lock"]
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+
+    def interrupted(move: streaming.Move, files: streaming.RankFiles, dtype: str) -> None:
+        moved.append(move.source.name)
+        if len(moved) == 5:
+            raise KeyboardInterrupt
+        streaming.carry_out(move, files, dtype)
+
+    monkeypatch.setattr(convert_module, "carry_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(write_tiny_model(tmp_path / "hf"), tmp_path / "store" / "out")
+    assert [path.name for path in (tmp_path / "store").iterdir()] == [".out.lock"]
+
+
+def test_every_source_is_read_once_and_in_file_order(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf", "llama3", shards=2)
+    plan = plan_conversion(Model(path=folder), ConvertSpec(tp_size=4))
+    places = [(move.source.file.path, move.source.entry.begin) for move in plan.moves]
+    assert places == sorted(places)
+    assert len(set(places)) == len(places)
+
+
+def test_blocks_fill_every_rank_file_exactly(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf", vocab_size=321, num_key_value_heads=1)
+    plan = plan_conversion(Model(path=folder), ConvertSpec(tp_size=4, dtype="float32"))
+    spans: list[list[tuple[int, int]]] = [[] for _ in plan.sizes]
+    for block in (block for move in plan.moves for block in move.blocks):
+        spans[block.rank].append((block.offset, block.offset + block.rows * block.columns * 4))
+    for rank, (header, size) in enumerate(zip(plan.headers, plan.sizes, strict=True)):
+        end = len(header)
+        for start, stop in sorted(spans[rank]):
+            assert start == end
+            end = stop
+        assert end == size - (3 * 64 * 4 if rank == 3 else 0)  # three padding rows of the vocabulary
+
+
+def test_memory_is_bounded_by_the_chunk_not_by_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "CHUNK", 64 << 10)
+    folder = write_tiny_model(tmp_path / "hf", vocab_size=1 << 15)  # 8 MiB in float32
+    convert(folder, tmp_path / "warm", dtype="float16")
+    tracemalloc.start()
+    try:
+        convert(folder, tmp_path / "out", tp_size=2, dtype="float16")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 << 20
+
+
+def test_rows_are_copied_through_a_buffer_where_the_kernel_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    expected = convert(folder, tmp_path / "one", dtype="float32", tp_size=2).path
+
+    def refused(*_: object) -> int:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "copy_file_range", refused)
+    actual = convert(folder, tmp_path / "two", dtype="float32", tp_size=2).path
+    for name in ("rank0.safetensors", "rank1.safetensors"):
+        assert (actual / name).read_bytes() == (expected / name).read_bytes()
+
+
+def test_folders_that_are_no_models_are_refused_with_advice(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        convert(empty, tmp_path / "out")
+    folder = write_tiny_model(tmp_path / "hf")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFoundError, match="no weights"):
+        convert(folder, tmp_path / "out")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedModelError, match=r"only as \.bin"):
+        convert(folder, tmp_path / "out")
+
+
+def test_an_imported_name_is_found(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    store = Store(tmp_path / "store")
+    places = {"model": str(folder), "checkpoint": "", "engine": "", "repository": ""}
+    store.record(NameRecord(name="tiny", source="local", imported="2024-01-01", **places))
+    assert find_model("tiny", store).path == folder
+    with pytest.raises(ModelNotFoundError, match="neither a folder nor the name") as caught:
+        find_model("tinny", store)
+    assert caught.value.hint is not None
+    assert "Imported names: tiny" in caught.value.hint
+
+
+def test_the_manifest_says_what_was_made(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    checkpoint = convert(folder, tmp_path / "out", tp_size=2)
+    manifest = json.loads((checkpoint.path / MANIFEST).read_text())
+    assert manifest["kind"] == "checkpoint"
+    assert manifest["spec"] == {"tp_size": 2, "pp_size": 1, "dtype": "float16", "quantize": "none"}
+    assert manifest["facts"]["model"] == str(folder)
+    sizes = [path.stat().st_size for path in checkpoint.path.glob("*.safetensors")]
+    assert manifest["facts"]["bytes"] == sum(sizes)
