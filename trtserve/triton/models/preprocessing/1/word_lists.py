@@ -1,0 +1,53 @@
+"""The tensor layouts of bad words, stop words and logit bias that the core model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Encode = Callable[[str], list[int]]
+
+
+def word_list(rows: Sequence[Sequence[str]], encode: Encode) -> NDArray[np.int32]:
+    """Words of each batch row as INT32 [batch, 2, n], with n = max(1, most ids in a row).
+
+    [row, 0] holds the ids of all words behind each other, padded with 0; [row, 1] the running end of each word,
+    padded with -1. Words without ids, such as "", are left out. Layout: TensorRT-LLM's word lists.
+    """
+    encoded = [[ids for word in row if (ids := encode(word))] for row in rows]
+    width = max([1, *(sum(map(len, words)) for words in encoded)])
+    result = np.zeros((len(rows), 2, width), dtype=np.int32)
+    result[:, 1, :] = -1
+    for index, words in enumerate(encoded):
+        if words:
+            flat = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in words])
+            result[index, 0, : flat.size] = flat
+            result[index, 1, : len(words)] = np.cumsum([len(ids) for ids in words])
+    return result
+
+
+def empty_word_list(batch: int) -> NDArray[np.int32]:
+    """What stands for "no words given": [batch, 2, 0]."""
+    return np.zeros((batch, 2, 0), dtype=np.int32)
+
+
+def embedding_bias(
+    words: Sequence[Sequence[str]], weights: NDArray[np.float32], encode: Encode, vocab_size: int
+) -> NDArray[np.float32]:
+    """Bias per token, FP32 [batch, vocab_size]: each id of each word adds the word's weight.
+
+    `encode` adds the tokenizer's special tokens, as NVIDIA's model does, so that BOS is biased too.
+    ValueError when a row has not as many weights as words.
+    """
+    result = np.zeros((len(words), vocab_size), dtype=np.float32)
+    for index, (row, values) in enumerate(zip(words, weights, strict=True)):
+        if len(row) != len(values):
+            raise ValueError(
+                f"embedding_bias_words has {len(row)} words and embedding_bias_weights has {len(values)} weights; "
+                "both must have the same length."
+            )
+        for word, weight in zip(row, values, strict=True):
+            np.add.at(result[index], encode(word), weight)
+    return result

@@ -1,0 +1,40 @@
+"""How the tokenizer of the repository is loaded, and which ids end and pad a sequence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The Hugging Face tokenizer in `folder`, from local files only, running no code of the model's author."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        str(folder), legacy=False, padding_side="left", trust_remote_code=False, local_files_only=True
+    )
+
+
+def end_and_pad_id(tokenizer: Any, folder: Path) -> tuple[int, int]:
+    """Id that ends a sequence and id that pads one; -1 (never matches) where there is none.
+
+    The tokenizer's EOS comes first, then `generation_config.json`; the EOS pads when there is no pad token.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        end = _generation_end_id(folder)
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = end
+    return int(end), int(pad)
+
+
+def _generation_end_id(folder: Path) -> int:
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return -1
+    value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return -1 if value is None else int(value)

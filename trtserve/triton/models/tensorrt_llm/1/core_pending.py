@@ -1,0 +1,99 @@
+"""Which executor requests belong to which Triton request, and the sending of their responses."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from core_response import Outputs, Wanted
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+@dataclass(eq=False)
+class Pending:
+    """One Triton request that is being answered; `open_rows` maps executor ids to what their outputs depend on."""
+
+    request_id: str
+    sender: Any
+    open_rows: dict[int, Wanted] = field(default_factory=dict)
+    generated: dict[int, int] = field(default_factory=dict)
+
+    def send(self, outputs: Outputs, *, parameters: dict[str, Any] | None = None) -> None:
+        """Send the outputs of one executor response; with the final flag when no row is open any more."""
+        tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items()]
+        self._send(response(tensors, parameters))
+
+    def fail(self, message: str) -> None:
+        """Send an error in place of a response."""
+        self._send(error_response(message))
+
+    def _send(self, answer: Any) -> None:
+        self.sender.send(answer, flags=0 if self.open_rows else FINAL)
+
+
+def error_response(message: str) -> Any:
+    """A response that is an error."""
+    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
+
+
+def _supports_parameters() -> bool:
+    try:
+        pb_utils.InferenceResponse(output_tensors=[], parameters='{"probe": "1"}')
+    except TypeError:
+        return False
+    return True
+
+
+PARAMETERS_SUPPORTED = _supports_parameters()
+
+
+def response(tensors: list[Any], parameters: dict[str, Any] | None = None) -> Any:
+    """A response with response parameters, where this Triton's python backend can carry them."""
+    if parameters and PARAMETERS_SUPPORTED:
+        return pb_utils.InferenceResponse(output_tensors=tensors, parameters=parameters)
+    return pb_utils.InferenceResponse(output_tensors=tensors)
+
+
+class PendingTable:
+    """All requests that are being answered, by executor id and by Triton request id; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._by_executor_id: dict[int, Pending] = {}
+
+    def add(self, pending: Pending) -> None:
+        """Register a request whose `open_rows` are known; the caller holds the lock."""
+        for executor_id in pending.open_rows:
+            self._by_executor_id[executor_id] = pending
+
+    def find(self, executor_id: int) -> Pending | None:
+        """The request that an executor request belongs to."""
+        with self.lock:
+            return self._by_executor_id.get(executor_id)
+
+    def close(self, executor_id: int) -> None:
+        """Forget an executor request that ended."""
+        with self.lock:
+            pending = self._by_executor_id.pop(executor_id, None)
+            if pending is not None:
+                pending.open_rows.pop(executor_id, None)
+
+    def all(self) -> list[Pending]:
+        """Every open request once."""
+        with self.lock:
+            return list(dict.fromkeys(self._by_executor_id.values()))
+
+    def executor_ids(self, request_id: str) -> list[int]:
+        """Executor ids behind a Triton request id, over all requests that carry it.
+
+        The BLS model marks its inner requests `<client's id>/<unique>`: a stop with the client's id reaches them too.
+        """
+        with self.lock:
+            return [
+                executor_id
+                for executor_id, pending in self._by_executor_id.items()
+                if pending.request_id == request_id or pending.request_id.startswith(f"{request_id}/")
+            ]

@@ -1,0 +1,159 @@
+"""How the parameters of config.pbtxt become an ExecutorConfig; unset parameters are left to the executor."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from executor_module import ExecutorModule
+from model_parameters import ModelParameters
+
+Keywords = dict[str, Any]
+
+_BATCHING = {"inflight_fused_batching": "INFLIGHT", "inflight_batching": "INFLIGHT", "v1": "STATIC"}
+_POLICIES = ("max_utilization", "guaranteed_no_evict")
+_DECODING_MODES = {
+    "auto": "Auto",
+    "top_k": "TopK",
+    "top_p": "TopP",
+    "top_k_top_p": "TopKTopP",
+    "beam_search": "BeamSearch",
+    "medusa": "Medusa",
+    "redrafter": "ExplicitDraftTokens",
+    "lookahead": "Lookahead",
+    "eagle": "Eagle",
+}
+
+
+def executor_config(module: ExecutorModule, parameters: ModelParameters, config: dict[str, Any]) -> Any:
+    """The ExecutorConfig that the parameters ask for; ValueError naming a parameter with an impossible value."""
+    api = module.api
+    keywords = _given(
+        max_beam_width=parameters.integer("max_beam_width"),
+        enable_chunked_context=parameters.switch("enable_chunked_context"),
+        normalize_log_probs=parameters.switch("normalize_log_probs"),
+        iter_stats_max_iterations=parameters.integer("iter_stats_max_iterations"),
+        request_stats_max_iterations=parameters.integer("request_stats_max_iterations"),
+        gpu_weights_percent=parameters.number("gpu_weights_percent"),
+        max_queue_size=_max_queue_size(config),
+        parallel_config=_parallel_config(module, parameters),
+        decoding_config=_decoding_config(module, parameters),
+    )
+    keywords["batching_type"] = getattr(api.BatchingType, _batching_type(parameters))
+    keywords["scheduler_config"] = api.SchedulerConfig(_policy(module, parameters))
+    keywords["kv_cache_config"] = api.KvCacheConfig(**_kv_cache(module, parameters))
+    keywords["peft_cache_config"] = api.PeftCacheConfig(**_peft_cache(parameters))
+    keywords["extended_runtime_perf_knob_config"] = api.ExtendedRuntimePerfKnobConfig(**_knobs(parameters))
+    _refuse_unavailable(parameters)
+    return api.ExecutorConfig(**keywords)
+
+
+def _given(**keywords: Any) -> Keywords:
+    return {name: value for name, value in keywords.items() if value is not None}
+
+
+def _batching_type(parameters: ModelParameters) -> str:
+    value = parameters.text("gpt_model_type")
+    if value is None or value.lower() not in _BATCHING:
+        raise ValueError(f"Parameter gpt_model_type is {value!r}; expected one of {', '.join(_BATCHING)}.")
+    return _BATCHING[value.lower()]
+
+
+def _policy(module: ExecutorModule, parameters: ModelParameters) -> Any:
+    value = parameters.text("batch_scheduler_policy") or "guaranteed_no_evict"
+    if value not in _POLICIES:
+        raise ValueError(f"Parameter batch_scheduler_policy is {value!r}; expected one of {', '.join(_POLICIES)}.")
+    return getattr(module.api.CapacitySchedulerPolicy, value.upper())
+
+
+def _kv_cache(module: ExecutorModule, parameters: ModelParameters) -> Keywords:
+    keywords = _given(
+        enable_block_reuse=parameters.switch("enable_kv_cache_reuse"),
+        max_tokens=parameters.integer("max_tokens_in_paged_kv_cache"),
+        sink_token_length=parameters.integer("sink_token_length"),
+        free_gpu_memory_fraction=parameters.number("kv_cache_free_gpu_mem_fraction"),
+        host_cache_size=parameters.integer("kv_cache_host_memory_bytes"),
+        onboard_blocks=parameters.switch("kv_cache_onboard_blocks"),
+        cross_kv_cache_fraction=parameters.number("cross_kv_cache_fraction"),
+    )
+    if windows := parameters.text("max_attention_window_size"):
+        sizes = _integers("max_attention_window_size", windows)
+        keywords["max_attention_window"] = sizes if module.since("0.13") else sizes[0]
+    return keywords
+
+
+def _peft_cache(parameters: ModelParameters) -> Keywords:
+    return _given(
+        optimal_adapter_size=parameters.integer("lora_cache_optimal_adapter_size"),
+        max_adapter_size=parameters.integer("lora_cache_max_adapter_size"),
+        device_cache_percent=parameters.number("lora_cache_gpu_memory_fraction"),
+        host_cache_size=parameters.integer("lora_cache_host_memory_bytes"),
+        lora_prefetch_dir=parameters.text("lora_prefetch_dir"),
+    )
+
+
+def _knobs(parameters: ModelParameters) -> Keywords:
+    return _given(
+        multi_block_mode=parameters.switch("multi_block_mode"),
+        enable_context_fmha_fp32_acc=parameters.switch("enable_context_fmha_fp32_acc"),
+        cuda_graph_mode=parameters.switch("cuda_graph_mode"),
+        cuda_graph_cache_size=parameters.integer("cuda_graph_cache_size"),
+    )
+
+
+def _parallel_config(module: ExecutorModule, parameters: ModelParameters) -> Any:
+    api = module.api
+    devices = parameters.text("gpu_device_ids")
+    keywords = _given(device_ids=_integers("gpu_device_ids", devices) if devices else None)
+    if os.environ.get("TRTLLM_ORCHESTRATOR") == "1":
+        keywords["communication_mode"] = api.CommunicationMode.ORCHESTRATOR
+        worker = parameters.text("executor_worker_path") or ""
+        keywords["orchestrator_config"] = api.OrchestratorConfig(True, worker)
+    return api.ParallelConfig(**keywords) if keywords else None
+
+
+def _decoding_config(module: ExecutorModule, parameters: ModelParameters) -> Any:
+    api = module.api
+    keywords: Keywords = {}
+    if mode := parameters.text("decoding_mode"):
+        if mode not in _DECODING_MODES:
+            raise ValueError(f"Parameter decoding_mode is {mode!r}; expected one of {', '.join(_DECODING_MODES)}.")
+        keywords["decoding_mode"] = getattr(api.DecodingMode, _DECODING_MODES[mode])()
+    if choices := parameters.text("medusa_choices"):
+        keywords["medusa_choices"] = _choices(choices)
+    if choices := parameters.text("eagle_choices"):
+        keywords["eagle_config"] = api.EagleConfig(_choices(choices))
+    names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+    lookahead = [parameters.integer(name) for name in names]
+    if any(value is not None for value in lookahead):
+        if None in lookahead:
+            raise ValueError(f"The parameters {', '.join(names)} must be given together.")
+        keywords["lookahead_decoding_config"] = api.LookaheadDecodingConfig(*lookahead)
+    return api.DecodingConfig(**keywords) if keywords else None
+
+
+def _refuse_unavailable(parameters: ModelParameters) -> None:
+    """Parameters that change results and that this model does not carry out."""
+    if parameters.switch("enable_trt_overlap"):
+        raise ValueError("Parameter enable_trt_overlap is true; this model works without overlap only.")
+    for name in ("guided_decoding_backend", "encoder_model_path"):
+        if (value := parameters.text(name)) is not None:
+            raise ValueError(f"Parameter {name} is {value!r}; this model cannot carry it out. Leave it empty.")
+
+
+def _max_queue_size(config: dict[str, Any]) -> int | None:
+    policy = config.get("dynamic_batching", {}).get("default_queue_policy", {})
+    return int(policy.get("max_queue_size", 0)) or None
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"Parameter {name} is {text!r}; expected numbers separated by commas.") from None
+
+
+def _choices(text: str) -> list[list[int]]:
+    """`{0,0},{0,1}` → [[0, 0], [0, 1]]."""
+    return [[int(part) for part in group.split(",")] for group in re.findall(r"\{([\d,\s]+)\}", text)]

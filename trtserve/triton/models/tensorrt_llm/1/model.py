@@ -1,0 +1,198 @@
+"""Triton model `tensorrt_llm`: drives an executor with the interface of `tensorrt_llm.bindings.executor`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from core_metrics import MetricsReporter
+from core_pending import FINAL, Pending, PendingTable, error_response, response
+from core_request import Inputs, RequestFactory
+from core_response import Wanted, generated_tokens, output_arrays, zero_filled
+from core_settings import executor_config
+from executor_module import load_executor_module
+from model_parameters import ModelParameters
+
+# How long the awaiting thread sleeps at most before it looks whether the model is being unloaded. It wakes up for
+# every response at once, so this is no polling period.
+_AWAIT = timedelta(seconds=0.5)
+_NEEDED_OUTPUTS = ("output_ids", "sequence_length")
+
+
+class TritonPythonModel:
+    """Maps Triton requests to executor requests and sends each response from one thread."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the engine and start the threads; on ranks that only work for the leader, serve until it ends."""
+        config = json.loads(args["model_config"])
+        repository = Path(args["model_repository"]).resolve().parent
+        parameters = ModelParameters(config, repository, pb_utils.Logger.log_warn)
+        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
+        self._outputs = {output["name"] for output in config["output"]}
+        self._pending = PendingTable()
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        try:
+            self._load(parameters, config)
+        except (ValueError, TypeError, RuntimeError, OSError, ImportError) as error:
+            raise pb_utils.TritonModelException(f"The core model cannot be loaded: {error}") from error
+        if not self._executor.can_enqueue_requests():
+            self._executor.shutdown()
+            return
+        self._start_threads(args, parameters)
+
+    def _load(self, parameters: ModelParameters, config: dict[str, Any]) -> None:
+        self._module = load_executor_module(parameters.text("executor"), parameters.text("executor_release"))
+        engine = parameters.path("gpt_model_path")
+        if engine is None or not engine.is_dir():
+            raise ValueError(f"Parameter gpt_model_path is {str(engine)!r}; expected the folder of an engine.")
+        settings = executor_config(self._module, parameters, config)
+        api = self._module.api
+        self._factory = RequestFactory(
+            self._module,
+            decoupled=self._decoupled,
+            exclude_input=bool(parameters.switch("exclude_input_in_output")),
+        )
+        self._executor = api.Executor(engine, api.ModelType.DECODER_ONLY, settings)
+
+    def _start_threads(self, args: dict[str, str], parameters: ModelParameters) -> None:
+        static = (parameters.text("gpt_model_type") or "").lower() == "v1"
+        self._metrics = MetricsReporter(
+            args["model_name"], args["model_version"], static=static, warn=pb_utils.Logger.log_warn
+        )
+        cancel_period = parameters.integer("cancellation_check_period_ms") or 100
+        stats_period = parameters.integer("stats_check_period_ms") or 100
+        self._metrics.report(self._executor.get_latest_iteration_stats())
+        for target, arguments in (
+            (self._await_responses, ()),
+            (self._watch_cancellation, (cancel_period / 1000,)),
+            (self._watch_statistics, (stats_period / 1000,)),
+        ):
+            thread = threading.Thread(target=target, args=arguments, daemon=True, name=target.__name__)
+            thread.start()
+            self._threads.append(thread)
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Hand each request to the executor; the awaiting thread answers. One that fails does not touch the others."""
+        if not self._executor.can_enqueue_requests():
+            return
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._submit(request, sender)
+            except (ValueError, TypeError, RuntimeError, OverflowError, AttributeError) as error:
+                number = request.request_id()
+                named = f" for request id {number}" if number else ""
+                message = f"An error occurred when processing the input values{named}, the error was '{error}'"
+                sender.send(error_response(message), flags=FINAL)
+
+    def _submit(self, request: Any, sender: Any) -> None:
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        if bool(np.any(inputs.get("stop", False))):
+            self._stop(request.request_id(), sender)
+            return
+        missing = [name for name in _NEEDED_OUTPUTS if name not in request.requested_output_names()]
+        if missing:
+            raise ValueError(f"{' and '.join(missing)} must be among the requested outputs.")
+        executor_requests = self._factory.requests(inputs)
+        rows = self._wanted(inputs, executor_requests)
+        pending = Pending(request.request_id(), sender)
+        with self._pending.lock:  # a response that is ready before the ids are known waits here
+            ids = self._executor.enqueue_requests(executor_requests)
+            pending.open_rows.update(zip(ids, rows, strict=True))
+            self._pending.add(pending)
+
+    def _wanted(self, inputs: Inputs, executor_requests: list[Any]) -> list[Wanted]:
+        rows = []
+        numbered = int(np.max(inputs.get("num_return_sequences", 0))) > 1
+        for index, request in enumerate(executor_requests):
+            length = len(request.input_token_ids)
+            with_prompt = not request.streaming and not request.output_config.exclude_input_from_output
+            wanted = Wanted(
+                prompt_length=length,
+                output_prompt_length=length if with_prompt else 0,
+                batch_index=index if len(executor_requests) > 1 else None,
+                numbered=numbered,
+                count_input=bool(np.any(inputs.get("return_num_input_tokens", False))),
+                count_output=bool(np.any(inputs.get("return_num_output_tokens", False))),
+            )
+            rows.append(wanted)
+        return rows
+
+    def _stop(self, request_id: str, sender: Any) -> None:
+        if not request_id:
+            raise ValueError("A request id must be provided for request cancellation")
+        for executor_id in self._pending.executor_ids(request_id):
+            self._executor.cancel_request(executor_id)
+        if self._decoupled:
+            sender.send(flags=FINAL)
+        else:
+            sender.send(response([]), flags=FINAL)
+
+    def _await_responses(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                answers = self._executor.await_responses(timeout=_AWAIT)
+            except RuntimeError:  # the executor was shut down
+                return
+            for answer in answers:
+                self._forward(answer)
+
+    def _forward(self, answer: Any) -> None:
+        pending = self._pending.find(answer.request_id)
+        if pending is None:
+            return
+        wanted = pending.open_rows[answer.request_id]
+        failed = answer.has_error()
+        final = failed or answer.result.is_final
+        if final:
+            self._pending.close(answer.request_id)
+        try:
+            if failed:
+                pending.fail(answer.error_msg)
+            else:
+                self._send_result(pending, wanted, answer, final=final)
+        except Exception as error:  # noqa: BLE001 - whatever one request hits must not end the thread of all
+            pb_utils.Logger.log_error(f"A response of request {pending.request_id!r} could not be sent: {error}")
+
+    def _send_result(self, pending: Pending, wanted: Wanted, answer: Any, *, final: bool) -> None:
+        result = answer.result
+        outputs = output_arrays(self._module, result, wanted)
+        if not self._module.since("0.14"):
+            outputs = zero_filled(outputs, wanted)
+        outputs = {name: value for name, value in outputs.items() if name in self._outputs}
+        count = pending.generated.get(answer.request_id, 0) + generated_tokens(result, wanted)
+        pending.generated[answer.request_id] = count
+        reasons = ",".join(reason.name for reason in result.finish_reasons) if final else ""
+        pending.send(outputs, parameters={"finish_reason": reasons} if reasons else None)
+        if final:
+            self._metrics.observe_request(wanted.prompt_length, count)
+
+    def _watch_cancellation(self, period: float) -> None:
+        """Cancel in the executor what clients gave up (gRPC cancel, HTTP disconnect)."""
+        while not self._stopping.wait(period):
+            for pending in self._pending.all():
+                if pending.sender.is_cancelled():
+                    for executor_id in list(pending.open_rows):
+                        self._executor.cancel_request(executor_id)
+
+    def _watch_statistics(self, period: float) -> None:
+        while not self._stopping.wait(period):
+            self._metrics.report(self._executor.get_latest_iteration_stats())
+
+    def finalize(self) -> None:
+        """End open requests, then the threads, then the executor."""
+        self._stopping.set()
+        for pending in self._pending.all():
+            for executor_id in list(pending.open_rows):
+                self._executor.cancel_request(executor_id)
+        for thread in self._threads:
+            thread.join(timeout=5)
+        if self._threads:
+            self._executor.shutdown()

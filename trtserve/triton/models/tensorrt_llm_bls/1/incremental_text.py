@@ -1,0 +1,59 @@
+"""Text of a growing list of token ids in exact pieces: no half characters, and the pieces join to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[list[int]]], list[str]]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class IncrementalText:
+    """The text of one sequence, piece by piece.
+
+    `decode` turns rows of ids into texts. Each piece is the difference between two decodings of a short window: the
+    ids of the last piece, and these with the new ids behind them. A window whose text ends in U+FFFD may end inside
+    a character: its piece is held back until the character is complete, or until `finish`.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._context: list[int] = []
+        self._fresh: list[int] = []
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete; "" when they end inside a character."""
+        self._fresh += ids
+        return self._piece(complete_only=True)
+
+    def finish(self) -> str:
+        """What was held back."""
+        return self._piece(complete_only=False)
+
+    def _piece(self, *, complete_only: bool) -> str:
+        if not self._fresh:
+            return ""
+        window = self._context + self._fresh
+        known, text = self._decode([self._context, window]) if self._context else ("", self._decode([window])[0])
+        if complete_only and text.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._fresh = self._fresh, []
+        return text[len(known) :]
+
+
+class AccumulatedText:
+    """The whole text so far each time, as the parameter accumulate_tokens asks for."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text of all ids so far; an incomplete character at the end is left out."""
+        self._ids += ids
+        return self._decode([self._ids])[0].rstrip(_REPLACEMENT)
+
+    def finish(self) -> str:
+        """The text of all ids, whatever its end."""
+        return self._decode([self._ids])[0]

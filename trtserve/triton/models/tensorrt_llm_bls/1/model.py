@@ -1,0 +1,105 @@
+"""Triton model `tensorrt_llm_bls`: text in, text out, through the other models, many requests at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from conversation import Chain, Conversation
+from inner_models import InnerModelError, Tensors, stop_request
+from model_parameters import ModelParameters
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+# Threads only wait for other models; as many requests as this are in work at once, the next ones wait in line.
+_MOST_AT_ONCE = 256
+_CANCEL_PERIOD = 0.05
+_OWN_ERRORS = (ValueError, TypeError, KeyError, UnicodeDecodeError)
+
+
+class TritonPythonModel:
+    """Runs each request in a thread of its own, so that the core model can batch them in flight."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Read the names of the models behind this one."""
+        config = json.loads(args["model_config"])
+        parameters = ModelParameters(config, Path(args["model_repository"]), pb_utils.Logger.log_warn)
+        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
+        outputs = tuple(output["name"] for output in config["output"] if output["name"] != "text_output")
+        self._chain = Chain(
+            core=parameters.text("tensorrt_llm_model_name") or "tensorrt_llm",
+            draft=parameters.text("tensorrt_llm_draft_model_name"),
+            outputs=outputs,
+            accumulate=self._decoupled and parameters.choice("accumulate_tokens", default=False),
+        )
+        self._workers = ThreadPoolExecutor(max_workers=_MOST_AT_ONCE, thread_name_prefix="request")
+        self._active: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch_cancellation, daemon=True, name="cancellation")
+        self._watcher.start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Start each request; the answers go through its response sender."""
+        for request in requests:
+            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            self._workers.submit(self._serve, inputs, request.request_id(), request.get_response_sender())
+
+    def _serve(self, inputs: Tensors, client_id: str, sender: Any) -> None:
+        # The client's id stands in front, so that a stop request sent to the core model with it reaches this one.
+        inner_id = f"{client_id}/{uuid.uuid4()}" if client_id else str(uuid.uuid4())
+        with self._lock:
+            self._active[inner_id] = sender
+        try:
+            self._send_all(Conversation(self._chain, inputs, inner_id).answers(), sender)
+        except InnerModelError as error:
+            self._fail(sender, str(error))
+        except _OWN_ERRORS as error:
+            self._fail(sender, str(error))
+        except Exception as error:  # noqa: BLE001 - without an answer the client would wait for ever
+            self._fail(sender, f"The BLS model failed with {type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                del self._active[inner_id]
+
+    def _send_all(self, answers: Iterator[Tensors], sender: Any) -> None:
+        for answer in answers:
+            tensors = [pb_utils.Tensor(name, value) for name, value in answer.items()]
+            flags = 0 if self._decoupled else FINAL
+            sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
+        if self._decoupled:
+            sender.send(flags=FINAL)
+
+    def _fail(self, sender: Any, message: str) -> None:
+        error = pb_utils.TritonError(message)
+        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), flags=FINAL)
+
+    def _watch_cancellation(self) -> None:
+        """Pass the cancellation of a client on to the core model."""
+        stopped: set[str] = set()
+        while not self._stopping.wait(_CANCEL_PERIOD):
+            with self._lock:
+                active = dict(self._active)
+            stopped &= active.keys()
+            for inner_id, sender in active.items():
+                if inner_id not in stopped and sender.is_cancelled():
+                    stopped.add(inner_id)
+                    self._stop(inner_id)
+
+    def _stop(self, inner_id: str) -> None:
+        try:
+            stop_request(self._chain.core, inner_id)
+        except (InnerModelError, RuntimeError) as error:
+            pb_utils.Logger.log_error(f"A cancelled request could not be stopped: {error}")
+
+    def finalize(self) -> None:
+        """Wait for the requests in work; Triton unloads a model only when it has answered."""
+        self._stopping.set()
+        self._workers.shutdown(wait=True)
+        self._watcher.join(timeout=5)

@@ -1,0 +1,6 @@
+"""The tensors, steps and parameters of NVIDIA's Triton models in every release, as text tables.
+
+Source: config.pbtxt of the tagged releases, as summarised in the interface reference of this project.
+Columns of a tensor row: name, type, dims, flags (`-` for none), first release, last release (nothing = still there).
+A `$word` in the type column is a type that is chosen when the repository is made.
+"""
