@@ -1,0 +1,165 @@
+"""The executor: requests go in from any thread, a worker thread batches them, responses wait to be fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence as SequenceOf
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trtserve.executor.configs import ExecutorConfig
+from trtserve.executor.enums import ModelType
+from trtserve.executor.limits import Limits, fit_to_cache, kv_cache_blocks, resolve_limits
+from trtserve.executor.model import Model
+from trtserve.executor.requests import Request
+from trtserve.executor.results import Response
+from trtserve.executor.statistics import DebugTensorsPerIteration, IterationStats, RequestStatsPerIteration
+from trtserve.executor.unbuilt import refuse_unbuilt_config
+from trtserve.executor.worker import Worker
+
+
+class Executor:
+    """Serves one engine folder to many requests at once.
+
+    Built from (model_path, model_type, executor_config). RuntimeError when the configuration asks for more than the
+    engine or this runtime has. Leaving the `with` block, `shutdown` and the destructor run to its end what was
+    enqueued.
+    """
+
+    def __init__(
+        self, model_path: str | Path, model_type: ModelType, executor_config: ExecutorConfig, **other: Any
+    ) -> None:
+        if other:
+            raise RuntimeError(f"{', '.join(other)}: this runtime loads engines from folders only")
+        if model_type is not ModelType.DECODER_ONLY:
+            raise RuntimeError(f"{model_type}: this runtime serves decoder-only models")
+        from trtserve.executor.paged_model import PagedModel, read_engine_config
+
+        refuse_unbuilt_config(executor_config)
+        engine = Path(model_path)
+        limits = resolve_limits(read_engine_config(engine), executor_config)
+        self._start(PagedModel(engine), limits, executor_config)
+
+    @classmethod
+    def over(cls, model: Model, limits: Limits, config: ExecutorConfig) -> Executor:
+        """An executor over a model that is loaded already."""
+        executor = cls.__new__(cls)
+        refuse_unbuilt_config(config)
+        executor._start(model, limits, config)  # noqa: SLF001 - an object of this class
+        return executor
+
+    def _start(self, model: Model, limits: Limits, config: ExecutorConfig) -> None:
+        from trtserve.machine import free_memory
+
+        blocks = kv_cache_blocks(
+            config.kv_cache_config,
+            limits,
+            tokens_per_block=model.tokens_per_block,
+            bytes_per_block=model.bytes_per_block,
+            free_memory=free_memory(),
+        )
+        self.kv_cache_tokens = blocks * model.tokens_per_block
+        self.kv_cache_bytes = blocks * model.bytes_per_block
+        self.limits = fit_to_cache(
+            limits, cache_tokens=self.kv_cache_tokens, fail=config.fail_fast_on_attention_window_too_large
+        )
+        model.allocate(blocks)
+        self._worker: Worker | None = Worker(model, self.limits, config, blocks)
+        self._thread = threading.Thread(target=self._worker.run, name="executor", daemon=True)
+        self._thread.start()
+
+    def enqueue_request(self, request: Request) -> int:
+        """Queue one request and return its id at once; RuntimeError when the queue is full."""
+        return self.enqueue_requests([request])[0]
+
+    def enqueue_requests(self, requests: SequenceOf[Request]) -> list[int]:
+        """Queue requests and return their ids in order; when the queue cannot take all, it takes none (RuntimeError).
+
+        A request that cannot be served gets an error Response.
+        """
+        if not all(isinstance(request, Request) for request in requests):
+            raise TypeError("enqueue takes Request objects")
+        return self._running().enqueue(list(requests))
+
+    def await_responses(
+        self,
+        id: int | list[int] | timedelta | float | None = None,  # noqa: A002 - the interface's name
+        timeout: timedelta | float | None = None,
+        *,
+        ids: list[int] | None = None,
+    ) -> list[Response] | list[list[Response]]:
+        """Fetch what is ready, waiting up to `timeout` (a timedelta, or seconds; None waits for ever).
+
+        Without an id: responses of any request. With `id`: of that request. With a list of ids: one list per id, in
+        order, within one shared time budget. An expired wait gives an empty list. A single positional timedelta or
+        float is a timeout, as in upstream's overloads.
+        """
+        mailbox = self._running().mailbox
+        if isinstance(id, (timedelta, float)):
+            id, timeout = None, id  # noqa: A001
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        if ids is not None or isinstance(id, (list, tuple)):
+            return mailbox.fetch_each(list(id) if ids is None else ids, seconds)  # type: ignore[arg-type]
+        return mailbox.fetch(id, seconds)
+
+    def get_num_responses_ready(self, id: int | None = None) -> int:  # noqa: A002 - the interface's name
+        """How many responses wait: of one request, or of all."""
+        return self._running().mailbox.count(id)
+
+    def cancel_request(self, id: int) -> None:  # noqa: A002 - the interface's name
+        """Stop a request within one step; its last response is empty and final. An id that ended is ignored."""
+        if not isinstance(id, int):
+            raise TypeError(f"cancel_request(): expected an id, got {type(id).__name__}")
+        self._running().cancel(id)
+
+    def get_latest_iteration_stats(self) -> list[IterationStats]:
+        """Records of the iterations since the last call."""
+        return self._running().recorder.drain_iterations()
+
+    def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
+        """Per-request records since the last call; none unless request_stats_max_iterations is above 0."""
+        return self._running().recorder.drain_requests()
+
+    def get_latest_debug_tensors(self) -> list[DebugTensorsPerIteration]:
+        """Always empty: this runtime keeps no debug tensors."""
+        self._running()
+        return []
+
+    def get_kv_cache_event_manager(self) -> None:
+        """None, as upstream without an event buffer."""
+        self._running()
+
+    def can_enqueue_requests(self) -> bool:
+        """True: there is one process, which leads."""
+        self._running()
+        return True
+
+    def shutdown(self) -> None:
+        """Run what was enqueued to its end, then stop; a second call does nothing."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        worker.terminate()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Executor:
+        self._running()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # construction may have failed early
+            self.shutdown()
+
+    def _running(self) -> Worker:
+        if self._worker is None:
+            raise RuntimeError("Shutdown called")
+        return self._worker
