@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from trtserve import __version__
-from trtserve.cli import bench, convert, query
+from trtserve.cli import bench, build, convert, query
 from trtserve.cli.output import print_error
 from trtserve.errors import TrtserveError
 
@@ -88,5 +88,6 @@ def _unexpected(error: Exception) -> TrtserveError:
 
 app.add_typer(bench.group, name="bench", help="Measure a served model.")
 command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
+command(build.build)
 command(convert.convert)
 command(query.query)

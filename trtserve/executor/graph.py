@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from openvino import opset13 as ops
 from openvino._offline_transformations import compress_model_transformation
 
 from trtserve.architectures.base import Decoder
-from trtserve.errors import UnsupportedModelError
+from trtserve.errors import BuildError, UnsupportedModelError
 
 Array = npt.NDArray[Any]
 
@@ -74,6 +75,14 @@ def build_graph(decoder: Decoder, sizes: Sizes, weights: Weights, *, int8: bool 
     the layers are quantised per output channel (TensorRT-LLM's W8A16: embeddings and lm_head stay as they are).
     """
     return _GraphBuilder(decoder, sizes, weights, int8=int8).build()
+
+
+def save_graph(graph: ov.Model, path: Path) -> None:
+    """Write `graph` to `path` (.xml) and its weights beside it (.bin), in the precision they have."""
+    try:
+        ov.save_model(graph, path, compress_to_fp16=False)
+    except RuntimeError as error:
+        raise BuildError(f"{path} could not be written: {error}", hint="Is the disk full?") from error
 
 
 def quantize_per_channel(weight: Array) -> tuple[Array, Array]:

@@ -1,0 +1,137 @@
+"""TensorRT-LLM checkpoint → engine: limits and precision are fixed, and the engine is proven to run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from trtserve.architectures.checkpoint import read_config
+from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint, load_artifact
+from trtserve.errors import DiskSpaceError, MemoryLimitError, ModelNotFoundError
+from trtserve.machine import describe, free_disk, free_memory, gibibytes
+from trtserve.progress import SILENT, Progress
+from trtserve.runtimes import EnginePlan, Runtime, choose_runtime
+from trtserve.specs import BuildSpec
+from trtserve.store import Store, publish, reusable
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A build before it begins: what becomes of which checkpoint, where, and whether it lies there already."""
+
+    engine: EnginePlan
+    fingerprint: str
+    path: Path
+    reused: bool
+
+
+def find_checkpoint(name_or_folder: str, store: Store | None = None) -> Checkpoint:
+    """The checkpoint in a folder, or that of an imported name; ModelNotFoundError when there is neither."""
+    folder = Path(name_or_folder).expanduser()
+    if folder.is_dir():
+        return Checkpoint(path=folder.absolute(), manifest=load_artifact(Checkpoint, folder).manifest)
+    records = {record.name: record for record in (store or Store()).recorded()}
+    if name_or_folder in records:
+        return find_checkpoint(records[name_or_folder].checkpoint)
+    raise ModelNotFoundError(
+        f"{name_or_folder} is neither a checkpoint folder nor the name of an imported model.",
+        hint=f"Imported names: {', '.join(records) or 'none'}. To make a checkpoint: trtserve convert MODEL",
+    )
+
+
+def plan_build(
+    checkpoint: Checkpoint,
+    spec: BuildSpec,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    progress: Progress = SILENT,
+) -> Plan:
+    """Everything that can be known before the build: limits, precision, place, reuse."""
+    return _plan(checkpoint, spec, choose_runtime(spec.runtime, progress), name=name, out=out, store=store)
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    spec: BuildSpec,
+    runtime: Runtime,
+    *,
+    name: str | None,
+    out: Path | None,
+    store: Store | None,
+) -> Plan:
+    engine = runtime.plan(read_config(checkpoint.path), spec)
+    identity = fingerprint(
+        stage="build",
+        schema=SCHEMA,
+        checkpoint=checkpoint.fingerprint,
+        runtime=engine.runtime,
+        tools=dict(engine.tools),
+        limits=asdict(engine.limits),
+        compute_precision=engine.compute_precision,
+        kv_precision=engine.kv_precision,
+    )
+    path = out or (store or Store()).destination(Engine, name or checkpoint.name, identity)
+    return Plan(engine=engine, fingerprint=identity, path=path, reused=reusable(Engine, path, identity) is not None)
+
+
+def build_engine(
+    checkpoint: Checkpoint,
+    spec: BuildSpec,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    progress: Progress = SILENT,
+) -> Engine:
+    """Build the engine of a checkpoint, or reuse the one that was built from it with the same limits and precision.
+
+    Raises MissingDependencyError, UnsupportedModelError, UsageError, CorruptFileError, MemoryLimitError,
+    DiskSpaceError or BuildError; nothing is left behind then.
+    """
+    runtime = choose_runtime(spec.runtime, progress)
+    plan = _plan(checkpoint, spec, runtime, name=name, out=out, store=store)
+    for note in plan.engine.notes:
+        progress.step(note)
+    if plan.reused:
+        progress.step(f"Engine {plan.path} is up to date")
+    manifest = _manifest(plan, checkpoint, name or checkpoint.name)
+
+    def produce(folder: Path) -> Manifest:
+        _require_room(plan.engine, folder)
+        measured = runtime.build(plan.engine, checkpoint, folder, progress)
+        return replace(manifest, facts={**manifest.facts, **measured})
+
+    return publish(Engine, plan.path, manifest, produce)
+
+
+def _manifest(plan: Plan, checkpoint: Checkpoint, name: str) -> Manifest:
+    engine = plan.engine
+    precision = {"compute_precision": engine.compute_precision, "kv_precision": engine.kv_precision}
+    return Manifest(
+        kind="engine",
+        name=name,
+        fingerprint=plan.fingerprint,
+        inputs={checkpoint.name: checkpoint.fingerprint},
+        spec={"runtime": engine.runtime, **asdict(engine.limits), **precision},
+        tools=dict(engine.tools),
+        facts={"checkpoint": str(checkpoint.path.absolute()), "machine": describe(), **precision},
+    )
+
+
+def _require_room(engine: EnginePlan, folder: Path) -> None:
+    free = free_memory()
+    if free < engine.memory_bytes:
+        raise MemoryLimitError(
+            f"Building this engine needs {gibibytes(engine.memory_bytes)} of memory; {gibibytes(free)} are free.",
+            hint="Convert with --quantize int8 or a 16-bit --dtype, choose a smaller model, or free some memory.",
+        )
+    disk = free_disk(folder)
+    if disk < engine.disk_bytes:
+        raise DiskSpaceError(
+            f"The engine needs {gibibytes(engine.disk_bytes)} and {folder.parent} has {gibibytes(disk)} free.",
+            hint="Free some space, or choose another place with --out or TRTSERVE_HOME.",
+        )

@@ -1,0 +1,94 @@
+"""`trtserve build`: a TensorRT-LLM checkpoint becomes an engine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, cast
+
+import typer
+
+from trtserve.build import Plan, build_engine, find_checkpoint, plan_build
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
+from trtserve.cli.output import TerminalProgress, print_data, print_json
+from trtserve.machine import gibibytes
+from trtserve.specs import BuildSpec, KvPrecision, RuntimeName
+
+
+def build(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder, or the name of an imported model.")],
+    max_batch_size: Annotated[
+        int | None, typer.Option("--max-batch-size", help="Requests that are served at once; default: 16.")
+    ] = None,
+    max_input_len: Annotated[
+        int | None, typer.Option("--max-input-len", help="Tokens of a prompt; default: --max-seq-len.")
+    ] = None,
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option("--max-seq-len", help="Tokens of prompt and answer; default: what the model knows, up to 4096."),
+    ] = None,
+    max_num_tokens: Annotated[
+        int | None, typer.Option("--max-num-tokens", help="Tokens of all requests in one step; default: 2048.")
+    ] = None,
+    kv_precision: Annotated[
+        str, typer.Option("--kv-precision", help="KV cache: auto, f32, f16, u8; auto: u8, f32 for float32 weights.")
+    ] = "auto",
+    runtime: Annotated[
+        str, typer.Option("--runtime", help="auto, openvino, tensorrt_llm, llmapi; auto: what this machine has.")
+    ] = "auto",
+    name: Annotated[str | None, typer.Option("--name", help="Name of the engine; default: the checkpoint's.")] = None,
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Build an engine from a checkpoint and print its path."""
+    spec = BuildSpec(
+        max_batch_size=max_batch_size,
+        max_input_len=max_input_len,
+        max_seq_len=max_seq_len,
+        max_num_tokens=max_num_tokens,
+        kv_precision=cast(KvPrecision, kv_precision),
+        runtime=cast(RuntimeName, runtime),
+    )
+    source = find_checkpoint(checkpoint)
+    plan = plan_build(source, spec, name=name, out=out)
+    facts: dict[str, object] = {}
+    if not dry_run:
+        engine = build_engine(source, spec, name=name, out=out, progress=TerminalProgress(quiet=quiet))
+        facts = dict(engine.manifest.facts) if engine.manifest else {}
+    if json:
+        print_json("build", {"path": str(plan.path.absolute()), "reused": plan.reused, **_described(plan), **facts})
+    elif dry_run:
+        print_data("\n".join(_lines(plan)))
+    else:
+        print_data(str(plan.path.absolute()))
+
+
+def _described(plan: Plan) -> dict[str, object]:
+    engine = plan.engine
+    return {
+        "runtime": engine.runtime,
+        **asdict(engine.limits),
+        "compute_precision": engine.compute_precision,
+        "kv_precision": engine.kv_precision,
+        "memory_bytes": engine.memory_bytes,
+        "disk_bytes": engine.disk_bytes,
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def _lines(plan: Plan) -> list[str]:
+    engine, limits = plan.engine, plan.engine.limits
+    tools = ", ".join(f"{tool} {version}" for tool, version in engine.tools.items())
+    return [
+        f"build     {engine.config['architecture']}, {gibibytes(engine.disk_bytes)}, by {tools}",
+        f"as        {engine.compute_precision} arithmetic, {engine.kv_precision} KV cache",
+        f"limits    {limits.max_batch_size} requests, {limits.max_num_tokens} tokens per step",
+        f"lengths   prompts up to {limits.max_input_len} tokens, prompt and answer up to {limits.max_seq_len}",
+        f"needs     {gibibytes(engine.memory_bytes)} of memory",
+        *(f"note      {note}" for note in engine.notes),
+        "state     reused: it lies there already"
+        if plan.reused
+        else "state     to be made; no external command is run",
+        f"to        {plan.path.absolute()}",
+    ]

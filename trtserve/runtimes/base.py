@@ -1,0 +1,115 @@
+"""What a runtime is: a module that turns a checkpoint into an engine of its kind, and knows the machine it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from trtserve.artifacts import Checkpoint
+from trtserve.errors import UsageError
+from trtserve.progress import Progress
+from trtserve.specs import BuildSpec
+
+CheckpointConfig = Mapping[str, Any]
+
+# Releases of TensorRT-LLM take this where a checkpoint does not say it.
+_UNKNOWN_MAX_POSITION = 2048
+# Kinds of rotary scaling whose factor is part of max_position_embeddings already.
+_SCALED_ALREADY = frozenset({"llama3", "longrope", "su", "yarn"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of an engine: requests per step, tokens of a prompt, of prompt and answer, and of one step."""
+
+    max_batch_size: int
+    max_input_len: int
+    max_seq_len: int
+    max_num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """An engine before it is built; everything here decides its content and goes into its fingerprint.
+
+    `compute_precision` and `kv_precision` are those of arithmetic and KV cache; `tools` maps the runtime's packages to
+    their versions; `memory_bytes` and `disk_bytes` are what the build needs; `notes` say what was decided and why.
+    """
+
+    runtime: str
+    config: CheckpointConfig
+    limits: Limits
+    compute_precision: str
+    kv_precision: str
+    tools: Mapping[str, str]
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+
+class Runtime(Protocol):
+    """One module per runtime."""
+
+    NAME: str
+
+    def plan(self, config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
+        """Limits and precision of the engine of a checkpoint.
+
+        MissingDependencyError, UnsupportedModelError or UsageError when it cannot be built.
+        """
+
+    def build(self, plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
+        """Fill `folder` with the engine, prove that it runs, and return what was measured."""
+
+    def warnings(self, engine_config: Mapping[str, Any]) -> list[str]:
+        """How an engine behaves differently on this machine than where it was built; empty when it does not."""
+
+
+def longest_sequence(config: CheckpointConfig) -> int:
+    """Positions that the model can tell apart: max_position_embeddings, times the factor of linear rope scaling.
+
+    TensorRT-LLM's rule for max_seq_len (`trtllm-build`); scalings that count their factor in already are left alone.
+    """
+    positions = int(config.get("max_position_embeddings") or _UNKNOWN_MAX_POSITION)
+    scaling = config.get("rotary_scaling") or {}
+    kind = scaling.get("type") or scaling.get("rope_type")
+    if kind is None or kind in _SCALED_ALREADY:
+        return positions
+    return int(positions * float(scaling.get("factor", 1.0)))
+
+
+def resolve_limits(config: CheckpointConfig, spec: BuildSpec, defaults: Limits) -> Limits:
+    """The limits that `spec` asks for, checked against the model and each other; UsageError with the numbers.
+
+    `defaults` are cut to what the model and the given limits allow, the given limits never are.
+    """
+    longest = longest_sequence(config)
+    max_seq_len = spec.max_seq_len or min(defaults.max_seq_len, longest)
+    if max_seq_len > longest:
+        raise UsageError(
+            f"--max-seq-len is {max_seq_len}; the model knows {longest} positions.",
+            hint=f"Choose --max-seq-len {longest} or less.",
+        )
+    max_input_len = spec.max_input_len or min(defaults.max_input_len, max_seq_len)
+    if max_input_len > max_seq_len:
+        raise UsageError(
+            f"--max-input-len is {max_input_len}, more than the {max_seq_len} tokens of prompt and answer together.",
+            hint=f"Choose --max-input-len {max_seq_len} or less, or a larger --max-seq-len.",
+        )
+    max_batch_size = spec.max_batch_size or defaults.max_batch_size
+    max_num_tokens = spec.max_num_tokens or max(
+        max_batch_size, min(defaults.max_num_tokens, max_batch_size * max_seq_len)
+    )
+    if max_num_tokens < max_batch_size:
+        raise UsageError(
+            f"--max-num-tokens is {max_num_tokens}, but each of {max_batch_size} requests needs one token per step.",
+            hint=f"Choose --max-num-tokens {max_batch_size} or more, or a smaller --max-batch-size.",
+        )
+    return Limits(
+        max_batch_size=max_batch_size,
+        max_input_len=max_input_len,
+        max_seq_len=max_seq_len,
+        max_num_tokens=max_num_tokens,
+    )

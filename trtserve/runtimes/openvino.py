@@ -1,0 +1,288 @@
+"""The runtime for CPUs: engines are OpenVINO graphs, served by the embedded executor."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve import machine
+from trtserve.architectures import family, parameter_count
+from trtserve.architectures.checkpoint import CheckpointReader
+from trtserve.artifacts import Checkpoint
+from trtserve.errors import BuildError, MissingDependencyError, UnsupportedModelError
+from trtserve.progress import Progress, Task
+from trtserve.runtimes.base import CheckpointConfig, EnginePlan, Limits, resolve_limits
+from trtserve.specs import BuildSpec
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from trtserve.executor.graph import Weights
+
+NAME = "openvino"
+
+# Release of TensorRT-LLM whose config.json this one follows.
+_CONFIG_RELEASE = "1.2.0"
+
+# On a CPU a step over more tokens or requests gains nothing, and an answer rarely needs more than 4096 tokens: longer
+# contexts are a matter of asking for them.
+_DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
+
+# Anonymous memory at the peak of a build or load, as a multiple of the weights in the engine: 0.9 in the weights' own
+# precision, 1.3 when float32 arithmetic is done with weights of half width (measured; docs/performance.md).
+_MEMORY_FACTOR = 1.4
+_MEMORY_BASE = 300 * 2**20
+
+_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_WEIGHT_ONLY_INT8 = "W8A16"
+
+
+def plan(config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
+    """Limits and precision of the engine; the memory and disk it needs."""
+    version = _openvino_version()
+    _require_supported(config)
+    compute, kv, notes = resolve_precision(config["dtype"], spec.kv_precision, bfloat16=machine.has_bfloat16())
+    size = weight_bytes(config)
+    return EnginePlan(
+        runtime=NAME,
+        config=_merged_config(config),
+        limits=resolve_limits(config, spec, _DEFAULTS),
+        compute_precision=compute,
+        kv_precision=kv,
+        tools={"openvino": version},
+        memory_bytes=int(size * _MEMORY_FACTOR) + _MEMORY_BASE,
+        disk_bytes=size,
+        notes=(*notes, *_merge_notes(config)),
+    )
+
+
+def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple[str, str, tuple[str, ...]]:
+    """Precision of arithmetic and KV cache, and what has to be said about them.
+
+    float32 weights are calculated in float32 (the build that equals transformers); others in bfloat16 where the CPU
+    has it. OpenVINO's attention kernel joins bfloat16 arithmetic with a 16-bit or 8-bit cache only.
+    """
+    compute = "bf16" if dtype != "float32" and bfloat16 else "f32"
+    if kv_precision == "auto":
+        return compute, "f32" if dtype == "float32" else "u8", ()
+    if compute == "bf16" and kv_precision == "f32":
+        note = "A float32 KV cache needs float32 arithmetic: this engine calculates in f32, about half as fast as bf16."
+        return "f32", "f32", (note,)
+    return compute, kv_precision, ()
+
+
+def weight_bytes(config: CheckpointConfig) -> int:
+    """Bytes of all weights in the engine, from the checkpoint's config."""
+    item = _ITEM_SIZE[config["dtype"]]
+    total = parameter_count(config)
+    tables = [t for t in family(config["architecture"]).targets(config) if t.layer is None]
+    outside = sum(_count(target.shape) for target in tables)
+    inside = 1 if is_int8(config) else item
+    return outside * item + (total - outside) * inside
+
+
+def is_int8(config: CheckpointConfig) -> bool:
+    """True when the matrices inside the layers are to be quantised to int8."""
+    return bool((config.get("quantization") or {}).get("quant_algo") == _WEIGHT_ONLY_INT8)
+
+
+def build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Write config.json, rank0.xml and rank0.bin, then load the engine and let it calculate once."""
+    _write_graph(plan, checkpoint, folder, progress)
+    decoder = family(plan.config["architecture"]).decoder(plan.config)
+    (folder / "config.json").write_text(
+        json.dumps(engine_config(plan, window=decoder.window), indent=4) + "\n", encoding="utf-8"
+    )
+    # The graph holds all weights; they must be gone before the compiler packs its own copy.
+    gc.collect()
+    progress.step(f"Loading the engine: {plan.compute_precision} arithmetic, {plan.kv_precision} KV cache")
+    return _prove(folder)
+
+
+def warnings(engine_config: Mapping[str, Any]) -> list[str]:
+    """Differences between this machine and the building one that change numbers or speed."""
+    own = engine_config["trtserve"]
+    found = []
+    version = _openvino_version()
+    if own["openvino"] != version:
+        found.append(f"The engine was built with OpenVINO {own['openvino']}; this is {version}. Build it again.")
+    if own["compute_precision"] == "bf16" and not machine.has_bfloat16():
+        found.append(
+            "The engine was built for bf16 arithmetic, which this CPU lacks: it runs in f32, slower, and its answers "
+            "may differ from those on the building machine."
+        )
+    if own["compute_precision"] == "f32" and _half_width(engine_config) and machine.has_bfloat16():
+        found.append("The engine calculates in f32 although this CPU has bf16: an engine built here may be faster.")
+    return found
+
+
+def engine_config(plan: EnginePlan, *, window: int | None) -> dict[str, Any]:
+    """`config.json` of the engine: TensorRT-LLM's keys, and ours under `trtserve`."""
+    limits = asdict(plan.limits)
+    return {
+        "version": _CONFIG_RELEASE,
+        "pretrained_config": dict(plan.config),
+        "build_config": {**limits, **_build_constants(plan)},
+        "trtserve": {
+            "runtime": NAME,
+            "openvino": plan.tools["openvino"],
+            "compute_precision": plan.compute_precision,
+            "kv_precision": plan.kv_precision,
+            "window": window,
+            "machine": machine.describe(),
+        },
+    }
+
+
+def _build_constants(plan: EnginePlan) -> dict[str, Any]:
+    """Keys of TensorRT-LLM's build_config that are the same for every engine of this runtime."""
+    return {
+        "opt_batch_size": min(8, plan.limits.max_batch_size),
+        "max_beam_width": 1,
+        "opt_num_tokens": plan.limits.max_batch_size,
+        "max_prompt_embedding_table_size": 0,
+        "kv_cache_type": "PAGED",
+        "gather_context_logits": False,
+        "gather_generation_logits": False,
+        "strongly_typed": True,
+        "max_draft_len": 0,
+        "speculative_decoding_mode": 1,
+        "lora_config": {"lora_dir": [], "lora_ckpt_source": "hf", "max_lora_rank": 64, "lora_target_modules": []},
+        "max_encoder_input_len": 1024,
+        "plugin_config": {"dtype": plan.config["dtype"], "remove_input_padding": True, "paged_kv_cache": True},
+    }
+
+
+def _openvino_version() -> str:
+    try:
+        return metadata.version("openvino")
+    except metadata.PackageNotFoundError:
+        raise MissingDependencyError(
+            "The openvino runtime needs the package openvino, which is not installed.",
+            hint="pip install 'trtserve[cpu]'",
+        ) from None
+
+
+def _require_supported(config: CheckpointConfig) -> None:
+    quantization = config.get("quantization") or {}
+    algorithm, kv_algorithm = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
+    if algorithm not in (None, "NO_QUANT", _WEIGHT_ONLY_INT8):
+        raise UnsupportedModelError(
+            f"The checkpoint is quantised with {algorithm}; the openvino runtime builds float weights and "
+            f"{_WEIGHT_ONLY_INT8}.",
+            hint="Convert the original model with --quantize int8, or without.",
+        )
+    if kv_algorithm is not None:
+        raise UnsupportedModelError(
+            f"The checkpoint carries scales for a {kv_algorithm} KV cache, which the openvino runtime does not use.",
+            hint="Convert without KV cache quantisation, and choose the cache with --kv-precision.",
+        )
+
+
+def _merged_config(config: CheckpointConfig) -> dict[str, Any]:
+    """The checkpoint's config of a model on one rank: the engine holds all shards."""
+    sizes = {
+        key: 1 for key in config.get("mapping") or {} if key == "world_size" or key.endswith(("tp_size", "pp_size"))
+    }
+    return {**config, "mapping": {**(config.get("mapping") or {}), **sizes}}
+
+
+def _merge_notes(config: CheckpointConfig) -> tuple[str, ...]:
+    world = int((config.get("mapping") or {}).get("world_size", 1))
+    return (
+        (f"The {world} ranks of the checkpoint are merged: this runtime serves from one process.",) if world > 1 else ()
+    )
+
+
+def _half_width(engine_config: Mapping[str, Any]) -> bool:
+    return bool(
+        engine_config["pretrained_config"]["dtype"] != "float32" and engine_config["trtserve"]["kv_precision"] != "f32"
+    )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+class _Reported:
+    """Weights that report to a progress task as they are read."""
+
+    def __init__(self, weights: Weights, task: Task) -> None:
+        self._weights = weights
+        self._task = task
+
+    def names(self) -> list[str]:
+        return self._weights.names()
+
+    def merged(self, name: str) -> npt.NDArray[Any]:
+        tensor = self._weights.merged(name)
+        self._task.advance(tensor.nbytes)
+        return tensor
+
+
+def _write_graph(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
+    from trtserve.executor.graph import Sizes, build_graph, save_graph
+
+    config = plan.config
+    total = parameter_count(config) * _ITEM_SIZE[config["dtype"]]
+    reader = CheckpointReader(checkpoint.path)
+    with progress.task("Building the graph", total=total, unit="bytes") as task:
+        graph = build_graph(
+            family(config["architecture"]).decoder(config),
+            Sizes.of(config),
+            _Reported(reader, task),
+            int8=is_int8(config),
+        )
+    progress.step(f"Writing {machine.gibibytes(plan.disk_bytes)}")
+    save_graph(graph, folder / "rank0.xml")
+
+
+def _prove(folder: Path) -> dict[str, Any]:
+    """Load the engine, calculate one token, and say how long and how much memory the load took."""
+    import numpy as np
+
+    from trtserve.executor.paged_model import PagedModel
+
+    before, started = _anonymous_memory(), time.monotonic()
+    model = PagedModel(folder)
+    seconds, memory = time.monotonic() - started, _anonymous_memory() - before
+    model.allocate(1)
+    logits = model.forward(
+        token_ids=np.zeros(1, dtype=np.int64),
+        positions=np.zeros(1, dtype=np.int64),
+        past_lens=np.zeros(1, dtype=np.int32),
+        subsequence_begins=np.array([0, 1], dtype=np.int32),
+        block_indices=np.zeros(1, dtype=np.int32),
+        block_indices_begins=np.array([0, 1], dtype=np.int32),
+        max_context_len=1,
+        rows=np.zeros(1, dtype=np.int32),
+    )
+    if not np.isfinite(logits).all():
+        raise BuildError(
+            "The engine computes logits that are not finite.",
+            hint="The weights overflow in this precision, or are damaged: convert with another --dtype.",
+        )
+    return {
+        "weights_bytes": (folder / "rank0.bin").stat().st_size,
+        "load_seconds": round(seconds, 3),
+        "load_memory_bytes": memory,
+        "kv_bytes_per_token": model.bytes_per_block // model.tokens_per_block,
+        "tokens_per_block": model.tokens_per_block,
+    }
+
+
+def _anonymous_memory() -> int:
+    """Bytes of this process that are not backed by files; 0 where the kernel does not say."""
+    import psutil
+
+    info = psutil.Process().memory_info()
+    return int(info.rss - getattr(info, "shared", 0))
