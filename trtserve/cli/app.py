@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from trtserve import __version__
-from trtserve.cli import bench, build, convert, query
+from trtserve.cli import bench, build, convert, query, repo
 from trtserve.cli.output import print_error
 from trtserve.errors import TrtserveError
 
@@ -91,3 +91,4 @@ command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
 command(build.build)
 command(convert.convert)
 command(query.query)
+command(repo.repo)

@@ -34,9 +34,7 @@ class Row:
 
     def within(self, release: str) -> bool:
         """Whether the row is part of `release`."""
-        return _order(self.since) <= _order(release) and (
-            self.until is None or _order(release) <= _order(self.until)
-        )
+        return _order(self.since) <= _order(release) and (self.until is None or _order(release) <= _order(self.until))
 
     @property
     def supported(self) -> bool:
@@ -140,9 +138,7 @@ def _links(table: str) -> list[Link]:
     links = []
     for line in table.strip().splitlines():
         name, ensemble_tensor, since, *until = line.split()
-        links.append(
-            Link(name=name, ensemble_tensor=ensemble_tensor, since=since, until=until[0] if until else None)
-        )
+        links.append(Link(name=name, ensemble_tensor=ensemble_tensor, since=since, until=until[0] if until else None))
     return links
 
 
@@ -220,7 +216,9 @@ def _steps(release: str, *, union: bool) -> tuple[Step, ...]:
         outputs = _of_release(_links(output_table), release)
         links = _links(input_table)
         # An old input whose source tensor only an old release produces cannot be part of the union.
-        inputs = _of_all([link for link in links if link.ensemble_tensor in known]) if union else _of_release(links, release)
+        inputs = (
+            _of_all([link for link in links if link.ensemble_tensor in known]) if union else _of_release(links, release)
+        )
         steps.append(Step(model=name, inputs=inputs, outputs=outputs))
         known |= {link.ensemble_tensor for link in outputs}
     return tuple(steps)

@@ -79,9 +79,7 @@ class MetricsReporter:
         self._families: list[Any] = []
         self._gauges: dict[tuple[str, str], Any] = {}
         for family_name, (description, label, fields) in table.items():
-            family = pb_utils.MetricFamily(
-                name=family_name, description=description, kind=pb_utils.MetricFamily.GAUGE
-            )
+            family = pb_utils.MetricFamily(name=family_name, description=description, kind=pb_utils.MetricFamily.GAUGE)
             self._families.append(family)
             for value, field in fields.items():
                 self._gauges[family_name, field] = family.Metric(labels={**self._labels, label: value})

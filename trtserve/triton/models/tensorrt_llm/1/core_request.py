@@ -46,7 +46,10 @@ class RequestFactory:
             raise ValueError("Invalid format for input_ids: expected a tensor [batch, length] with at least one token.")
         batch = ids.shape[0]
         self._check_policy(inputs, batch)
-        return [self._request({name: _row(name, value, row, batch) for name, value in inputs.items()}) for row in range(batch)]
+        return [
+            self._request({name: _row(name, value, row, batch) for name, value in inputs.items()})
+            for row in range(batch)
+        ]
 
     def _check_policy(self, inputs: Inputs, batch: int) -> None:
         if self._decoupled:
@@ -245,5 +248,7 @@ def _words(row: Inputs, name: str) -> list[list[int]] | None:
     starts = [0, *used[:-1]]
     padded = any(end != -1 for end in ends[len(used) :])
     if padded or any(start >= end for start, end in zip(starts, used, strict=False)) or (used and used[-1] > len(ids)):
-        raise ValueError(f"{name} has offsets {ends}; they must rise, end within the {len(ids)} ids, and be padded with -1.")
+        raise ValueError(
+            f"{name} has offsets {ends}; they must rise, end within the {len(ids)} ids, and be padded with -1."
+        )
     return [ids[start:end] for start, end in zip(starts, used, strict=False)] or None

@@ -81,11 +81,8 @@ class Conversation:
             yield self._answer(result, [text])
             sent = True
         for (row, sequence), state in self._texts.items():
-            if rest := self._rest(state):
+            if rest := state.finish():
                 yield {"text_output": _encoded([rest]), **self._indexes(row, sequence)}
-
-    def _rest(self, state: IncrementalText | AccumulatedText) -> str:
-        return "" if isinstance(state, AccumulatedText) else state.finish()
 
     def _text_of(self, result: Tensors) -> IncrementalText | AccumulatedText:
         key = _index(result, "batch_index"), _index(result, "sequence_index")

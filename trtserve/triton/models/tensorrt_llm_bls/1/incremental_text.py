@@ -48,12 +48,15 @@ class AccumulatedText:
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
+        self._sent = ""
 
     def add(self, ids: Sequence[int]) -> str:
         """The text of all ids so far; an incomplete character at the end is left out."""
         self._ids += ids
-        return self._decode([self._ids])[0].rstrip(_REPLACEMENT)
+        self._sent = self._decode([self._ids])[0].rstrip(_REPLACEMENT)
+        return self._sent
 
     def finish(self) -> str:
-        """The text of all ids, whatever its end."""
-        return self._decode([self._ids])[0]
+        """The text of all ids, whatever its end; "" when it was sent already."""
+        text = self._decode([self._ids])[0]
+        return "" if text == self._sent else text
