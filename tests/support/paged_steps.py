@@ -1,0 +1,78 @@
+"""Drives a PagedModel as a scheduler would: several sequences, any number of new tokens of each in a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.tiny_decoders import POSITIONS, TinyDecoder
+from trtserve.executor.graph import build_graph, save_graph
+from trtserve.executor.paged_model import PagedModel
+
+Logits = npt.NDArray[np.float32]
+
+
+def write_engine(folder: Path, tiny: TinyDecoder, *, compute: str = "f32", kv: str = "f32") -> Path:
+    """An engine folder of `tiny`, with what PagedModel reads of config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    graph = build_graph(tiny.decoder, tiny.sizes, tiny, int8=tiny.int8)
+    save_graph(graph, folder / "rank0.xml")
+    config: dict[str, Any] = {
+        "pretrained_config": {"vocab_size": tiny.sizes.vocab},
+        "build_config": {"max_seq_len": POSITIONS},
+        "trtserve": {
+            "runtime": "openvino",
+            "compute_precision": compute,
+            "kv_precision": kv,
+            "window": tiny.decoder.window,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+class PagedSteps:
+    """Sequences in flight on `model`; blocks are handed out in an order that no sequence would choose."""
+
+    def __init__(self, model: PagedModel, sequences: Mapping[str, Sequence[int]]) -> None:
+        self.model = model
+        self.past = dict.fromkeys(sequences, 0)
+        self._tokens = {name: np.asarray(ids, dtype=np.int64) for name, ids in sequences.items()}
+        needed = {name: -(-len(ids) // model.tokens_per_block) for name, ids in self._tokens.items()}
+        total = sum(needed.values())
+        model.allocate(total)
+        free = [int(block) for block in np.random.default_rng(7).permutation(total)]
+        self.blocks = {name: [free.pop() for _ in range(count)] for name, count in needed.items()}
+
+    def step(self, new: Mapping[str, int]) -> dict[str, Logits]:
+        """Let `new[name]` more tokens of each named sequence through the model; logits [new, vocab] of all of them."""
+        lengths = np.array(list(new.values()))
+        begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        positions = [np.arange(self.past[name], self.past[name] + count) for name, count in new.items()]
+        blocks = [self.blocks[name] for name in new]
+        logits = self.model.forward(
+            token_ids=np.concatenate([self._tokens[n][p] for n, p in zip(new, positions, strict=True)]),
+            positions=np.concatenate(positions),
+            past_lens=np.array([self.past[name] for name in new], dtype=np.int32),
+            subsequence_begins=begins,
+            block_indices=np.concatenate(blocks).astype(np.int32),
+            block_indices_begins=np.concatenate([[0], np.cumsum([len(b) for b in blocks])]).astype(np.int32),
+            max_context_len=max(self.past[name] + count for name, count in new.items()),
+            rows=np.arange(begins[-1]),
+        ).copy()
+        for name, count in new.items():
+            self.past[name] += count
+        return {name: logits[begins[i] : begins[i + 1]] for i, name in enumerate(new)}
+
+    def run(self, schedule: Sequence[Mapping[str, int]]) -> dict[str, Logits]:
+        """Logits of every token of every sequence after all steps of `schedule`."""
+        parts: dict[str, list[Logits]] = {name: [] for name in self.past}
+        for new in schedule:
+            for name, logits in self.step(new).items():
+                parts[name].append(logits)
+        return {name: np.concatenate(logits) for name, logits in parts.items()}

@@ -1,0 +1,121 @@
+"""A decoder in plain NumPy (float64, full attention, one sequence at a time), to compare engines with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.architectures.base import Decoder
+from trtserve.executor.graph import Sizes
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+
+
+class ReferenceDecoder:
+    """Logits of whole sequences, straight from the definition of the layers."""
+
+    def __init__(self, decoder: Decoder, sizes: Sizes, weights: Mapping[str, Array], *, int8: bool = False) -> None:
+        self._decoder = decoder
+        self._sizes = sizes
+        self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
+        if int8:
+            inside = [name for name in weights if ".layers." in name and weights[name].ndim == 2]
+            self._weights |= {name: _rounded_to_int8(self._weights[name]) for name in inside}
+
+    def logits(self, token_ids: npt.ArrayLike) -> Floats:
+        """Logits [l, vocab] of the tokens [l] of one sequence."""
+        ids = np.asarray(token_ids)
+        hidden = self._weights["transformer.vocab_embedding.weight"][ids]
+        if self._decoder.positions == "learned":
+            hidden = hidden + self._weights["transformer.position_embedding.weight"][: len(ids)]
+        for layer in range(self._sizes.layers):
+            name = f"transformer.layers.{layer}."
+            hidden = hidden + self._attention(self._norm(hidden, name + "input_layernorm"), name + "attention.")
+            hidden = hidden + self._mlp(self._norm(hidden, name + "post_layernorm"), name + "mlp.")
+        return self._linear(self._norm(hidden, "transformer.ln_f"), "lm_head")
+
+    def _linear(self, hidden: Floats, name: str) -> Floats:
+        product = hidden @ self._weights[f"{name}.weight"].T
+        return product + self._weights[f"{name}.bias"] if f"{name}.bias" in self._weights else product
+
+    def _norm(self, hidden: Floats, name: str) -> Floats:
+        weight = self._weights[f"{name}.weight"]
+        if self._decoder.norm == "rms":
+            scaled: Floats = hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + self._sizes.epsilon)
+            return scaled * weight
+        centred = hidden - hidden.mean(-1, keepdims=True)
+        normal: Floats = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + self._sizes.epsilon)
+        return normal * weight + self._weights[f"{name}.bias"]
+
+    def _attention(self, hidden: Floats, name: str) -> Floats:
+        sizes, length = self._sizes, len(hidden)
+        fused = self._linear(hidden, name + "qkv").reshape(length, -1, sizes.head)
+        query = self._rotate(fused[:, : sizes.heads])
+        key = self._rotate(fused[:, sizes.heads : sizes.heads + sizes.kv_heads])
+        value = fused[:, sizes.heads + sizes.kv_heads :]
+        group = sizes.heads // sizes.kv_heads
+        key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
+        scores = np.einsum("qhd,khd->hqk", query, key) * self._decoder.attention_scale
+        scores = np.where(self._visible(length), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return self._linear(np.einsum("hqk,khd->qhd", weights, value).reshape(length, -1), name + "dense")
+
+    def _visible(self, length: int) -> npt.NDArray[np.bool_]:
+        """Which keys a query sees: its own and the `window - 1` before it."""
+        distance = np.arange(length)[:, None] - np.arange(length)
+        window = self._decoder.window or length
+        seen: npt.NDArray[np.bool_] = (distance >= 0) & (distance < window)
+        return seen
+
+    def _rotate(self, states: Floats) -> Floats:
+        """Each pair of numbers, as a complex number, times e^(i · position · frequency)."""
+        if self._decoder.rope_inv_freq is None:
+            return states
+        angles = np.outer(np.arange(len(states)), self._decoder.rope_inv_freq)[:, None, :]
+        half = self._sizes.head // 2
+        if self._decoder.rope_interleaved:
+            turned = (states[..., 0::2] + 1j * states[..., 1::2]) * np.exp(1j * angles)
+            neighbours: Floats = np.stack([turned.real, turned.imag], axis=-1)
+            return neighbours.reshape(states.shape)
+        turned = (states[..., :half] + 1j * states[..., half:]) * np.exp(1j * angles)
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    def _mlp(self, hidden: Floats, name: str) -> Floats:
+        inner = _ACTIVATIONS[self._decoder.activation](self._linear(hidden, name + "fc"))
+        if self._decoder.mlp == "gated":
+            inner = inner * self._linear(hidden, name + "gate")
+        return self._linear(inner, name + "proj")
+
+
+def _silu(values: Floats) -> Floats:
+    return values / (1 + np.exp(-values))
+
+
+def _gelu(values: Floats) -> Floats:
+    share: Floats = np.vectorize(lambda value: (1 + math.erf(value / math.sqrt(2))) / 2)(values)
+    return values * share
+
+
+def _gelu_tanh(values: Floats) -> Floats:
+    share: Floats = (1 + np.tanh(math.sqrt(2 / math.pi) * (values + 0.044715 * values**3))) / 2
+    return values * share
+
+
+def _relu(values: Floats) -> Floats:
+    return np.maximum(values, 0)
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
+
+
+def _rounded_to_int8(weight: Floats) -> Floats:
+    """What is left of a matrix [out, in] after symmetric int8 per output channel."""
+    scales = np.abs(weight).max(axis=1, keepdims=True) / 127
+    rounded: Floats = np.rint(weight / scales)
+    return rounded * scales

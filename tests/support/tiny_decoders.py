@@ -1,0 +1,110 @@
+"""Random decoders as descriptions and tensors, without any file: what the graph builder takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.architectures.base import Decoder
+from trtserve.executor.graph import Sizes
+
+Array = npt.NDArray[Any]
+
+LLAMA = Decoder(
+    norm="rms",
+    positions="rope",
+    mlp="gated",
+    activation="silu",
+    attention_bias=False,
+    dense_bias=False,
+    mlp_bias=False,
+    attention_scale=0.25,
+    rope_inv_freq=tuple(float(10000 ** (-index / 8)) for index in range(8)),
+)
+GPT2 = Decoder(
+    norm="layer",
+    positions="learned",
+    mlp="plain",
+    activation="gelu_tanh",
+    attention_bias=True,
+    dense_bias=True,
+    mlp_bias=True,
+    attention_scale=0.25,
+)
+GROUPED = Sizes(vocab=320, hidden=64, layers=2, heads=4, kv_heads=2, head=16, epsilon=1e-5)
+INNER = 96
+POSITIONS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyDecoder:
+    """A decoder with random tensors; it is its own source of weights."""
+
+    decoder: Decoder
+    sizes: Sizes
+    tensors: Mapping[str, Array]
+    int8: bool = False
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def merged(self, name: str) -> Array:
+        # A copy, as a reader makes one: nobody else keeps it alive.
+        return self.tensors[name].copy()
+
+
+def tiny_decoder(
+    decoder: Decoder = LLAMA,
+    sizes: Sizes = GROUPED,
+    *,
+    dtype: npt.DTypeLike = np.float32,
+    int8: bool = False,
+    seed: int = 0,
+) -> TinyDecoder:
+    """Random tensors for `decoder`, large enough that every part moves the logits."""
+    random = np.random.default_rng(seed)
+    tensors: dict[str, Array] = {}
+
+    def add(name: str, *shape: int, bias: bool, centre: float = 0.0) -> None:
+        tensors[f"{name}.weight"] = (centre + random.normal(0, 0.15, shape)).astype(dtype)
+        if bias:
+            tensors[f"{name}.bias"] = random.normal(0, 0.15, shape[:1]).astype(dtype)
+
+    layer_norm = decoder.norm == "layer"
+    add("transformer.vocab_embedding", sizes.vocab, sizes.hidden, bias=False)
+    if decoder.positions == "learned":
+        add("transformer.position_embedding", POSITIONS, sizes.hidden, bias=False)
+    for layer in range(sizes.layers):
+        name = f"transformer.layers.{layer}"
+        add(f"{name}.input_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
+        add(f"{name}.post_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
+        rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head
+        add(f"{name}.attention.qkv", rows, sizes.hidden, bias=decoder.attention_bias)
+        add(f"{name}.attention.dense", sizes.hidden, sizes.heads * sizes.head, bias=decoder.dense_bias)
+        for part in ("fc", "gate") if decoder.mlp == "gated" else ("fc",):
+            add(f"{name}.mlp.{part}", INNER, sizes.hidden, bias=decoder.mlp_bias)
+        add(f"{name}.mlp.proj", sizes.hidden, INNER, bias=decoder.mlp_bias)
+    add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
+    add("lm_head", sizes.vocab, sizes.hidden, bias=False)
+    return TinyDecoder(decoder=decoder, sizes=sizes, tensors=tensors, int8=int8)
+
+
+# Every property of a decoder that the graph builder knows, at least once.
+DECODERS: dict[str, TinyDecoder] = {
+    "llama": tiny_decoder(),
+    "llama, biases": tiny_decoder(replace(LLAMA, attention_bias=True, dense_bias=True, mlp_bias=True)),
+    "llama, every head its own": tiny_decoder(sizes=replace(GROUPED, kv_heads=4)),
+    "llama, one key head": tiny_decoder(sizes=replace(GROUPED, kv_heads=1, layers=1)),
+    "llama, window": tiny_decoder(replace(LLAMA, window=7)),
+    "llama, window over blocks": tiny_decoder(replace(LLAMA, window=33)),
+    "llama, gelu": tiny_decoder(replace(LLAMA, activation="gelu", attention_scale=0.5)),
+    "llama, neighbouring pairs": tiny_decoder(replace(LLAMA, rope_interleaved=True)),
+    "llama, int8": tiny_decoder(int8=True),
+    "llama, float16": tiny_decoder(dtype=np.float16),
+    "gpt2": tiny_decoder(GPT2, replace(GROUPED, kv_heads=4)),
+    "gpt2, relu, int8": tiny_decoder(replace(GPT2, activation="relu"), replace(GROUPED, kv_heads=4), int8=True),
+}

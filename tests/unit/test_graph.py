@@ -1,0 +1,89 @@
+"""The stateful graph: it is a decoder by itself, and its file holds the weights as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import openvino as ov
+import pytest
+
+from tests.support.reference_decoder import ReferenceDecoder
+from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
+from trtserve.errors import BuildError, UnsupportedModelError
+from trtserve.executor.graph import Sizes, build_graph, quantize_per_channel, save_graph
+
+EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+
+
+def _run_statefully(graph: ov.Model, ids: list[int], split: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Logits of `ids`, of which `split` go in first and the rest find them in the state."""
+    request = ov.Core().compile_model(graph, "CPU", EXACT).create_infer_request()
+    parts = []
+    for first, last in ((0, split), (split, len(ids))):
+        inputs = {
+            "input_ids": np.array([ids[first:last]]),
+            "attention_mask": np.ones((1, last), dtype=np.int64),
+            "position_ids": np.arange(first, last)[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+        }
+        parts.append(request.infer(inputs)["logits"][0])
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_stateful_graph_equals_reference(name: str) -> None:
+    tiny = DECODERS[name]
+    ids = [int(token) for token in np.random.default_rng(3).integers(0, tiny.sizes.vocab, 23)]
+    graph = build_graph(tiny.decoder, tiny.sizes, tiny, int8=tiny.int8)
+    expected = ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, int8=tiny.int8).logits(ids)
+    np.testing.assert_allclose(_run_statefully(graph, ids, split=15), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_weights_keep_their_width_in_the_file(tmp_path: Path, dtype: type[np.generic]) -> None:
+    tiny = tiny_decoder(dtype=dtype)
+    save_graph(build_graph(tiny.decoder, tiny.sizes, tiny), tmp_path / "rank0.xml")
+    weights = sum(tensor.nbytes for tensor in tiny.tensors.values())
+    extra = (tmp_path / "rank0.bin").stat().st_size - weights
+    assert 0 <= extra < 4096
+
+
+def test_int8_quarters_the_matrices_of_the_layers(tmp_path: Path) -> None:
+    tiny = tiny_decoder(int8=True)
+    save_graph(build_graph(tiny.decoder, tiny.sizes, tiny, int8=True), tmp_path / "rank0.xml")
+    matrices = sum(t.size for name, t in tiny.tensors.items() if ".layers." in name and t.ndim == 2)
+    others = sum(t.nbytes for name, t in tiny.tensors.items() if ".layers." not in name or t.ndim == 1)
+    scales = sum(t.shape[0] * 4 for name, t in tiny.tensors.items() if ".layers." in name and t.ndim == 2)
+    extra = (tmp_path / "rank0.bin").stat().st_size - matrices - others - scales
+    assert 0 <= extra < 4096
+
+
+def test_quantisation_is_symmetric_per_output_channel() -> None:
+    weight = np.array([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0], [3.0, 1.0, 2.0]], dtype=np.float32)
+    values, scales = quantize_per_channel(weight)
+    assert values.dtype == np.int8
+    assert scales.shape == (3, 1)
+    np.testing.assert_array_equal(values[1], 0)
+    np.testing.assert_array_equal(np.abs(values).max(axis=1), [127, 0, 127])
+    assert (np.abs(values * scales - weight) <= scales / 2 + 1e-7).all()
+
+
+def test_sizes_of_an_old_config_are_derived() -> None:
+    config = {"vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    assert Sizes.of(config) == Sizes(vocab=10, hidden=64, layers=3, heads=4, kv_heads=4, head=16, epsilon=1e-5)
+
+
+def test_partial_rotation_is_refused() -> None:
+    tiny = tiny_decoder(replace(LLAMA, rope_inv_freq=(1.0, 0.1)))
+    with pytest.raises(UnsupportedModelError, match="4 of 16 numbers"):
+        build_graph(tiny.decoder, tiny.sizes, tiny)
+
+
+def test_failing_write_is_explained(tmp_path: Path) -> None:
+    tiny: TinyDecoder = DECODERS["llama"]
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match="could not be written"):
+        save_graph(build_graph(tiny.decoder, tiny.sizes, tiny), tmp_path / "file" / "rank0.xml")

@@ -1,0 +1,180 @@
+"""The paged model computes what the decoder defines, however its tokens are spread over steps and blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+import pytest
+
+from tests.support.paged_steps import PagedSteps, write_engine
+from tests.support.reference_decoder import ReferenceDecoder
+from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
+from trtserve.errors import ArtifactError, CorruptFileError
+from trtserve.executor.graph import build_graph
+from trtserve.executor.paged_model import PagedModel, read_engine_config, to_paged_attention
+
+# Prompts of 40, 9 and 70 tokens: whole, in chunks, and token by token, together with others in every state.
+SEQUENCES = {
+    name: [int(token) for token in np.random.default_rng(seed).integers(0, 320, length)]
+    for seed, (name, length) in enumerate({"a": 40, "b": 9, "c": 70}.items())
+}
+MIXED: list[dict[str, int]] = [
+    {"a": 17},
+    {"a": 1, "c": 30},
+    {"b": 7, "a": 1, "c": 33},
+    *[{"a": 1, "b": 1, "c": 1}] * 2,
+    {"c": 5, "a": 19},
+]
+
+
+def _reference(tiny: TinyDecoder) -> ReferenceDecoder:
+    return ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, int8=tiny.int8)
+
+
+def _model(folder: Path, tiny: TinyDecoder, **precision: str) -> PagedModel:
+    return PagedModel(write_engine(folder, tiny, **precision), threads=1)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_mixed_batches_equal_reference(name: str, tmp_path: Path) -> None:
+    tiny = DECODERS[name]
+    logits = PagedSteps(_model(tmp_path, tiny), SEQUENCES).run(MIXED)
+    for sequence, ids in SEQUENCES.items():
+        expected = _reference(tiny).logits(ids)
+        np.testing.assert_allclose(logits[sequence], expected[: len(logits[sequence])], atol=2e-4)
+    assert [len(logits[sequence]) for sequence in SEQUENCES] == [40, 9, 70]
+
+
+@pytest.mark.parametrize(
+    ("compute", "kv", "bound"), [("f32", "f16", 0.01), ("f32", "u8", 0.15), ("bf16", "f16", 0.4), ("bf16", "u8", 0.4)]
+)
+def test_lower_precisions_stay_within_bounds(compute: str, kv: str, bound: float, tmp_path: Path) -> None:
+    tiny = tiny_decoder(dtype=ml_dtypes.bfloat16)
+    model = _model(tmp_path, tiny, compute=compute, kv=kv)
+    logits = PagedSteps(model, SEQUENCES).run(MIXED)
+    error = max(float(np.abs(logits[s] - _reference(tiny).logits(ids)).max()) for s, ids in SEQUENCES.items())
+    assert 0 < error < bound
+
+
+def test_only_the_rows_asked_for_come_back_in_their_order(tmp_path: Path) -> None:
+    model = _model(tmp_path, DECODERS["llama"])
+    whole = PagedSteps(model, {"a": SEQUENCES["a"]}).run([{"a": 40}])["a"]
+    chosen = np.array([39, 0, 7, 7], dtype=np.int32)
+    np.testing.assert_allclose(_forward(model, SEQUENCES["a"], rows=chosen), whole[chosen], atol=1e-5)
+
+
+def test_a_copied_block_continues_as_its_source(tmp_path: Path) -> None:
+    model = _model(tmp_path, DECODERS["llama"])
+    ids = SEQUENCES["a"][:20]
+    model.allocate(3)
+    _forward(model, ids, rows=np.array([19]), block=1)
+    followed = _forward(model, [5], rows=np.array([0]), block=1, past=20).copy()
+    model.copy_block(1, 2)
+    copied = _forward(model, [5], rows=np.array([0]), block=2, past=20)
+    np.testing.assert_allclose(copied, followed, atol=1e-6)
+    assert not np.allclose(_forward(model, [5], rows=np.array([0]), block=0, past=20), followed, atol=1e-2)
+
+
+def _forward(
+    model: PagedModel, ids: list[int], *, rows: npt.NDArray[Any], block: int = 0, past: int = 0
+) -> npt.NDArray[np.float32]:
+    """One sequence whose blocks are `block` and those after it."""
+    count = -(-(past + len(ids)) // model.tokens_per_block)
+    return model.forward(
+        token_ids=np.array(ids),
+        positions=np.arange(past, past + len(ids)),
+        past_lens=np.array([past], dtype=np.int32),
+        subsequence_begins=np.array([0, len(ids)], dtype=np.int32),
+        block_indices=np.arange(block, block + count, dtype=np.int32),
+        block_indices_begins=np.array([0, count], dtype=np.int32),
+        max_context_len=past + len(ids),
+        rows=rows,
+    )
+
+
+def test_sizes_are_those_of_the_engine(tmp_path: Path) -> None:
+    tiny = DECODERS["llama"]
+    model = _model(tmp_path, tiny)
+    assert (model.vocab_size, model.max_position) == (320, 128)
+    assert (model.compute_precision, model.kv_precision) == ("f32", "f32")
+    per_token = 2 * tiny.sizes.layers * tiny.sizes.kv_heads * tiny.sizes.head * 4
+    assert model.bytes_per_block == model.tokens_per_block * per_token
+    small = _model(tmp_path / "u8", tiny, kv="u8")
+    assert small.bytes_per_block < model.bytes_per_block / 2
+
+
+def test_inputs_of_the_private_transformation_are_as_we_know_them() -> None:
+    tiny = tiny_decoder()
+    graph = build_graph(LLAMA, tiny.sizes, tiny)
+    to_paged_attention(graph, window=7)
+    names = [port.get_any_name() for port in graph.inputs]
+    step = ["input_ids", "position_ids", "max_context_len", "past_lens", "subsequence_begins"]
+    caches = [f"{kind}_cache.{layer}" for layer in range(2) for kind in ("key", "value")]
+    assert names == [*step, "block_indices_begins", "block_indices", *caches, "rows"]
+    attention = [node for node in graph.get_ordered_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    assert [node.get_input_size() for node in attention] == [28, 28]
+    for node in attention:
+        sources = [node.input_value(index).get_node() for index in range(14)]
+        assert [source.get_friendly_name() for source in sources[5:9]] == [
+            "past_lens",
+            "subsequence_begins",
+            "block_indices",
+            "block_indices_begins",
+        ]
+        assert sources[12].get_friendly_name() == "max_context_len"
+        assert int(sources[10].get_data()) == 7
+
+
+def test_rotation_and_norms_run_as_single_operations(tmp_path: Path) -> None:
+    """A quarter of the speed hangs on OpenVINO recognising them; see `_turn_halves`."""
+    model = _model(tmp_path, DECODERS["llama"])
+    compiled = model._request.get_compiled_model()
+    kinds = [node.get_rt_info()["layerType"].astype(str) for node in compiled.get_runtime_model().get_ordered_ops()]
+    assert kinds.count("RoPE") == 4
+    assert kinds.count("RMS") == 5
+    assert kinds.count("PagedAttention") == 2
+
+
+def test_half_width_weights_are_not_widened_in_memory(tmp_path: Path) -> None:
+    """Every Convert behind a weight carries the decompression mark; see `_decompressed`."""
+    write_engine(tmp_path, DECODERS["llama, float16"])
+    text = (tmp_path / "rank0.xml").read_text(encoding="utf-8")
+    weights = len(DECODERS["llama, float16"].tensors)
+    assert text.count('name="decompression"') == weights
+    assert ov.Core().read_model(tmp_path / "rank0.xml").get_friendly_name() == "decoder"
+
+
+def test_folder_without_config_is_no_engine(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="not an engine folder"):
+        PagedModel(tmp_path)
+
+
+def test_damaged_engines_are_named(tmp_path: Path) -> None:
+    write_engine(tmp_path, DECODERS["llama"])
+    (tmp_path / "rank0.xml").write_text("<net", encoding="utf-8")
+    with pytest.raises(CorruptFileError, match=r"rank0\.xml cannot be read"):
+        PagedModel(tmp_path)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CorruptFileError, match="not valid JSON"):
+        PagedModel(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 4096])
+def test_truncated_weights_are_named(length: int, tmp_path: Path) -> None:
+    write_engine(tmp_path, DECODERS["llama"])
+    with (tmp_path / "rank0.bin").open("r+b") as file:
+        file.truncate(length)
+    with pytest.raises(CorruptFileError, match=r"rank0\.xml cannot be read"):
+        PagedModel(tmp_path)
+
+
+def test_engines_of_other_runtimes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_config": {}, "build_config": {}}), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="not an engine of the openvino runtime"):
+        read_engine_config(tmp_path)
