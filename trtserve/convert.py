@@ -81,20 +81,26 @@ def resolve_dtype(spec: ConvertSpec, hf: Mapping[str, Any]) -> Literal["float32"
     return "bfloat16" if own == "bfloat16" else "float16"
 
 
-def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
-    """Everything that can be known from configs and headers; all errors but those in the values come from here."""
-    hf = read_hf_config(model.path)
-    family = architectures.supported(hf)
-    spec = replace(spec, dtype=resolve_dtype(spec, hf))
+def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
+    """`config.json` of the checkpoint that `spec` makes of a model with this Hugging Face config; needs no weights."""
     config = complete_config(
-        family.checkpoint_config(hf),
+        architectures.supported(hf).checkpoint_config(hf),
         architecture=architectures.architecture_of(hf),
-        dtype=spec.dtype,
+        dtype=resolve_dtype(spec, hf),
         tp_size=spec.tp_size,
         pp_size=spec.pp_size,
         quant_algo=_QUANT_ALGO[spec.quantize],
     )
     check_parallel_sizes(config, spec.tp_size, spec.pp_size)
+    return config
+
+
+def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
+    """Everything that can be known from configs and headers; all errors but those in the values come from here."""
+    hf = read_hf_config(model.path)
+    family = architectures.supported(hf)
+    spec = replace(spec, dtype=resolve_dtype(spec, hf))
+    config = checkpoint_config(hf, spec)
     sources = read_source(model.path, family.BASE_PREFIX)
     targets = family.targets(config)
     placement = Placement(
