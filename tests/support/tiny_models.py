@@ -170,7 +170,7 @@ def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], d
         values = 0.4 * noise
     else:
         fan_in = shape[0] if ".c_" in name else shape[1]
-        values = noise * (2.0 / np.sqrt(fan_in))
+        values = noise * np.float32(2.0 / np.sqrt(fan_in))  # NumPy 1 and 2 must round alike
     cast: Array = values.astype(_DTYPES[dtype][1])
     return cast
 

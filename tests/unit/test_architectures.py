@@ -1,0 +1,258 @@
+"""Families: what they accept, what they write into config.json, and what they tell the graph builder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_models import read_safetensors, write_tiny_model
+from trtserve import architectures
+from trtserve.architectures.rope import inverse_frequencies, rotary
+from trtserve.artifacts import Model
+from trtserve.convert import plan_conversion
+from trtserve.errors import UnsupportedModelError
+from trtserve.specs import ConvertSpec
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+DENSE = {
+    "num_experts": 0,
+    "shared_expert_intermediate_size": 0,
+    "top_k": 0,
+    "sparse_mixer_epsilon": 0.01,
+    "tp_mode": 0,
+    "device_limited_n_group": 0,
+    "device_limited_topk_group": 0,
+    "device_limited_routed_scaling_factor": 1.0,
+}
+
+COMMON = {
+    "dtype": "bfloat16",
+    "logits_dtype": "float32",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "norm_epsilon": 1e-5,
+    "head_size": 16,
+    "rotary_embedding_dim": 16,
+    "use_parallel_embedding": False,
+    "embedding_sharding_dim": 0,
+    "qk_layernorm": False,
+    "runtime_defaults": None,
+    "tie_word_embeddings": True,
+    "mapping": {
+        "world_size": 4,
+        "gpus_per_node": 8,
+        "cp_size": 1,
+        "tp_size": 2,
+        "pp_size": 2,
+        "moe_tp_size": 2,
+        "moe_cluster_size": 1,
+        "moe_ep_size": 1,
+        "attn_tp_size": 2,
+        "attn_cp_size": 1,
+        "auto_parallel": False,
+    },
+    "quantization": {
+        "quant_algo": "W8A16",
+        "kv_cache_quant_algo": None,
+        "group_size": 128,
+        "smoothquant_val": 0.5,
+        "clamp_val": None,
+        "use_meta_recipe": False,
+        "has_zero_point": False,
+        "pre_quant_scale": False,
+        "exclude_modules": None,
+    },
+}
+
+EXPECTED_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama3": {
+        **COMMON,
+        "architecture": "LlamaForCausalLM",
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "hidden_act": "silu",
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_base": 500000.0,
+        "rotary_scaling": LLAMA3 | {"original_max_position_embeddings": 64},
+        "attn_bias": False,
+        "mlp_bias": False,
+        "residual_mlp": False,
+        "disable_weight_only_quant_plugin": False,
+        "remove_duplicated_kv_heads": False,
+        "moe": DENSE | {"normalization_mode": None},
+        "fc_after_embed": False,
+        "use_input_layernorm_in_first_layer": True,
+        "use_last_layernorm": True,
+        "layer_idx_offset": 0,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "output_multiplier_scale": 1.0,
+    },
+    "gpt2": {
+        **COMMON,
+        "architecture": "GPT2LMHeadModel",
+        "num_key_value_heads": 4,
+        "intermediate_size": 256,
+        "hidden_act": "gelu_new",
+        "position_embedding_type": "learned_absolute",
+        "gpt_variant": "gpt2",
+        "bias": True,
+        "q_scaling": 1.0,
+        "embedding_scale": None,
+        "apply_query_key_layer_scaling": False,
+        "rotary_pct": 1.0,
+        "rotary_base": 10000.0,
+        "rotary_scaling": None,
+        "inner_layernorm": False,
+        "norm_before_bmm1": False,
+        "moe": DENSE | {"normalization_mode": 1},
+    },
+}
+
+
+def hf_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def checkpoint_config(folder: Path, **changes: Any) -> dict[str, Any]:
+    hf = hf_config(folder) | changes
+    return architectures.supported(hf).checkpoint_config(hf) | {"architecture": hf["architectures"][0]}
+
+
+@pytest.mark.parametrize("family", EXPECTED_CONFIGS)
+def test_config_has_the_keys_of_release_1_2(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path, family)
+    spec = ConvertSpec(tp_size=2, pp_size=2, dtype="bfloat16", quantize="int8")
+    assert plan_conversion(Model(path=folder), spec).config == EXPECTED_CONFIGS[family]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "gpt2"])
+def test_parameter_count_needs_the_config_only(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path, family)
+    stored = sum(values.size for values in read_safetensors(folder / "model.safetensors").values())
+    copied_head = 320 * 64 if family in ("llama3", "gpt2") else 0
+    assert architectures.parameter_count(checkpoint_config(folder)) == stored + copied_head
+
+
+def test_an_unknown_architecture_is_named_with_those_that_work() -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        architectures.supported({"architectures": ["MambaForCausalLM"]})
+    for name in ("MambaForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "GPT2LMHeadModel"):
+        assert name in caught.value.message
+
+
+def test_a_config_without_architecture_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="names no architecture"):
+        architectures.supported({"model_type": "llama"})
+
+
+def test_a_checkpoint_of_an_old_release_finds_its_family() -> None:
+    assert architectures.family("GPTForCausalLM") is architectures.family("GPT2LMHeadModel")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'; supported are linear, llama3"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, r"quantised already \(awq\)"),
+        ("llama", {"hidden_act": "mish"}, "'mish'"),
+        ("llama", {"intermediate_size": None}, "lacks intermediate_size"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"activation_function": "tanh"}, "'tanh'"),
+    ],
+)
+def test_what_cannot_be_converted_is_named_from_the_config_alone(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        checkpoint_config(write_tiny_model(tmp_path, family), **changes)
+
+
+def test_rotary_settings_are_read_in_both_spellings() -> None:
+    assert rotary({"rope_theta": 5e5, "rope_scaling": LLAMA3}) == (5e5, LLAMA3)
+    assert rotary({"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}) == (5e5, LLAMA3)
+    assert rotary({"rope_parameters": {"rope_theta": 2e4, "rope_type": "default"}}) == (2e4, None)
+    assert rotary({}) == (1e4, None)
+
+
+def test_unscaled_and_linear_frequencies() -> None:
+    plain = inverse_frequencies(8, 10000.0, None)
+    assert plain == pytest.approx([1.0, 0.1, 0.01, 0.001], rel=1e-6)
+    assert inverse_frequencies(8, 10000.0, {"type": "linear", "factor": 4.0}) == pytest.approx(
+        [value / 4 for value in plain], rel=1e-7
+    )
+
+
+def test_llama3_frequencies_keep_short_waves_and_stretch_long_ones() -> None:
+    plain = inverse_frequencies(128, 500000.0, None)
+    scaled = inverse_frequencies(128, 500000.0, LLAMA3)
+    for before, after in zip(plain, scaled, strict=True):
+        wavelength = 2 * math.pi / before
+        if wavelength < 8192 / 4:
+            assert after == before
+        elif wavelength > 8192:
+            assert after == pytest.approx(before / 8)
+        else:
+            assert before / 8 < after < before
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", ["llama", "llama3", "llama_linear"])
+def test_frequencies_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("torch")
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    folder = write_tiny_model(tmp_path, family)
+    config = checkpoint_config(folder)
+    decoder = architectures.family("LlamaForCausalLM").decoder(config)
+    expected = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder)).inv_freq.tolist()
+    assert decoder.rope_inv_freq == pytest.approx(expected, rel=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [({"sliding_window": 64}, 64), ({"sliding_window": None}, None), ({"sliding_window": 512}, None)],
+)
+def test_mistrals_window_reaches_the_decoder(tmp_path: Path, changes: dict[str, Any], window: int | None) -> None:
+    config = checkpoint_config(write_tiny_model(tmp_path, "mistral"), **changes)
+    assert architectures.family("MistralForCausalLM").decoder(config).window == window
+
+
+def test_an_absent_window_is_4096_as_in_transformers(tmp_path: Path) -> None:
+    hf = hf_config(write_tiny_model(tmp_path, "mistral", max_position_embeddings=8192))
+    del hf["sliding_window"]
+    config = architectures.supported(hf).checkpoint_config(hf)
+    assert config["runtime_defaults"] == {"max_attention_window": [4096]}
+
+
+def test_decoders_say_what_the_graph_needs(tmp_path: Path) -> None:
+    config = checkpoint_config(write_tiny_model(tmp_path / "a", attention_bias=True, head_dim=32))
+    llama = architectures.family("LlamaForCausalLM").decoder(config)
+    assert (llama.norm, llama.positions, llama.mlp, llama.activation) == ("rms", "rope", "gated", "silu")
+    assert (llama.attention_bias, llama.dense_bias, llama.mlp_bias) == (True, True, False)
+    assert llama.attention_scale == pytest.approx(32**-0.5)
+    assert len(llama.rope_inv_freq or ()) == 16
+    config = checkpoint_config(write_tiny_model(tmp_path / "b", "gpt2"), scale_attn_weights=False)
+    gpt2 = architectures.family("GPT2LMHeadModel").decoder(config)
+    assert (gpt2.norm, gpt2.positions, gpt2.mlp, gpt2.activation) == ("layer", "learned", "plain", "gelu_tanh")
+    assert gpt2.attention_scale == pytest.approx(1.0)
+    assert gpt2.rope_inv_freq is None

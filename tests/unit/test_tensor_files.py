@@ -1,0 +1,100 @@
+"""The safetensors reader: equal to the library on good files, exact about what is wrong with damaged ones."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.tiny_models import read_safetensors, write_tiny_model
+from trtserve.architectures.source import read_source
+from trtserve.architectures.tensor_files import TensorFile, layout
+from trtserve.errors import CorruptFileError, UnsupportedModelError
+
+
+def write(path: Path, header: object, data: bytes) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(begin: int, end: int, shape: list[int], code: str = "F32") -> dict[str, Any]:
+    return {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_tensors_equal_those_of_the_library(tmp_path: Path, dtype: str) -> None:
+    path = write_tiny_model(tmp_path, dtype=dtype) / "model.safetensors"
+    file, expected = TensorFile(path), read_safetensors(path)
+    assert file.entries.keys() == expected.keys()
+    for name, values in expected.items():
+        assert file.tensor(name).tobytes() == values.tobytes()
+        assert file.tensor(name).dtype == values.dtype
+
+
+def test_the_header_that_we_write_is_read_by_the_library(tmp_path: Path) -> None:
+    header, entries = layout({"a": (2, 3), "b": (4,)}, "float32")
+    values = np.arange(10, dtype=np.float32)
+    (tmp_path / "x.safetensors").write_bytes(header + values.tobytes())
+    tensors = read_safetensors(tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(tensors["a"], values[:6].reshape(2, 3))
+    np.testing.assert_array_equal(tensors["b"], values[6:])
+    assert len(header) % 8 == 0
+    assert entries["b"].begin == len(header) + 24
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        (b"x" * 20, b"", "header is not valid"),
+        (b"[1, 2]", b"", "header is not valid"),
+        ({"a": {"dtype": "F32"}}, b"", "header is not valid"),
+        ({"a": entry(0, 8, [3])}, b"\0" * 8, r"tensor a has 8 bytes; F32 \[3\] needs 12"),
+        ({"a": entry(0, 16, [4])}, b"\0" * 8, "tensor a ends at byte"),
+        ({"a": entry(4, 8, [1])}, b"\0" * 8, "tensor a begins at byte"),
+        ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"\0" * 12, "tensor b begins at byte"),
+        ({"a": entry(0, 8, [2])}, b"\0" * 12, "its header describes"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, header: object, data: bytes, message: str) -> None:
+    with pytest.raises(CorruptFileError, match=message):
+        TensorFile(write(tmp_path / "x.safetensors", header, data))
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 5, struct.pack("<Q", 1 << 40) + b"{}"])
+def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"x\.safetensors is damaged: its header claims"):
+        TensorFile(tmp_path / "x.safetensors")
+
+
+def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CorruptFileError, match="Git LFS pointer"):
+        TensorFile(tmp_path / "x.safetensors")
+
+
+def test_a_type_that_is_no_float_cannot_be_read(tmp_path: Path) -> None:
+    file = TensorFile(write(tmp_path / "x.safetensors", {"a": entry(0, 4, [4], "I8")}, b"\0" * 4))
+    with pytest.raises(UnsupportedModelError, match="I8"):
+        file.tensor("a")
+
+
+def test_an_index_that_names_an_absent_file_or_tensor_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, shards=2)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    first = content["weight_map"]["model.embed_tokens.weight"]
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | {"model.ghost": first}}))
+    with pytest.raises(CorruptFileError, match=r"lacks tensors that .* places there: model\.ghost"):
+        read_source(folder, "model.")
+    index.write_text(json.dumps({"weight_map": content["weight_map"] | {"model.ghost": "model-00003.safetensors"}}))
+    with pytest.raises(CorruptFileError, match=r"model-00003\.safetensors is missing"):
+        read_source(folder, "model.")
+    index.write_text("[]")
+    with pytest.raises(CorruptFileError, match="cannot be read as an index"):
+        read_source(folder, "model.")
