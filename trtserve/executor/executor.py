@@ -19,6 +19,7 @@ from trtserve.executor.results import Response
 from trtserve.executor.statistics import DebugTensorsPerIteration, IterationStats, RequestStatsPerIteration
 from trtserve.executor.unbuilt import refuse_unbuilt_config
 from trtserve.executor.worker import Worker
+from trtserve.machine import free_memory
 
 
 class Executor:
@@ -52,8 +53,6 @@ class Executor:
         return executor
 
     def _start(self, model: Model, limits: Limits, config: ExecutorConfig) -> None:
-        from trtserve.machine import free_memory
-
         blocks = kv_cache_blocks(
             config.kv_cache_config,
             limits,
