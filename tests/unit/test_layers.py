@@ -14,9 +14,11 @@ PACKAGE = Path(__file__).parents[2] / "trtserve"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli", "__main__"}),
     frozenset({"pipeline"}),
-    frozenset({"import_", "hub", "convert", "build", "repo", "start", "query", "doctor", "inventory", "bench"}),
+    frozenset(
+        {"import_", "hub", "convert", "build", "repo", "start", "servers", "query", "doctor", "inventory", "bench"}
+    ),
     frozenset({"architectures", "runtimes", "triton", "executor"}),
-    frozenset({"artifacts", "store", "process"}),
+    frozenset({"artifacts", "store", "process", "ports"}),
     frozenset({"specs", "progress", "errors", "machine", "__init__"}),
 )
 

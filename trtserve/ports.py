@@ -1,0 +1,52 @@
+"""Which TCP ports of this machine are free, and who holds one that is not."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+from contextlib import ExitStack
+
+from trtserve.errors import MachineError, UsageError
+from trtserve.process import Identity, describe, listener
+
+
+def is_free(host: str, port: int) -> bool:
+    """True when a server can listen on `port` of `host` now; connections in TIME_WAIT do not matter."""
+    with _socket(host) as probe:
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except PermissionError:
+            raise UsageError(f"Port {port} is reserved for the administrator.", hint="Use one above 1023.") from None
+        except OSError:
+            return False
+    return True
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """`count` different ports that are free now and were chosen by the kernel."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(_socket(host)) for _ in range(count)]
+        for probe in sockets:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in sockets]
+
+
+def next_free(host: str, first: int, *, taken: Collection[int]) -> int:
+    """The first free port from `first` on that is not in `taken`; MachineError when a hundred are in use."""
+    for port in range(first, min(first + 100, 65536)):
+        if port not in taken and is_free(host, port):
+            return port
+    raise MachineError(f"No port of {host} from {first} to {first + 99} is free.", hint="Name free ports yourself.")
+
+
+def owner(port: int) -> tuple[Identity | None, str]:
+    """Who listens on `port`, as a process and as words for a message; (None, "") where the kernel does not tell us."""
+    identity = listener(port)
+    return (None, "") if identity is None else (identity, f"process {identity.pid} ({describe(identity)})")
+
+
+def _socket(host: str) -> socket.socket:
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return probe

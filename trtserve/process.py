@@ -1,0 +1,295 @@
+"""The one door for processes: command values, processes known by pid and start time, trees stopped in time."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtserve.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    import psutil
+
+POLL_INTERVAL = 0.05
+_CLOCK_DRIFT = 2.0
+
+# Children of this very process, kept so that they are reaped when they end.
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command line as a value: `env` is laid over the environment of this process, `cwd` None means: where we are."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: Path | None = None
+
+    def __str__(self) -> str:
+        """The command as one line for a POSIX shell."""
+        parts = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        line = shlex.join(self.argv)
+        if parts:
+            line = f"env {' '.join(parts)} {line}"
+        return line if self.cwd is None else f"cd {shlex.quote(str(self.cwd))} && {line}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The whole environment of the process to be."""
+        return {**os.environ, **self.env}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    """A command that has ended: exit code (negative: the signal that killed it) and both outputs."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def run(command: Command, *, timeout: float) -> Completed:
+    """Run a short command; MissingDependencyError when its program is absent, TimeoutError after `timeout` seconds."""
+    try:
+        ended = subprocess.run(
+            _resolved(command),
+            env=command.environment,
+            cwd=command.cwd,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{command.argv[0]} did not end within {timeout:g} s.") from None
+    return Completed(code=ended.returncode, stdout=ended.stdout, stderr=ended.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A process that cannot be mistaken for a later one with the same pid: `started` is psutil's create_time."""
+
+    pid: int
+    started: float
+
+    @classmethod
+    def of(cls, pid: int) -> Identity | None:
+        """Identity of the process that has `pid` now; None when there is none."""
+        import psutil
+
+        try:
+            return cls(pid=pid, started=psutil.Process(pid).create_time())
+        except psutil.Error:
+            return None
+
+    def matches(self, other: Identity) -> bool:
+        """True for the same process; psutil derives start times from the boot time, which drifts by some hundredths."""
+        return self.pid == other.pid and abs(self.started - other.started) < _CLOCK_DRIFT
+
+    def alive(self) -> bool:
+        """True while this very process runs; a zombie does not run."""
+        _reap(self.pid)
+        return _process(self) is not None
+
+
+def spawn(command: Command, *, log: Path) -> Identity:
+    """Start a process in a session of its own that outlives us; both its outputs replace the content of `log`.
+
+    Output goes to a file because a pipe that nobody reads stops the writer when it is full.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            _resolved(command),
+            env=command.environment,
+            cwd=command.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    _children[child.pid] = child
+    # A child that is already dead stays a zombie until it is reaped, so its start time can still be read.
+    identity = Identity.of(child.pid)
+    if identity is None:
+        raise ProcessLookupError(f"{command.argv[0]} vanished while it was started.")
+    return identity
+
+
+def exit_code(identity: Identity) -> int | None:
+    """Exit code of a child of this process (negative: signal); None while it runs or when it is no child of ours."""
+    child = _children.get(identity.pid)
+    return None if child is None else child.poll()
+
+
+def children(identity: Identity) -> tuple[Identity, ...]:
+    """Direct children of a process."""
+    import psutil
+
+    process = _process(identity)
+    try:
+        found = [] if process is None else process.children()
+        return tuple(Identity(pid=child.pid, started=child.create_time()) for child in found)
+    except psutil.Error:
+        return ()
+
+
+def tree(identity: Identity) -> set[Identity]:
+    """All living descendants of a process and all members of its session, also when it is dead itself.
+
+    Descendants are followed whatever their process group is: mpirun's daemons put ranks into groups of their own.
+    Members of the session are what a dead leader left behind; a session id is not given away while it has members,
+    so a process with the leader's pid but another start time proves that there are none.
+    """
+    root = _process(identity)
+    found = set() if root is None else _descendants(root)
+    now = Identity.of(identity.pid)
+    if now is None or now.matches(identity):
+        found |= _session(identity)
+    return {member for member in found if member.pid != identity.pid and member.alive()}
+
+
+def stop(identity: Identity, *, grace: float, urgent: Callable[[], bool] = lambda: False) -> bool:
+    """End a process and its whole tree: TERM to the root, after `grace` seconds KILL to all that is left.
+
+    The root alone gets the TERM, so that it can end its children in order. `urgent` is asked while waiting; True
+    goes to KILL at once. Returns False when something survived the KILL for two seconds.
+    """
+    members = tree(identity)
+    _signal(identity, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while identity.alive() and time.monotonic() < deadline and not urgent():
+        members |= tree(identity)
+        time.sleep(POLL_INTERVAL)
+    if identity.alive() or not _wait_gone(members | tree(identity), 0.5, urgent):
+        for member in (identity, *members, *tree(identity)):
+            _signal(member, signal.SIGKILL)
+    return _wait_gone({identity, *members}, 2.0, lambda: False)
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """Count SIGINT, SIGTERM and SIGHUP instead of being ended by them; yields a function that returns the count.
+
+    The handlers do nothing else, so that a second signal cannot re-enter a stop that is under way.
+    """
+    received: list[int] = []
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda caught, _frame: received.append(caught)) for number in wanted}
+    try:
+        yield lambda: len(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def program(name: str, path: str | None = None) -> Path | None:
+    """Where a program is on `path` (default: this process's PATH)."""
+    found = shutil.which(name, path=path)
+    return None if found is None else Path(found)
+
+
+def listener(port: int) -> Identity | None:
+    """The process that listens on a TCP port, where the kernel tells us."""
+    import psutil
+
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except (psutil.Error, OSError):
+        return None
+    listening = (c for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port)
+    pids = [connection.pid for connection in listening if connection.pid is not None]
+    return Identity.of(pids[0]) if pids else None
+
+
+def describe(identity: Identity) -> str:
+    """Command line of a process, shortened for a message."""
+    import psutil
+
+    process = _process(identity)
+    try:
+        line = "" if process is None else " ".join(process.cmdline())
+    except psutil.Error:
+        line = ""
+    return line if len(line) <= 80 else f"{line[:79]}…"
+
+
+def _resolved(command: Command) -> tuple[str, ...]:
+    """argv with the program as a path, looked up on the PATH that the process will have."""
+    found = program(command.argv[0], command.environment.get("PATH"))
+    if found is None:
+        raise MissingDependencyError(
+            f"The program {command.argv[0]} was not found.", hint="Install it, or put its folder on PATH."
+        )
+    return (str(found), *command.argv[1:])
+
+
+def _process(identity: Identity) -> psutil.Process | None:
+    import psutil
+
+    try:
+        process = psutil.Process(identity.pid)
+        same = identity.matches(Identity(pid=process.pid, started=process.create_time()))
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def _descendants(root: psutil.Process) -> set[Identity]:
+    import psutil
+
+    try:
+        return {Identity(pid=child.pid, started=child.create_time()) for child in root.children(recursive=True)}
+    except psutil.Error:
+        return set()
+
+
+def _session(identity: Identity) -> set[Identity]:
+    import psutil
+
+    members = (Identity.of(pid) for pid in psutil.pids() if _session_of(pid) == identity.pid)
+    return {member for member in members if member is not None}
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:  # ended, or not ours to ask
+        return None
+
+
+def _signal(identity: Identity, number: int) -> None:
+    import psutil
+
+    process = _process(identity)
+    if process is not None:
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            return
+
+
+def _wait_gone(members: set[Identity], seconds: float, urgent: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(member.alive() for member in members):
+        if time.monotonic() > deadline or urgent():
+            return False
+        time.sleep(POLL_INTERVAL)
+    return True
+
+
+def _reap(pid: int) -> None:
+    child = _children.get(pid)
+    if child is not None:
+        child.poll()

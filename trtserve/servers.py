@@ -1,0 +1,180 @@
+"""Which servers run on this machine: one state file each, believed only for the process that it was written for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
+from trtserve.process import Identity, tree
+from trtserve.store import Store, write_json
+from trtserve.triton import server as triton_server
+from trtserve.triton import server_log
+
+Phase = Literal["starting", "running"]
+Condition = Literal["starting", "running", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One server, as its state file `$TRTSERVE_HOME/servers/<name>.json` has it.
+
+    `pid` and `started` (psutil's create_time) identify the tritonserver process, `stubs` the Python stubs that it had
+    when it became ready, as (pid, started). `model` is the text model that is asked by default, `streaming` says
+    whether core and BLS are decoupled. `shm_prefix` begins the names of all its shared-memory regions.
+    """
+
+    name: str
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    pid: int
+    started: float
+    log: Path
+    repository: Path
+    model: str
+    streaming: bool
+    phase: Phase
+    shm_prefix: str
+    stubs: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def identity(self) -> Identity:
+        """The tritonserver process."""
+        return Identity(pid=self.pid, started=self.started)
+
+    @property
+    def address(self) -> triton_server.Address:
+        """Interface and ports."""
+        return triton_server.Address(
+            host=self.host, http_port=self.http_port, grpc_port=self.grpc_port, metrics_port=self.metrics_port
+        )
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Server:
+        """The server of a state file's content."""
+        paths = {key: Path(content[key]) for key in ("log", "repository")}
+        stubs = tuple((int(pid), float(started)) for pid, started in content["stubs"])
+        return cls(**{**content, **paths, "stubs": stubs})
+
+
+def write_state(server: Server, store: Store) -> None:
+    """Replace the server's state file."""
+    write_json(state_file(server.name, store), asdict(server))
+
+
+def state_file(name: str, store: Store) -> Path:
+    """Place of the state file of the server `name`."""
+    return store.servers / f"{name}.json"
+
+
+def log_file(name: str, store: Store) -> Path:
+    """Place of the log of the server `name`; it outlives the server."""
+    return store.servers / f"{name}.log"
+
+
+def recorded_servers(store: Store | None = None) -> list[Server]:
+    """All servers with a state file, also those that have ended without being stopped."""
+    folder = (store or Store()).servers
+    servers = (_read(path) for path in sorted(folder.glob("*.json")) if not path.name.startswith("."))
+    return [server for server in servers if server is not None]
+
+
+def list_servers(store: Store | None = None) -> list[Server]:
+    """All servers whose process is alive."""
+    return [server for server in recorded_servers(store) if server.identity.alive()]
+
+
+def condition(server: Server) -> tuple[Condition, str]:
+    """Whether a server starts, runs or has failed, with the reason for the last."""
+    if not server.identity.alive():
+        return "failed", "tritonserver has ended without being stopped"
+    lost = dead_stubs(server)
+    if lost:
+        return "failed", f"{lost} of {len(server.stubs)} Python stubs have ended; requests to their models fail"
+    if server.phase == "running" or triton_server.is_ready(server.address):
+        return "running", ""
+    return "starting", ""
+
+
+def dead_stubs(server: Server) -> int:
+    """How many of the stubs that a server became ready with have ended."""
+    return sum(not Identity(pid=pid, started=started).alive() for pid, started in server.stubs)
+
+
+def find_server(name: str | None = None, *, store: Store | None = None) -> Server:
+    """The living server `name`; without a name, the only one.
+
+    ServerNotFoundError when there is none, ServerAmbiguousError when none was named and there are several.
+    """
+    store = store or Store()
+    living = list_servers(store)
+    if name is not None:
+        found = next((server for server in living if server.name == name), None)
+        if found is None:
+            raise _not_found(name, living, store)
+        return found
+    if not living:
+        raise _none_running(store)
+    if len(living) > 1:
+        names = ", ".join(server.name for server in living)
+        raise ServerAmbiguousError(f"{len(living)} servers are running: {names}.", hint="Name one of them.")
+    return living[0]
+
+
+def forget(server: Server, store: Store) -> None:
+    """Remove the state file and the shared memory of a server that has ended; its log stays."""
+    triton_server.sweep_shared_memory(server.shm_prefix)
+    state_file(server.name, store).unlink(missing_ok=True)
+
+
+def recorded_server(name: str, store: Store) -> Server | None:
+    """The server of this name with a state file, dead or alive."""
+    return _read(state_file(name, store))
+
+
+def last_words(log: Path, count: int = 5) -> str:
+    """The last significant lines of a log, indented for a message."""
+    lines = server_log.significant(server_log.read(log))[-count:]
+    return "\n".join(f"  {server_log.plain(line)}" for line in lines)
+
+
+def _read(path: Path) -> Server | None:
+    """A state file; None for one that is not there or that another version wrote."""
+    try:
+        return Server.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _not_found(name: str, living: list[Server], store: Store) -> ServerNotFoundError:
+    dead = recorded_server(name, store)
+    if dead is not None:
+        if not tree(dead.identity):
+            forget(dead, store)
+        return ServerNotFoundError(
+            f"The server {name} has ended without being stopped. Its last lines:\n{last_words(dead.log)}",
+            hint=f"Start it again: trtserve start --name {name} --model-repository {dead.repository}",
+            log=dead.log,
+        )
+    if living:
+        names = ", ".join(server.name for server in living)
+        return ServerNotFoundError(f"No server {name} is running; running: {names}.", hint="Name one of these.")
+    return ServerNotFoundError(f"No server {name} is running, nor any other.", hint=_how_to_start(store))
+
+
+def _none_running(store: Store) -> ServerNotFoundError:
+    dead = recorded_servers(store)
+    message = "No server is running."
+    if dead:
+        message += f" {', '.join(server.name for server in dead)} ended without being stopped: see `trtserve status`."
+    return ServerNotFoundError(message, hint=_how_to_start(store))
+
+
+def _how_to_start(store: Store) -> str:
+    if store.recorded():
+        return "Start one: trtserve start --detach"
+    return "Import a model and start it: trtserve import demo && trtserve start --detach"

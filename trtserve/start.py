@@ -1,0 +1,333 @@
+"""The life of a server: checked before it is launched, explained when it does not come up, stopped without a trace."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trtserve.artifacts import ModelRepository, load_artifact
+from trtserve.doctor import require_machine
+from trtserve.errors import (
+    ModelNotFoundError,
+    PortInUseError,
+    ServerDiedError,
+    ServerStartError,
+    UnsupportedModelError,
+    UsageError,
+)
+from trtserve.machine import describe
+from trtserve.ports import is_free, next_free, owner
+from trtserve.process import Command, Identity, children, spawn, stop_signals
+from trtserve.progress import SILENT, Progress
+from trtserve.servers import (
+    Server,
+    condition,
+    dead_stubs,
+    find_server,
+    forget,
+    last_words,
+    list_servers,
+    log_file,
+    recorded_server,
+    recorded_servers,
+    write_state,
+)
+from trtserve.specs import ServerSpec
+from trtserve.store import Store, locked
+from trtserve.triton.launch import stop_triton, wait_until_ready
+from trtserve.triton.preflight import Served, inspect_repository
+from trtserve.triton.server import (
+    Address,
+    Triton,
+    backend_folder,
+    find_triton,
+    prepare_backends,
+    server_command,
+    unique_prefix,
+)
+
+__all__ = [
+    "Plan",
+    "Server",
+    "condition",
+    "find_repository",
+    "find_server",
+    "list_servers",
+    "plan_server",
+    "recorded_servers",
+    "serve_foreground",
+    "start_server",
+    "stop_server",
+    "with_free_ports",
+]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SUPERVISION_INTERVAL = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `start` would do: the server's name, what it serves, and the whole command."""
+
+    name: str
+    repository: Path
+    served: Served
+    address: Address
+    triton: Triton
+    shm_prefix: str
+    log: Path
+    command: Command
+
+
+def find_repository(
+    name: str | None = None, *, path: Path | None = None, store: Store | None = None
+) -> ModelRepository:
+    """The model repository at `path`, or of the import `name`, or of the last import.
+
+    ModelNotFoundError when nothing was imported (under that name).
+    """
+    if path is not None:
+        if name is not None:
+            raise UsageError(f"Both a name ({name}) and --model-repository were given; give one.")
+        return _open(path)
+    records = (store or Store()).recorded()
+    chosen = [record for record in records if name is None or record.name == name]
+    if chosen:
+        return _open(Path(chosen[0].repository))
+    what = "Nothing has been imported yet." if name is None else f"Nothing was imported under the name {name}."
+    known = (
+        f"Imported: {', '.join(record.name for record in records)}."
+        if records
+        else "Import a model: trtserve import demo"
+    )
+    raise ModelNotFoundError(what, hint=known)
+
+
+def plan_server(repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None) -> Plan:
+    """Read the repository and compose the command; nothing is written and nothing started.
+
+    RepositoryError, MissingDependencyError and UnsupportedModelError say what stands in the way.
+    """
+    store = store or Store()
+    name = spec.name or repository.name
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a server.", hint="Use letters, digits, '.', '_' and '-': --name NAME")
+    served = inspect_repository(repository)
+    _require_one_process(served, spec)
+    triton = find_triton(served.backends | {"python"})
+    address = Address(
+        host=spec.host, http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port
+    )
+    prefix = unique_prefix(name)
+    command = server_command(
+        triton,
+        repository.path,
+        address,
+        backends=backend_folder(triton, store),
+        shm_prefix=prefix,
+        extra_arguments=spec.extra_arguments,
+    )
+    return Plan(
+        name=name,
+        repository=repository.path.absolute(),
+        served=served,
+        address=address,
+        triton=triton,
+        shm_prefix=prefix,
+        log=log_file(name, store),
+        command=command,
+    )
+
+
+def start_server(
+    repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None, progress: Progress = SILENT
+) -> Server:
+    """Start a server that outlives this process, and wait until all its models are ready.
+
+    When it does not come up, nothing stays behind but its log; ServerStartError, PortInUseError, MachineError.
+    """
+    return _launch(repository, spec, store or Store(), progress, lambda: 0)
+
+
+def serve_foreground(
+    repository: ModelRepository,
+    spec: ServerSpec,
+    *,
+    on_ready: Callable[[Server], None],
+    store: Store | None = None,
+    progress: Progress = SILENT,
+) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP, then stop in order; a second signal kills at once.
+
+    ServerDiedError with the last lines when the server or one of its stubs ends by itself.
+    """
+    store = store or Store()
+    with stop_signals() as signals:
+        server = _launch(repository, spec, store, progress, signals)
+        try:
+            on_ready(server)
+            _supervise(server, signals)
+            progress.step(f"Stopping {server.name} …")
+        finally:
+            _end(server, store, urgent=lambda: signals() > 1)
+
+
+def stop_server(name: str | None = None, *, store: Store | None = None, progress: Progress = SILENT) -> Server:
+    """Stop the server `name`, or the only one, with every process, port and shared-memory region that it has.
+
+    A server that ended by itself is cleaned up after. ServerNotFoundError, ServerAmbiguousError, ServerStopError.
+    """
+    store = store or Store()
+    server = None if name is None else recorded_server(name, store)
+    if server is None:
+        server = find_server(name, store=store)
+    progress.step(f"Stopping {server.name} (pid {server.pid}) …")
+    _end(server, store)
+    return server
+
+
+def with_free_ports(spec: ServerSpec) -> ServerSpec:
+    """The spec with each taken port replaced by the next free one."""
+    taken: list[int] = []
+    for port in (spec.http_port, spec.grpc_port, spec.metrics_port):
+        taken.append(next_free(spec.host, port, taken=taken))
+    return replace(spec, http_port=taken[0], grpc_port=taken[1], metrics_port=taken[2])
+
+
+def _require_one_process(served: Served, spec: ServerSpec) -> None:
+    ranks = max(served.world_size, spec.world_size or 1)
+    if served.runtime != "openvino" and ranks > 1:
+        raise UnsupportedModelError(
+            f"{ranks} ranks are wanted; only engines of the openvino runtime are served here, by one process.",
+            hint="Leave --world-size out, or build the engine with --runtime openvino.",
+        )
+
+
+def _open(path: Path) -> ModelRepository:
+    repository = load_artifact(ModelRepository, path)
+    return ModelRepository(path=repository.path, manifest=repository.manifest)
+
+
+def _launch(
+    repository: ModelRepository, spec: ServerSpec, store: Store, progress: Progress, interrupted: Callable[[], int]
+) -> Server:
+    plan = plan_server(repository, spec, store=store)
+    with locked(store.root / "locks" / f"server-{plan.name}.lock", wait=False):
+        _refuse_running(plan.name, store)
+        _require_ports(plan.address, store)
+        _announce(plan, spec, progress)
+        require_machine(store, engine_bytes=plan.served.engine_bytes, progress=progress)
+        prepare_backends(plan.triton, store)
+        progress.step(f"Starting Triton, log: {plan.log}")
+        identity = spawn(plan.command, log=plan.log)
+        server = _server(plan, identity)
+        try:
+            write_state(server, store)
+            wait_until_ready(identity, plan.address, plan.log, timeout=spec.ready_timeout, interrupted=interrupted)
+            ready = replace(server, phase="running", stubs=tuple((c.pid, c.started) for c in children(identity)))
+            write_state(ready, store)
+        except BaseException:
+            _end(server, store, urgent=lambda: interrupted() > 1)
+            raise
+    return ready
+
+
+def _server(plan: Plan, identity: Identity) -> Server:
+    return Server(
+        name=plan.name,
+        host=plan.address.host,
+        http_port=plan.address.http_port,
+        grpc_port=plan.address.grpc_port,
+        metrics_port=plan.address.metrics_port,
+        pid=identity.pid,
+        started=identity.started,
+        log=plan.log,
+        repository=plan.repository,
+        model=plan.served.model,
+        streaming=plan.served.streaming,
+        phase="starting",
+        shm_prefix=plan.shm_prefix,
+    )
+
+
+def _end(server: Server, store: Store, *, urgent: Callable[[], bool] = lambda: False) -> None:
+    stop_triton(server.identity, server.shm_prefix, urgent=urgent)
+    forget(server, store)
+
+
+def _refuse_running(name: str, store: Store) -> None:
+    """A second server of the same name is refused; what a dead one left behind is removed."""
+    server = recorded_server(name, store)
+    if server is None:
+        return
+    if server.identity.alive():
+        raise ServerStartError(
+            f"The server {name} is running already (pid {server.pid}, HTTP port {server.http_port}).",
+            hint=f"Stop it with `trtserve stop {name}`, or start another: trtserve start --name OTHER --auto-ports",
+        )
+    _end(server, store)
+
+
+def _require_ports(address: Address, store: Store) -> None:
+    """Triton itself loads all models first and then names only the first port that is taken."""
+    taken = [(flag, port) for flag, port in address.ports.items() if not is_free(address.host, port)]
+    if not taken:
+        return
+    lines = [f"{flag} {port} is taken by {_owner(port, store)}" for flag, port in taken]
+    flags = " ".join(f"{flag} PORT" for flag, _ in taken)
+    raise PortInUseError(f"{'; '.join(lines)}.", hint=f"Use --auto-ports, or choose others: trtserve start {flags}")
+
+
+def _owner(port: int, store: Store) -> str:
+    identity, words = owner(port)
+    server = next((s for s in list_servers(store) if port in s.address.ports.values()), None)
+    if server is not None:
+        return f"trtserve's server {server.name} (pid {server.pid}; `trtserve stop {server.name}`)"
+    return words if identity is not None else "a process that is not visible from here"
+
+
+def _announce(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
+    served = plan.served
+    policy, other = ("streaming", "--no-streaming") if served.streaming else ("no-streaming", "--streaming")
+    progress.step(f"{plan.name}: serving {served.model} from {plan.repository}, transaction policy {policy}")
+    progress.step(f"(to switch: `trtserve repo` or `trtserve import` with {other})")
+    if served.precision:
+        progress.step("Engine: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in served.precision.items()))
+    if spec.world_size is not None and spec.world_size > 1:
+        progress.step(f"World size {spec.world_size}: this runtime merges the shards, so one process serves them all.")
+    for difference in machine_differences(served):
+        progress.warn(difference)
+
+
+def machine_differences(served: Served) -> list[str]:
+    """In what this machine differs from the one that built the engine, where the manifest says what that was."""
+    built = served.facts.get("machine")
+    here = describe()
+    if not isinstance(built, dict):
+        return []
+    return [
+        f"The engine was built on a machine with {key} {built[key]}; here it is {here[key]}. Results may differ."
+        for key in here
+        if key in built and built[key] != here[key]
+    ]
+
+
+def _supervise(server: Server, signals: Callable[[], int]) -> None:
+    """Return on the first signal; ServerDiedError when the server or a stub has ended."""
+    while not signals():
+        if not server.identity.alive():
+            raise _died(server, "tritonserver has ended by itself")
+        if lost := dead_stubs(server):
+            raise _died(server, f"{lost} of {len(server.stubs)} Python stubs have ended")
+        time.sleep(_SUPERVISION_INTERVAL)
+
+
+def _died(server: Server, what: str) -> ServerDiedError:
+    return ServerDiedError(
+        f"{server.name}: {what}. Last lines:\n{last_words(server.log)}",
+        hint="A process that ends without an error line was killed, most often for lack of memory.",
+        log=server.log,
+    )

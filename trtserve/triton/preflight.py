@@ -1,0 +1,130 @@
+"""What a model repository will serve, and what is wrong with it, as far as its files tell before Triton reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtserve.artifacts import ModelRepository
+from trtserve.errors import RepositoryError
+from trtserve.triton.config import parse_config
+from trtserve.triton.profiles import BLS, CORE, ENSEMBLE
+
+_PLACEHOLDER = re.compile(r"\$\{[^}]*\}?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What the files of a repository say.
+
+    `model` is the text model that is asked by default, `backends` what Triton must have, `streaming` whether that model
+    is decoupled, `engine` the content of the engine's config.json (empty when there is none), `facts` the manifest's.
+    """
+
+    models: tuple[str, ...]
+    model: str
+    backends: frozenset[str]
+    streaming: bool
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    engine_bytes: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def runtime(self) -> str | None:
+        """Runtime that made the engine, where trtserve built it."""
+        return self._own("runtime")
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """Compute and KV precision of the engine, where it says them."""
+        return {key: value for key in ("compute_precision", "kv_precision") if (value := self._own(key))}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the engine's mapping: tensor × pipeline parallel."""
+        mapping = self.engine.get("pretrained_config", {}).get("mapping", {})
+        return int(mapping.get("tp_size", 1)) * int(mapping.get("pp_size", 1))
+
+    def _own(self, key: str) -> str | None:
+        value = self.engine.get("trtserve", {}).get(key)
+        return None if value is None else str(value)
+
+
+def inspect_repository(repository: ModelRepository) -> Served:
+    """Read every model's config; RepositoryError names the file (and line) that Triton would stumble over."""
+    configs = {path.parent.name: _config(path) for path in sorted(repository.path.glob("*/config.pbtxt"))}
+    if not configs:
+        raise RepositoryError(
+            f"{repository.path} holds no model: no <model>/config.pbtxt was found.",
+            hint="Give the folder that holds the models' folders, or make one with `trtserve import`.",
+        )
+    for name, config in configs.items():
+        _require_program(repository.path / name, config)
+    facts = repository.manifest.facts if repository.manifest is not None else {}
+    model = _default_model(configs, facts, repository.name)
+    engine = repository.path / CORE / "1"
+    return Served(
+        models=tuple(configs),
+        model=model,
+        backends=frozenset(config.backend for config in configs.values() if config.backend),
+        streaming=bool(configs[model].model_transaction_policy.decoupled or _core_streams(configs)),
+        engine=_json(engine / "config.json"),
+        engine_bytes=sum(path.stat().st_size for path in engine.glob("*.bin")),
+        facts=facts,
+    )
+
+
+def _config(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := _PLACEHOLDER.search(line.split("#", 1)[0]):
+            raise RepositoryError(
+                f"{path}, line {number}: the placeholder {match[0]} was never filled in.",
+                hint="Give the parameter its value, or remove it; `trtserve repo` writes complete files.",
+            )
+    try:
+        return parse_config(text)
+    except ValueError as error:
+        raise RepositoryError(f"{path} is not a Triton model configuration: {error}.") from error
+    except Exception as error:
+        # text_format's ParseError is no ValueError in every protobuf release, and protobuf is not imported here.
+        if type(error).__name__ != "ParseError":
+            raise
+        raise RepositoryError(f"{path} is not a Triton model configuration: {error}.") from error
+
+
+def _require_program(folder: Path, config: Any) -> None:
+    """Triton 2.51 waits for ever for the stub of a python model without its file."""
+    if config.backend != "python":
+        return
+    file = config.default_model_filename or "model.py"
+    versions = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
+    lacking = next((path for path in versions if not (path / file).exists()), None)
+    if lacking is not None or not versions:
+        raise RepositoryError(
+            f"The model {folder.name} has no {(lacking or folder / '1') / file}.",
+            hint="Make the repository again, or put the file there.",
+        )
+
+
+def _default_model(configs: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> str:
+    wanted = (facts.get("alias"), name, BLS, ENSEMBLE)
+    return next((str(model) for model in wanted if model in configs), next(iter(configs)))
+
+
+def _core_streams(configs: Mapping[str, Any]) -> bool:
+    return CORE in configs and bool(configs[CORE].model_transaction_policy.decoupled)
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except json.JSONDecodeError as error:
+        raise RepositoryError(f"{path} is not JSON: {error}.") from error
+    return content if isinstance(content, dict) else {}
