@@ -97,7 +97,7 @@ def build_engine(
     for note in plan.engine.notes:
         progress.step(note)
     if plan.reused:
-        progress.step(f"Engine {plan.path} is up to date")
+        progress.step(f"Engine {plan.path} is reused")
     manifest = _manifest(plan, checkpoint, name or checkpoint.name)
 
     def produce(folder: Path) -> Manifest:

@@ -153,7 +153,7 @@ def convert_model(
     name = name or model.name
     place = destination_of(plan, name, out=out, store=store)
     if place.reused:
-        progress.step(f"Checkpoint {place.path} is up to date")
+        progress.step(f"Checkpoint {place.path} is reused")
     manifest = Manifest(
         kind="checkpoint",
         name=name,

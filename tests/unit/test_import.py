@@ -12,7 +12,7 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve.errors import ArtifactError, CorruptFileError, DiskSpaceError, UnsupportedModelError
 from trtserve.import_ import import_model, plan_model
-from trtserve.import_.capacity import require_disk
+from trtserve.import_.disk import require_disk
 from trtserve.machine import free_disk
 from trtserve.store import Store
 

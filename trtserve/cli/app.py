@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from trtserve import __version__
-from trtserve.cli import bench, build, convert, query, repo
+from trtserve.cli import bench, build, convert, import_, list_, query, remove, repo
 from trtserve.cli.output import print_error
 from trtserve.errors import TrtserveError
 
@@ -90,5 +90,8 @@ app.add_typer(bench.group, name="bench", help="Measure a served model.")
 command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
 command(build.build)
 command(convert.convert)
+command(import_.import_, name="import")
+command(list_.list_models, name="list")
 command(query.query)
+command(remove.remove)
 command(repo.repo)

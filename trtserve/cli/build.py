@@ -8,7 +8,18 @@ from typing import Annotated, cast
 import typer
 
 from trtserve.build import Plan, build_engine, find_checkpoint, plan_build
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
+from trtserve.cli.options import (
+    DryRunOption,
+    JsonOption,
+    KvPrecisionOption,
+    MaxBatchSizeOption,
+    MaxInputLenOption,
+    MaxNumTokensOption,
+    MaxSeqLenOption,
+    OutOption,
+    QuietOption,
+    RuntimeOption,
+)
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.machine import gibibytes
 from trtserve.specs import BuildSpec, KvPrecision, RuntimeName
@@ -16,25 +27,12 @@ from trtserve.specs import BuildSpec, KvPrecision, RuntimeName
 
 def build(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder, or the name of an imported model.")],
-    max_batch_size: Annotated[
-        int | None, typer.Option("--max-batch-size", help="Requests that are served at once; default: 16.")
-    ] = None,
-    max_input_len: Annotated[
-        int | None, typer.Option("--max-input-len", help="Tokens of a prompt; default: --max-seq-len.")
-    ] = None,
-    max_seq_len: Annotated[
-        int | None,
-        typer.Option("--max-seq-len", help="Tokens of prompt and answer; default: what the model knows, up to 4096."),
-    ] = None,
-    max_num_tokens: Annotated[
-        int | None, typer.Option("--max-num-tokens", help="Tokens of all requests in one step; default: 2048.")
-    ] = None,
-    kv_precision: Annotated[
-        str, typer.Option("--kv-precision", help="KV cache: auto, f32, f16, u8; auto: u8, f32 for float32 weights.")
-    ] = "auto",
-    runtime: Annotated[
-        str, typer.Option("--runtime", help="auto, openvino, tensorrt_llm, llmapi; auto: what this machine has.")
-    ] = "auto",
+    max_batch_size: MaxBatchSizeOption = None,
+    max_input_len: MaxInputLenOption = None,
+    max_seq_len: MaxSeqLenOption = None,
+    max_num_tokens: MaxNumTokensOption = None,
+    kv_precision: KvPrecisionOption = "auto",
+    runtime: RuntimeOption = "auto",
     name: Annotated[str | None, typer.Option("--name", help="Name of the engine; default: the checkpoint's.")] = None,
     out: OutOption = None,
     json: JsonOption = False,

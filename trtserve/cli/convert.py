@@ -6,7 +6,16 @@ from typing import Annotated, cast
 
 import typer
 
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
+from trtserve.cli.options import (
+    DryRunOption,
+    DtypeOption,
+    JsonOption,
+    OutOption,
+    PpSizeOption,
+    QuantizeOption,
+    QuietOption,
+    TpSizeOption,
+)
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.convert import Plan, convert_model, destination_of, find_model, plan_conversion
 from trtserve.machine import gibibytes
@@ -15,14 +24,10 @@ from trtserve.specs import ConvertSpec, DType, Quantization
 
 def convert(
     model: Annotated[str, typer.Argument(help="Hugging Face folder, or the name of an imported model.")],
-    tp_size: Annotated[int, typer.Option("--tp-size", help="Tensor-parallel size: GPUs that share every layer.")] = 1,
-    pp_size: Annotated[int, typer.Option("--pp-size", help="Pipeline-parallel size: groups of layers.")] = 1,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Type of the weights: auto, float32, float16, bfloat16; auto: the model's.")
-    ] = "auto",
-    quantize: Annotated[
-        str, typer.Option("--quantize", help="none, or int8 (weight-only; done when the engine is built).")
-    ] = "none",
+    tp_size: TpSizeOption = 1,
+    pp_size: PpSizeOption = 1,
+    dtype: DtypeOption = "auto",
+    quantize: QuantizeOption = "none",
     name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
     out: OutOption = None,
     json: JsonOption = False,

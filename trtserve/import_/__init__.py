@@ -11,9 +11,10 @@ from typing import Any
 from trtserve import hub
 from trtserve.artifacts import Manifest, Model
 from trtserve.errors import CorruptFileError, LockedError, NetworkError
-from trtserve.import_.capacity import require_disk
+from trtserve.import_.disk import require_disk
 from trtserve.import_.plan import ModelPlan, folder_plan, is_weights, planned_files, stored_plan
 from trtserve.import_.sources import Source, parse_source
+from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress, Task
 from trtserve.store import Store, link_or_copy, locked, publish, reusable
 
@@ -69,7 +70,7 @@ def pull_model(
     store = store or Store()
     destination = model_destination(plan, out, store)
     if (existing := reusable(Model, destination, plan.fingerprint)) is not None:
-        progress.step(f"model {plan.name}: reused {existing.path}")
+        progress.step(f"Model {existing.path} is reused")
         return existing
     if plan.revision is None or plan.folder is not None:
         return _publish_folder(plan, destination)
@@ -99,7 +100,7 @@ def missing_bytes(plan: ModelPlan, *, out: Path | None = None, store: Store | No
 def _plan_from_hub(source: Source, store: Store, token: str | None, progress: Progress) -> ModelPlan:
     if (stored := stored_plan(source, store, offline=hub.is_offline())) is not None:
         return stored
-    progress.step(f"model {source.name}: looking up {source.location}")
+    progress.step(f"Looking up {source.location} on {hub.endpoint()}")
     revision = _pinned_revision(source, token)
     with _download_folder(store, revision, progress) as folder:
 
@@ -125,7 +126,7 @@ def _download_folder(store: Store, revision: hub.Revision, progress: Progress) -
         try:
             held.enter_context(locked(lock, wait=False))
         except LockedError:
-            progress.step(f"waiting for another process that pulls {revision.repository}")
+            progress.step(f"Waiting for another process that pulls {revision.repository}")
             held.enter_context(locked(lock))
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
@@ -138,7 +139,7 @@ def _staging(store: Store, revision: hub.Revision) -> Path:
 def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress) -> None:
     done = sum(hub.pulled_bytes(file, folder) for file in plan.files)
     require_disk(folder, plan.total_bytes - done, f"the files of {revision.repository}")
-    text = f"model {plan.name}: pulling {revision.repository} at {revision.commit[:12]}"
+    text = f"Pulling {revision.repository} at {revision.commit[:12]}, {gibibytes(plan.total_bytes - done)}"
     with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
         for file in plan.files:
             _bring(revision, file, folder, token, progress, task)

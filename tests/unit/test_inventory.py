@@ -1,0 +1,167 @@
+"""Names, their disk, and removal that spares what others use."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trtserve.artifacts import Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
+from trtserve.cli.app import run
+from trtserve.errors import LockedError, ModelNotFoundError
+from trtserve.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
+from trtserve.store import NameRecord, Store, locked, publish, write_json
+
+_KINDS: dict[type[Artifact], str] = {
+    Model: "model",
+    Checkpoint: "checkpoint",
+    Engine: "engine",
+    ModelRepository: "repository",
+}
+
+
+def _artifact(kind: type[Artifact], name: str, mark: str, size: int = 1000, path: Path | None = None) -> Path:
+    manifest = Manifest(kind=_KINDS[kind], name=name, fingerprint=mark * 64)  # type: ignore[arg-type]
+
+    def produce(folder: Path) -> None:
+        (folder / "data").write_bytes(b"x" * size)
+
+    return publish(kind, path or Store().destination(kind, name, mark * 64), manifest, produce).path
+
+
+def _imported(name: str, *, mark: str, model: Path | None = None, at: str = "2026-01-01") -> NameRecord:
+    paths = {kind: _artifact(kind, name, mark) for kind in (Checkpoint, Engine, ModelRepository)}
+    (paths[Engine] / "config.json").write_text(
+        json.dumps(
+            {
+                "pretrained_config": {"dtype": "float16", "quantization": {"quant_algo": None}},
+                "trtserve": {"compute_precision": "bf16", "kv_precision": "u8"},
+            }
+        )
+    )
+    record = NameRecord(
+        name=name,
+        source=f"org/{name}",
+        model=str(model or _artifact(Model, name, mark)),
+        checkpoint=str(paths[Checkpoint]),
+        engine=str(paths[Engine]),
+        repository=str(paths[ModelRepository]),
+        imported=at,
+    )
+    Store().record(record)
+    return record
+
+
+def test_lists_newest_first_with_precision() -> None:
+    _imported("old", mark="1")
+    new = _imported("new", mark="2", at="2026-02-01")
+    _artifact(Model, "pulled", "3")
+    entries = list_imported()
+    assert [entry.name for entry in entries] == ["new", "old", "pulled"]
+    assert entries[0].precision == "float16, compute bf16, KV u8"
+    assert entries[0].repository == new.repository
+    assert entries[0].size > 4000
+    assert entries[2].repository == ""
+
+
+def test_removes_a_name_and_its_older_builds() -> None:
+    record = _imported("mine", mark="1")
+    older = _artifact(Engine, "mine", "0")
+    other = _imported("other", mark="2")
+    removal = plan_removal(["mine"])
+    assert older in removal.folders
+    assert removal.size >= 5000
+    remove(removal)
+    assert not older.exists()
+    assert not Path(record.repository).exists()
+    assert [entry.name for entry in list_imported()] == ["other"]
+    assert Path(other.model).is_dir()
+
+
+def test_keeps_what_another_name_uses() -> None:
+    first = _imported("first", mark="1")
+    _imported("second", mark="2", model=Path(first.model))
+    removal = plan_removal(["first"])
+    assert removal.kept == (Path(first.model),)
+    remove(removal)
+    assert Path(first.model).is_dir()
+    assert not Path(first.engine).exists()
+    both = plan_removal(["second"])
+    assert Path(first.model) in both.folders
+
+
+def test_keeps_what_lies_outside_the_store(tmp_path: Path) -> None:
+    outside = _artifact(Model, "mine", "9", path=tmp_path / "outside")
+    _imported("mine", mark="1", model=outside)
+    removal = plan_removal(["mine"])
+    assert removal.kept == (outside,)
+    remove(removal)
+    assert outside.is_dir()
+
+
+def test_everything_includes_unfinished_work() -> None:
+    _imported("mine", mark="1")
+    leftovers = [Store().root / "downloads" / "org--x", Store().folder(Engine) / ".x.partial"]
+    for leftover in leftovers:
+        leftover.mkdir(parents=True)
+        (leftover / "part").write_bytes(b"12345")
+    removal = plan_removal((), everything=True)
+    assert set(leftovers) <= set(removal.folders)
+    remove(removal)
+    assert list_imported() == []
+    assert disk_usage([Store().root / "downloads", Store().folder(Engine)]) == 0
+
+
+def test_hard_links_count_once_and_free_only_with_the_last(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "data").write_bytes(b"x" * 500)
+    os.link(tmp_path / "a" / "data", tmp_path / "b" / "data")
+    (tmp_path / "b" / "symbolic").symlink_to(tmp_path / "a" / "data")
+    assert disk_usage([tmp_path / "a", tmp_path / "b"]) == 500
+    assert freed_bytes([tmp_path / "a"]) == 0
+    assert freed_bytes([tmp_path / "a", tmp_path / "b"]) == 500
+
+
+def test_unknown_name_suggests_close_ones() -> None:
+    _imported("llama-2-7b", mark="1")
+    with pytest.raises(ModelNotFoundError) as caught:
+        plan_removal(["lama-2-7b"])
+    assert "llama-2-7b" in str(caught.value.hint)
+
+
+def test_refuses_what_another_process_works_on() -> None:
+    record = _imported("mine", mark="1")
+    engine = Path(record.engine)
+    removal = plan_removal(["mine"])
+    with locked(engine.parent / f".{engine.name}.lock"), pytest.raises(LockedError):
+        remove(removal)
+    remove(plan_removal(["mine"]))
+    assert not engine.exists()
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["list"]) == 0
+    assert capsys.readouterr().out == ""
+    record = _imported("mine", mark="1")
+    assert run(["list"]) == 0
+    assert capsys.readouterr().out.split("\t")[:2] == ["mine", "org/mine"]
+    assert run(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"][0]["name"] == "mine"
+    assert run(["remove", "mine", "--dry-run"]) == 0
+    assert record.engine in capsys.readouterr().out
+    assert Path(record.engine).is_dir()
+    assert run(["remove"]) == 2
+    assert run(["remove", "absent"]) == ModelNotFoundError.code
+    capsys.readouterr()
+    assert run(["remove", "mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["removed"] is True
+    assert not Path(record.engine).exists()
+
+
+def test_unreadable_record_is_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(Store().names / "broken.json", {"name": "broken"})
+    assert run(["list"]) != 0
+    assert "Traceback" not in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""`trtserve import`: a model comes from the hub, a folder or the package, and becomes a model repository."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from trtserve.cli.options import (
+    DryRunOption,
+    DtypeOption,
+    JsonOption,
+    KvPrecisionOption,
+    MaxBatchSizeOption,
+    MaxInputLenOption,
+    MaxNumTokensOption,
+    MaxSeqLenOption,
+    OutOption,
+    PpSizeOption,
+    QuantizeOption,
+    QuietOption,
+    RuntimeOption,
+    TpSizeOption,
+)
+from trtserve.cli.output import TerminalProgress, print_data, print_json
+from trtserve.cli.repo import (
+    KvFractionOption,
+    KvTokensOption,
+    ReleaseOption,
+    SetOption,
+    StreamingOption,
+    TritonBatchOption,
+)
+from trtserve.import_ import import_model, missing_bytes, model_destination, plan_model
+from trtserve.import_.sources import parse_source
+from trtserve.machine import gibibytes
+from trtserve.pipeline import ImportPlan, ImportSpec, engine_destination, import_to_repository, plan_import
+from trtserve.repo import tree
+from trtserve.specs import BuildSpec, ConvertSpec, DType, KvPrecision, Quantization, RepositorySpec, RuntimeName
+from trtserve.store import Store
+from trtserve.triton.settings import parse_assignments
+
+_SOURCE_HELP = "demo, an alias (llama-2-7b, llama-3-8b-instruct, gpt2 …), org/name[@revision] of the hub, or a folder."
+
+
+def import_(
+    source: Annotated[str, typer.Argument(metavar="MODEL", help=_SOURCE_HELP)],
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the model; default: alias, last part of the id, or folder.")
+    ] = None,
+    download_only: Annotated[bool, typer.Option("--download-only", help="Stop after the pull.")] = False,
+    discard_intermediate: Annotated[
+        bool, typer.Option("--discard-intermediate", help="Remove the checkpoint when the repository is there.")
+    ] = False,
+    tp_size: TpSizeOption = 1,
+    pp_size: PpSizeOption = 1,
+    dtype: DtypeOption = "auto",
+    quantize: QuantizeOption = "none",
+    max_batch_size: MaxBatchSizeOption = None,
+    max_input_len: MaxInputLenOption = None,
+    max_seq_len: MaxSeqLenOption = None,
+    max_num_tokens: MaxNumTokensOption = None,
+    kv_precision: KvPrecisionOption = "auto",
+    runtime: RuntimeOption = "auto",
+    streaming: StreamingOption = True,
+    settings: SetOption = None,
+    release: ReleaseOption = None,
+    triton_max_batch_size: TritonBatchOption = None,
+    preprocessing_instance_count: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
+    postprocessing_instance_count: Annotated[int, typer.Option(help="Processes that make text of tokens.")] = 1,
+    bls_instance_count: Annotated[int, typer.Option(help="Processes of the BLS model; each serves many requests.")] = 1,
+    max_tokens_in_paged_kv_cache: KvTokensOption = None,
+    kv_cache_free_gpu_mem_fraction: KvFractionOption = None,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the engine files instead of hard-linking them.")] = False,
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Pull a model, convert it, build its engine and assemble its repository; what exists is reused.
+
+    The engine goes to $ENGINE_DEST_PATH/NAME where that variable is set.
+    """
+    progress = TerminalProgress(quiet=quiet)
+    if download_only:
+        _download(source, name, out, progress, json=json, dry_run=dry_run)
+        return
+    served = parse_source(source, name=name).name
+    spec = ImportSpec(
+        source=source,
+        convert=ConvertSpec(
+            tp_size=tp_size, pp_size=pp_size, dtype=cast(DType, dtype), quantize=cast(Quantization, quantize)
+        ),
+        build=BuildSpec(
+            max_batch_size=max_batch_size,
+            max_input_len=max_input_len,
+            max_seq_len=max_seq_len,
+            max_num_tokens=max_num_tokens,
+            kv_precision=cast(KvPrecision, kv_precision),
+            runtime=cast(RuntimeName, runtime),
+        ),
+        repository=RepositorySpec(
+            name=served,
+            streaming=streaming,
+            release=release,
+            triton_max_batch_size=triton_max_batch_size,
+            preprocessing_instance_count=preprocessing_instance_count,
+            postprocessing_instance_count=postprocessing_instance_count,
+            bls_instance_count=bls_instance_count,
+            max_tokens_in_paged_kv_cache=max_tokens_in_paged_kv_cache,
+            kv_cache_free_gpu_mem_fraction=kv_cache_free_gpu_mem_fraction,
+            settings=parse_assignments(settings or []),
+            copy=copy,
+        ),
+        engine_out=engine_destination(served),
+        out=out,
+        discard_intermediate=discard_intermediate,
+    )
+    if dry_run:
+        _print_plan(plan_import(spec, progress=progress), json=json)
+        return
+    repository = import_to_repository(spec, progress=progress)
+    if json:
+        record = next(record for record in Store().recorded() if record.name == served)
+        print_json("import", {"path": str(repository.path), **asdict(record)})
+    else:
+        # The first line is the repository's path, the rest is what lies in it.
+        print_data("\n".join([str(repository.path), *tree(repository.path).splitlines()[1:]]))
+
+
+def _download(
+    source: str, name: str | None, out: Path | None, progress: TerminalProgress, *, json: bool, dry_run: bool
+) -> None:
+    if not dry_run:
+        model = import_model(source, name=name, out=out, progress=progress)
+        facts = model.manifest.spec if model.manifest else {}
+        if json:
+            print_json("import", {"path": str(model.path), "name": model.name, **facts})
+        else:
+            print_data(str(model.path))
+        return
+    plan = plan_model(source, name=name, progress=progress)
+    path, missing = model_destination(plan, out, Store()), missing_bytes(plan, out=out)
+    if json:
+        print_json("import", {"path": str(path), "name": plan.name, "missing_bytes": missing})
+    else:
+        print_data(f"pull      {gibibytes(missing)} of {gibibytes(plan.total_bytes)} to {path}")
+
+
+def _print_plan(plan: ImportPlan, *, json: bool) -> None:
+    stages = plan.stages()
+    if json:
+        print_json("import", {"name": plan.model.name, "memory_bytes": plan.memory_bytes, "stages": stages})
+        return
+    for stage in stages:
+        path = stage["path"] or "a folder of the store that follows from the weights"
+        print_data(f"{stage['stage']:<9} {stage['action']:<6} {gibibytes(stage['bytes']):>9}  {path}")
+    print_data(f"memory    needs  {gibibytes(plan.memory_bytes):>9}  to build and serve; no external command is run")

@@ -1,0 +1,27 @@
+"""`trtserve list`: what was imported."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from trtserve.cli.options import JsonOption
+from trtserve.cli.output import print_json, print_table, say
+
+
+def list_models(json: JsonOption = False) -> None:
+    """List imported models: source, size on disk, engine precision, repository, running server."""
+    from trtserve.inventory import list_imported
+    from trtserve.machine import gibibytes
+
+    entries = list_imported()
+    if json:
+        print_json("list", [asdict(entry) for entry in entries])
+        return
+    if not entries:
+        say("Nothing was imported yet. Try: trtserve import demo")
+        return
+    columns = ("name", "source", "size", "engine", "repository", "server")
+    rows = [
+        (e.name, e.source, gibibytes(e.size), e.precision or "-", e.repository or "-", e.server or "-") for e in entries
+    ]
+    print_table(columns, rows)

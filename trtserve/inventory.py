@@ -1,0 +1,193 @@
+"""What is imported, what it takes on disk, and how it is removed without touching what others use."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtserve.artifacts import MANIFEST, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
+from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
+from trtserve.servers import Server, list_servers
+from trtserve.store import NameRecord, Store, locked
+
+_KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One name in the store.
+
+    `size` counts bytes on disk, a file with several hard links once. `precision` describes the engine;
+    `repository` and `imported` are empty for a name that was pulled only. `server` is the running server's name.
+    """
+
+    name: str
+    source: str
+    size: int
+    precision: str
+    repository: str
+    imported: str
+    server: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removal:
+    """What a removal takes away: `folders` go, `kept` stay (used by other names, or outside the store).
+
+    `size` is the number of bytes that become free.
+    """
+
+    names: tuple[str, ...]
+    folders: tuple[Path, ...]
+    kept: tuple[Path, ...]
+    size: int
+
+
+def list_imported(store: Store | None = None) -> list[Entry]:
+    """All names in the store: those that `import` brought to a repository first, the newest at the top."""
+    store = store or Store()
+    records = store.recorded()
+    servers = {server.repository.resolve(): server.name for server in list_servers(store)}
+    entries = [_recorded_entry(record, servers) for record in records]
+    loose = sorted(_names_in_store(store).keys() - {record.name for record in records})
+    return entries + [_loose_entry(name, _names_in_store(store)[name]) for name in loose]
+
+
+def plan_removal(names: Collection[str], *, everything: bool = False, store: Store | None = None) -> Removal:
+    """What removing `names` (or `everything`) would take away.
+
+    ModelNotFoundError for a name that is not there, LockedError while a server uses one of the repositories.
+    """
+    store = store or Store()
+    known = {record.name: record for record in store.recorded()}
+    by_name = _names_in_store(store)
+    chosen = sorted(known.keys() | by_name.keys()) if everything else list(dict.fromkeys(names))
+    for name in chosen:
+        _require_known(name, known.keys() | by_name.keys())
+    others = {path for name, record in known.items() if name not in chosen for path in _artifacts_of(record)}
+    wanted = {path for name in chosen for path in by_name.get(name, [])}
+    wanted |= {path for name in chosen if name in known for path in _artifacts_of(known[name])}
+    going = {path for path in wanted - others if path.is_relative_to(store.root)}
+    going |= set(_unfinished(store)) if everything else set()
+    _require_unused(going, list_servers(store))
+    return Removal(
+        names=tuple(chosen),
+        folders=tuple(sorted(going)),
+        kept=tuple(sorted(path for path in wanted - going if path.exists())),
+        size=freed_bytes(going),
+    )
+
+
+def remove(removal: Removal, *, store: Store | None = None) -> None:
+    """Carry out `removal`; a killed removal leaves names that can be removed again."""
+    store = store or Store()
+    for name in removal.names:
+        (store.names / f"{name}.json").unlink(missing_ok=True)
+    for folder in removal.folders:
+        with locked(folder.parent / f".{folder.name}.lock", wait=False):
+            # Without its manifest a folder is not complete, so a kill here leaves nothing that looks like an artefact.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+
+
+def disk_usage(folders: Iterable[Path]) -> int:
+    """Bytes of all files below `folders`; several links to one file count once, symbolic links not at all."""
+    return sum({(s.st_dev, s.st_ino): s.st_size for s in _stats(folders)}.values())
+
+
+def freed_bytes(folders: Iterable[Path]) -> int:
+    """Bytes that become free when `folders` go: files with a hard link elsewhere do not count."""
+    links: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], tuple[int, int]] = {}
+    for stat in _stats(folders):
+        inode = (stat.st_dev, stat.st_ino)
+        links[inode] = links.get(inode, 0) + 1
+        sizes[inode] = (stat.st_size, stat.st_nlink)
+    return sum(size for inode, (size, total) in sizes.items() if links[inode] == total)
+
+
+def _stats(folders: Iterable[Path]) -> Iterator[os.stat_result]:
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                yield path.stat()
+
+
+def _artifacts_of(record: NameRecord) -> list[Path]:
+    return [Path(path) for path in (record.model, record.checkpoint, record.engine, record.repository)]
+
+
+def _names_in_store(store: Store) -> dict[str, list[Path]]:
+    """Folders of complete artefacts in the store by the name in their manifest."""
+    found: dict[str, list[Path]] = {}
+    for kind in _KINDS:
+        for manifest in sorted(store.folder(kind).glob(f"*/{MANIFEST}")):
+            with suppress(ArtifactError):
+                found.setdefault(Manifest.read(manifest.parent).name, []).append(manifest.parent)
+    return found
+
+
+def _unfinished(store: Store) -> Iterator[Path]:
+    """What killed processes left: pulls, and artefacts in the making."""
+    yield from (path for path in (store.root / "downloads").glob("*") if path.is_dir())
+    for kind in _KINDS:
+        yield from (path for path in store.folder(kind).glob("*") if path.is_dir() and not (path / MANIFEST).exists())
+
+
+def _recorded_entry(record: NameRecord, servers: dict[Path, str]) -> Entry:
+    return Entry(
+        name=record.name,
+        source=record.source,
+        size=disk_usage(_artifacts_of(record)),
+        precision=engine_precision(Path(record.engine)),
+        repository=record.repository,
+        imported=record.imported,
+        server=servers.get(Path(record.repository).resolve()),
+    )
+
+
+def _loose_entry(name: str, folders: list[Path]) -> Entry:
+    sources = [Manifest.read(folder).spec.get("source") for folder in folders]
+    source = next((str(source) for source in sources if source), "")
+    return Entry(
+        name=name, source=source, size=disk_usage(folders), precision="", repository="", imported="", server=None
+    )
+
+
+def engine_precision(engine: Path) -> str:
+    """Precision of an engine in words: `bfloat16, KV u8` or `float16 int8 weights`; empty when there is no engine."""
+    try:
+        config = json.loads((engine / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return ""
+    pretrained, own = config.get("pretrained_config", {}), config.get("trtserve", {})
+    words = str(pretrained.get("dtype", ""))
+    if (pretrained.get("quantization") or {}).get("quant_algo"):
+        words += " int8 weights"
+    if own.get("compute_precision"):
+        words += f", compute {own['compute_precision']}, KV {own.get('kv_precision')}"
+    return words
+
+
+def _require_known(name: str, known: Collection[str]) -> None:
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"Names here: {', '.join(sorted(known)) or 'none'}."
+    raise ModelNotFoundError(f"Nothing was imported under the name {name!r}.", hint=hint)
+
+
+def _require_unused(folders: Collection[Path], servers: Iterable[Server]) -> None:
+    resolved = {folder.resolve() for folder in folders}
+    for server in servers:
+        if server.repository.resolve() in resolved:
+            raise LockedError(
+                f"Server {server.name} (pid {server.pid}) serves {server.repository}; nothing was removed.",
+                hint=f"Stop it first: trtserve stop {server.name}",
+            )

@@ -1,0 +1,275 @@
+"""Import in one go: pull, convert, build and assemble, each step reused where its result exists."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from trtserve import inventory
+from trtserve.artifacts import Checkpoint, Engine, Manifest, Model, ModelRepository, load_artifact
+from trtserve.build import Plan as BuildPlan
+from trtserve.build import build_engine, plan_build
+from trtserve.convert import Plan as Conversion
+from trtserve.convert import convert_model, destination_of, plan_conversion
+from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
+from trtserve.import_.disk import require_disk
+from trtserve.machine import gibibytes
+from trtserve.pipeline.capacity import Wish, need_of, require_memory
+from trtserve.progress import SILENT, Progress
+from trtserve.repo import RepositoryPlan, assemble_repository, plan_repository
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.store import NameRecord, Store, reusable
+
+ENGINE_DEST_PATH = "ENGINE_DEST_PATH"
+
+
+class Stage(TypedDict):
+    """One stage of a planned import; `bytes` are those that it would write."""
+
+    stage: str
+    action: Literal["make", "reuse"]
+    path: str | None
+    bytes: int
+
+
+def _stage(name: str, path: Path | None, size: int, *, done: bool) -> Stage:
+    return Stage(
+        stage=name, action="reuse" if done else "make", path=str(path) if path else None, bytes=0 if done else size
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportPlan:
+    """An import before its first byte.
+
+    `missing` counts bytes to be pulled. `conversion`, `build` and `repository` are known as far as their inputs are on
+    this machine; `checkpoint_reused` and the plans' own fields say what exists already. Sizes are bytes.
+    """
+
+    model: ModelPlan
+    model_path: Path
+    model_reused: bool
+    missing: int
+    checkpoint_bytes: int
+    engine_bytes: int
+    memory_bytes: int
+    conversion: Conversion | None = None
+    checkpoint_path: Path | None = None
+    checkpoint_reused: bool = False
+    build: BuildPlan | None = None
+    repository: RepositoryPlan | None = None
+
+    @property
+    def builds(self) -> bool:
+        """True when an engine has to be built."""
+        return self.build is None or not self.build.reused
+
+    @property
+    def converts(self) -> bool:
+        """True when a checkpoint has to be made: none is needed for an engine that exists."""
+        return self.builds and not self.checkpoint_reused
+
+    def stages(self) -> list[Stage]:
+        """The four stages in order; a path is None where it follows from weights that are not here yet."""
+        repository = self.repository
+        return [
+            _stage("model", self.model_path, self.missing, done=self.model_reused),
+            _stage("convert", self.checkpoint_path, self.checkpoint_bytes, done=not self.converts),
+            _stage("build", self.build.path if self.build else None, self.engine_bytes, done=not self.builds),
+            _stage("repo", repository.path if repository else None, 0, done=bool(repository and repository.reused)),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSpec:
+    """Everything that `import` can be asked for; the repository's name is the name of all artefacts.
+
+    `engine_out` and `out` are the folders of engine and repository, None for the store; `discard_intermediate`
+    removes the checkpoint when the repository is there.
+    """
+
+    source: str
+    convert: ConvertSpec
+    build: BuildSpec
+    repository: RepositorySpec
+    engine_out: Path | None = None
+    out: Path | None = None
+    discard_intermediate: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name under which everything is filed and served."""
+        return self.repository.name
+
+
+def engine_destination(name: str) -> Path | None:
+    """`$ENGINE_DEST_PATH/<name>`, where engines outlive the store; None when the variable is not set."""
+    folder = os.environ.get(ENGINE_DEST_PATH)
+    return (Path(folder).expanduser() / name).absolute() if folder else None
+
+
+def plan_import(
+    spec: ImportSpec, *, store: Store | None = None, token: str | None = None, progress: Progress = SILENT
+) -> ImportPlan:
+    """Everything that can be known before the weights are pulled, with the sizes of what is to be made.
+
+    Raises what `plan_model` raises, and UsageError for sizes and limits that the model does not allow.
+    """
+    store = store or Store()
+    model = plan_model(spec.source, name=spec.name, store=store, token=token, progress=progress)
+    need = need_of(_wish(spec, model))
+    path = model_destination(model, None, store)
+    published = reusable(Model, path, model.fingerprint)
+    plan = ImportPlan(
+        model=model,
+        model_path=path,
+        model_reused=published is not None,
+        missing=missing_bytes(model, store=store),
+        checkpoint_bytes=_checkpoint_bytes(spec, model),
+        engine_bytes=need.engine.disk_bytes,
+        memory_bytes=need.total,
+    )
+    local = published or _model_in_place(model)
+    return plan if local is None else _plan_further(spec, plan, local, store)
+
+
+def _wish(spec: ImportSpec, model: ModelPlan) -> Wish:
+    return Wish(
+        hf=model.config,
+        convert=spec.convert,
+        build=spec.build,
+        kv_tokens=spec.repository.max_tokens_in_paged_kv_cache,
+    )
+
+
+def _checkpoint_bytes(spec: ImportSpec, model: ModelPlan) -> int:
+    """The weights of the checkpoint stay in its dtype, whatever the engine packs them to."""
+    plain = ConvertSpec(dtype=spec.convert.dtype)
+    return need_of(Wish(hf=model.config, convert=plain, build=BuildSpec(runtime=spec.build.runtime))).engine.disk_bytes
+
+
+def _model_in_place(model: ModelPlan) -> Model | None:
+    """A model whose files are on this machine, seen as the artefact that it will become."""
+    return None if model.folder is None else Model(path=model.folder, manifest=model.manifest())
+
+
+def _plan_further(spec: ImportSpec, plan: ImportPlan, model: Model, store: Store) -> ImportPlan:
+    conversion = plan_conversion(model, spec.convert)
+    place = destination_of(conversion, spec.name, store=store)
+    build = _plan_build(spec, conversion, store)
+    repository = None
+    if build.reused:
+        engine = _engine(build)
+        repository = plan_repository(engine, model.path, spec.repository, out=spec.out, store=store)
+    return replace(
+        plan,
+        checkpoint_bytes=conversion.total_bytes,
+        conversion=conversion,
+        checkpoint_path=place.path,
+        checkpoint_reused=place.reused,
+        build=build,
+        repository=repository,
+    )
+
+
+def _plan_build(spec: ImportSpec, conversion: Conversion, store: Store) -> BuildPlan:
+    """The build of a checkpoint that need not exist: its config and fingerprint decide the engine.
+
+    So an engine is found again after `--discard-intermediate`.
+    """
+    manifest = Manifest(kind="checkpoint", name=spec.name, fingerprint=conversion.fingerprint)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(conversion.config), encoding="utf-8")
+        stand_in = Checkpoint(path=Path(folder), manifest=manifest)
+        return plan_build(stand_in, spec.build, name=spec.name, out=spec.engine_out, store=store)
+
+
+def _engine(build: BuildPlan) -> Engine:
+    return Engine(path=build.path, manifest=load_artifact(Engine, build.path).manifest)
+
+
+def require_room(spec: ImportSpec, plan: ImportPlan, store: Store) -> None:
+    """DiskSpaceError or MemoryLimitError when `plan` does not fit this machine."""
+    if not plan.builds:
+        return
+    checkpoint = plan.checkpoint_bytes if plan.converts else 0
+    what = f"The files of {spec.name} ({gibibytes(plan.missing)} to pull, {gibibytes(checkpoint)} checkpoint"
+    if spec.engine_out is None:
+        require_disk(
+            store.root,
+            plan.missing + checkpoint + plan.engine_bytes,
+            f"{what}, {gibibytes(plan.engine_bytes)} engine)",
+        )
+    else:
+        require_disk(store.root, plan.missing + checkpoint, f"{what})")
+        require_disk(spec.engine_out, plan.engine_bytes, f"The engine of {spec.name}")
+    require_memory(_wish(spec, plan.model), spec.name)
+
+
+def import_to_repository(
+    spec: ImportSpec, *, store: Store | None = None, token: str | None = None, progress: Progress = SILENT
+) -> ModelRepository:
+    """Take a model from its source to a model repository, and remember it under its name.
+
+    Running it again reuses every step whose inputs and settings are the same. Raises what the stages raise;
+    what was finished before the error is kept and reused.
+    """
+    store = store or Store()
+    plan = plan_import(spec, store=store, token=token, progress=progress)
+    require_room(spec, plan, store)
+    model = pull_model(plan.model, store=store, token=token, progress=progress)
+    conversion = plan_conversion(model, spec.convert)
+    engine = _make_engine(spec, model, conversion, store, progress)
+    repository = _make_repository(spec, model, engine, store, progress)
+    checkpoint = destination_of(conversion, spec.name, store=store).path
+    store.record(_record(spec, plan.model, model.path, checkpoint, engine.path, repository.path))
+    if spec.discard_intermediate:
+        _discard(checkpoint, store, progress)
+    return repository
+
+
+def _make_engine(spec: ImportSpec, model: Model, conversion: Conversion, store: Store, progress: Progress) -> Engine:
+    build = _plan_build(spec, conversion, store)
+    if build.reused:
+        progress.step(f"Engine {build.path} is reused")
+        return _engine(build)
+    checkpoint = convert_model(model, spec.convert, name=spec.name, store=store, progress=progress)
+    return build_engine(checkpoint, spec.build, name=spec.name, out=spec.engine_out, store=store, progress=progress)
+
+
+def _make_repository(
+    spec: ImportSpec, model: Model, engine: Engine, store: Store, progress: Progress
+) -> ModelRepository:
+    plan = plan_repository(engine, model.path, spec.repository, out=spec.out, store=store)
+    if plan.reused:
+        progress.step(f"Model repository {plan.path} is reused")
+    return assemble_repository(engine, model.path, spec.repository, out=spec.out, store=store, progress=progress)
+
+
+def _record(
+    spec: ImportSpec, model: ModelPlan, model_path: Path, checkpoint: Path, engine: Path, repository: Path
+) -> NameRecord:
+    revision = f"@{model.source.revision}" if model.source.revision else ""
+    return NameRecord(
+        name=spec.name,
+        source="demo" if model.source.kind == "demo" else model.source.location + revision,
+        model=str(model_path),
+        checkpoint=str(checkpoint),
+        engine=str(engine.absolute()),
+        repository=str(repository.absolute()),
+        imported=datetime.datetime.now(datetime.timezone.utc).isoformat(),
+    )
+
+
+def _discard(checkpoint: Path, store: Store, progress: Progress) -> None:
+    """Remove the checkpoint. Engine files are the repository's too, and a model would have to be pulled again."""
+    if not checkpoint.is_dir():
+        return
+    size = inventory.freed_bytes([checkpoint])
+    inventory.remove(inventory.Removal(names=(), folders=(checkpoint,), kept=(), size=size), store=store)
+    progress.step(f"Checkpoint discarded: {gibibytes(size)} freed")

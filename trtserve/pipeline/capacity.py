@@ -1,0 +1,118 @@
+"""Whether an engine fits the memory of this machine, known before its weights are here, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trtserve.convert import checkpoint_config
+from trtserve.errors import MemoryLimitError
+from trtserve.machine import free_memory, gibibytes
+from trtserve.runtimes import EnginePlan, choose_runtime
+from trtserve.specs import BuildSpec, ConvertSpec
+
+# Triton, its Python stubs and the tokenizers in them, beside the stub that holds the engine.
+SERVER_MEMORY = 700 * 2**20
+
+_SHORTEST = 128
+_ITEM_BITS = {"f32": 32, "f16": 16, "u8": 8}
+# OpenVINO keeps a scale and a zero point in float32 with the uint8 keys or values of one token and head.
+_U8_EXTRA_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What decides the memory of a served engine.
+
+    `hf` is the model's `config.json`; `kv_tokens` is the explicit size of the KV cache in tokens. Without it the cache
+    takes what is free, but one sequence of `max_seq_len` tokens must fit.
+    """
+
+    hf: Mapping[str, Any]
+    convert: ConvertSpec
+    build: BuildSpec
+    kv_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes of memory: `build` for weights and arithmetic, `kv` for the smallest KV cache of `kv_tokens` tokens."""
+
+    engine: EnginePlan
+    kv: int
+    kv_tokens: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of memory that the served engine needs at least."""
+        return self.engine.memory_bytes + self.kv + SERVER_MEMORY
+
+
+def need_of(wish: Wish) -> Need:
+    """What `wish` needs; UsageError or UnsupportedModelError when it cannot be built at all."""
+    config = checkpoint_config(wish.hf, wish.convert)
+    engine = choose_runtime(wish.build.runtime).plan(config, wish.build)
+    tokens = wish.kv_tokens or engine.limits.max_seq_len
+    return Need(engine=engine, kv=tokens * kv_bytes_per_token(config, engine.kv_precision), kv_tokens=tokens)
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], precision: str) -> int:
+    """Bytes of keys and values of all layers for one token, from a checkpoint's config."""
+    head = int(config["head_size"]) * _ITEM_BITS[precision] // 8 + (_U8_EXTRA_BYTES if precision == "u8" else 0)
+    return 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * head
+
+
+def require_memory(wish: Wish, name: str) -> None:
+    """MemoryLimitError when `wish` does not fit the free memory; its hint names a setting that fits, or says none."""
+    need, free = need_of(wish), free_memory()
+    if need.total <= free:
+        return
+    raise MemoryLimitError(
+        f"{name} needs {gibibytes(need.total)} of memory: {gibibytes(need.engine.memory_bytes)} to build and load"
+        f" {gibibytes(need.engine.disk_bytes)} of weights, {gibibytes(need.kv)} KV cache for {need.kv_tokens} tokens,"
+        f" {gibibytes(SERVER_MEMORY)} for the server. {gibibytes(free)} are free.",
+        hint=_advice(wish, free),
+    )
+
+
+def _advice(wish: Wish, free: int) -> str:
+    for flags, smaller in _smaller(wish):
+        need = need_of(smaller)
+        if need.total <= free:
+            return f"{flags} would fit: {gibibytes(need.total)}."
+    return "No setting makes it fit here: take a smaller model, or a machine with more memory."
+
+
+def _smaller(wish: Wish) -> Iterator[tuple[str, Wish]]:
+    """Wishes that need less, with the flags that ask for them; the mildest first."""
+    for changes, convert in _narrower(wish.convert, str(checkpoint_config(wish.hf, wish.convert)["dtype"])):
+        narrower = replace(wish, convert=convert)
+        if changes:
+            yield changes, narrower
+        for flag, shorter in _shorter(narrower):
+            yield f"{changes} {flag}".strip(), shorter
+
+
+def _narrower(spec: ConvertSpec, dtype: str) -> Iterator[tuple[str, ConvertSpec]]:
+    yield "", spec
+    half = replace(spec, dtype="bfloat16")
+    if dtype == "float32":
+        yield "--dtype bfloat16", half
+    if spec.quantize == "none":
+        yield "--quantize int8", replace(spec, quantize="int8")
+        if dtype == "float32":
+            yield "--dtype bfloat16 --quantize int8", replace(half, quantize="int8")
+
+
+def _shorter(wish: Wish) -> Iterator[tuple[str, Wish]]:
+    tokens = need_of(wish).kv_tokens // 2
+    while tokens >= _SHORTEST:
+        if wish.kv_tokens:
+            yield f"--max-tokens-in-paged-kv-cache {tokens}", replace(wish, kv_tokens=tokens)
+        else:
+            inputs = min(wish.build.max_input_len or tokens, tokens)
+            build = replace(wish.build, max_seq_len=tokens, max_input_len=inputs)
+            more = f" --max-input-len {inputs}" if wish.build.max_input_len not in (None, inputs) else ""
+            yield f"--max-seq-len {tokens}{more}", replace(wish, build=build)
+        tokens //= 2
