@@ -116,6 +116,6 @@ _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _
 
 def _rounded_to_int8(weight: Floats) -> Floats:
     """What is left of a matrix [out, in] after symmetric int8 per output channel."""
-    scales = np.abs(weight).max(axis=1, keepdims=True) / 127
+    scales: Floats = np.abs(weight).max(axis=1, keepdims=True) / 127
     rounded: Floats = np.rint(weight / scales)
     return rounded * scales

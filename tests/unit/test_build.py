@@ -1,0 +1,373 @@
+"""Build: limits, precision and room are decided before the work; the engine is reused, proven, or explained."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.paged_steps import PagedSteps
+from tests.support.tiny_models import write_tiny_model
+from trtserve import build as build_module
+from trtserve import machine, runtimes
+from trtserve.artifacts import Checkpoint, Engine, Manifest, Model, load_artifact
+from trtserve.build import build_engine, find_checkpoint, plan_build
+from trtserve.cli import run
+from trtserve.convert import convert_model
+from trtserve.errors import (
+    ArtifactError,
+    BuildError,
+    CorruptFileError,
+    DiskSpaceError,
+    MemoryLimitError,
+    MissingDependencyError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    UsageError,
+)
+from trtserve.executor.paged_model import PagedModel
+from trtserve.progress import SilentProgress
+from trtserve.runtimes import openvino
+from trtserve.runtimes.base import longest_sequence
+from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.store import NameRecord, Store
+
+SPEC = BuildSpec(max_batch_size=4, max_seq_len=128)
+
+
+def _convert(folder: Path, *, overrides: dict[str, Any] | None = None, **options: Any) -> Checkpoint:
+    model = Model(path=write_tiny_model(folder / "model", **(overrides or {})))
+    return convert_model(model, ConvertSpec(**({"dtype": "float32"} | options)), name="tiny", out=folder / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A float32 Llama checkpoint of one rank."""
+    return _convert(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Its engine."""
+    return build_engine(checkpoint, SPEC, out=tmp_path_factory.mktemp("built") / "engine")
+
+
+class _Lines(SilentProgress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def step(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def _manifest(artifact: Engine) -> Manifest:
+    assert artifact.manifest is not None
+    return artifact.manifest
+
+
+def _engine_config(artifact: Engine) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((artifact.path / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def test_engine_folder_has_the_files_of_its_kind(engine: Engine) -> None:
+    assert sorted(path.name for path in engine.path.iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "rank0.bin",
+        "rank0.xml",
+    ]
+    assert load_artifact(Engine, engine.path).name == "tiny"
+
+
+def test_config_follows_tensorrt_llm(engine: Engine, checkpoint: Checkpoint) -> None:
+    config = _engine_config(engine)
+    assert list(config) == ["version", "pretrained_config", "build_config", "trtserve"]
+    source = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
+    assert config["pretrained_config"] == source
+    limits = {key: config["build_config"][key] for key in ("max_batch_size", "max_input_len", "max_seq_len")}
+    assert limits == {"max_batch_size": 4, "max_input_len": 128, "max_seq_len": 128}
+    assert config["build_config"]["max_num_tokens"] == 512
+    own = config["trtserve"]
+    assert (own["runtime"], own["compute_precision"], own["kv_precision"]) == ("openvino", "f32", "f32")
+    assert own["openvino"] == metadata.version("openvino")
+
+
+def test_manifest_records_what_the_proof_measured(engine: Engine) -> None:
+    facts = _manifest(engine).facts
+    assert facts["weights_bytes"] == (engine.path / "rank0.bin").stat().st_size
+    assert facts["load_seconds"] > 0
+    assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+    assert facts["compute_precision"] == "f32"
+
+
+def test_equal_builds_are_reused_and_others_are_not(checkpoint: Checkpoint) -> None:
+    first = build_engine(checkpoint, SPEC)
+    lines = _Lines()
+    again = build_engine(checkpoint, SPEC, progress=lines)
+    assert again == first
+    assert any("is reused" in line for line in lines.lines)
+    assert not any("Building" in line for line in lines.lines)
+    spec = BuildSpec(max_batch_size=4, max_seq_len=128, kv_precision="u8")
+    assert build_engine(checkpoint, spec).path != first.path
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        BuildSpec(max_batch_size=5, max_seq_len=128),
+        BuildSpec(max_batch_size=4, max_seq_len=64),
+        BuildSpec(max_batch_size=4, max_seq_len=128, max_input_len=64),
+        BuildSpec(max_batch_size=4, max_seq_len=128, max_num_tokens=64),
+        BuildSpec(max_batch_size=4, max_seq_len=128, kv_precision="f16"),
+    ],
+)
+def test_every_limit_and_precision_is_in_the_fingerprint(checkpoint: Checkpoint, spec: BuildSpec) -> None:
+    assert plan_build(checkpoint, spec).fingerprint != plan_build(checkpoint, SPEC).fingerprint
+
+
+def test_version_of_openvino_is_in_the_fingerprint(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = plan_build(checkpoint, SPEC).fingerprint
+    monkeypatch.setattr(metadata, "version", lambda _: "2099.1")
+    assert plan_build(checkpoint, SPEC).fingerprint != before
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 4}, {"pp_size": 2}], ids=str)
+def test_shards_are_merged_to_the_same_engine(sizes: dict[str, int], engine: Engine, tmp_path: Path) -> None:
+    """vocab 321 does not divide, and tp 4 repeats the 2 key heads: neither may leave a trace."""
+    overrides = {"vocab_size": 321}
+    whole = build_engine(_convert(tmp_path / "whole", overrides=overrides), SPEC, out=tmp_path / "whole-engine")
+    lines = _Lines()
+    split = build_engine(
+        _convert(tmp_path / "split", overrides=overrides, **sizes), SPEC, out=tmp_path / "engine", progress=lines
+    )
+    assert (split.path / "rank0.bin").read_bytes() == (whole.path / "rank0.bin").read_bytes()
+    mapping = _engine_config(split)["pretrained_config"]["mapping"]
+    assert (mapping["world_size"], mapping["tp_size"], mapping["pp_size"]) == (1, 1, 1)
+    assert any("ranks of the checkpoint are merged" in line for line in lines.lines)
+    assert (split.path / "rank0.bin").stat().st_size > (engine.path / "rank0.bin").stat().st_size
+
+
+def test_defaults_are_those_of_the_model(tmp_path: Path) -> None:
+    short = plan_build(_convert(tmp_path / "short"), BuildSpec()).engine.limits
+    assert (short.max_seq_len, short.max_input_len) == (512, 512)
+    assert (short.max_batch_size, short.max_num_tokens) == (16, 2048)
+    overrides = {"max_position_embeddings": 131072}
+    long = plan_build(_convert(tmp_path / "long", overrides=overrides), BuildSpec()).engine.limits
+    assert long.max_seq_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (BuildSpec(max_seq_len=513), "max-seq-len is 513; the model knows 512 positions"),
+        (BuildSpec(max_seq_len=64, max_input_len=65), "max-input-len is 65, more than the 64"),
+        (BuildSpec(max_batch_size=8, max_num_tokens=7), "max-num-tokens is 7, but each of 8 requests"),
+    ],
+)
+def test_impossible_limits_are_refused_with_numbers(checkpoint: Checkpoint, spec: BuildSpec, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_build(checkpoint, spec)
+
+
+def test_linear_rope_scaling_lengthens_the_context_and_llama3_does_not() -> None:
+    assert (
+        longest_sequence({"max_position_embeddings": 100, "rotary_scaling": {"type": "linear", "factor": 2.0}}) == 200
+    )
+    assert (
+        longest_sequence({"max_position_embeddings": 100, "rotary_scaling": {"type": "llama3", "factor": 8.0}}) == 100
+    )
+    assert longest_sequence({"max_position_embeddings": None, "rotary_scaling": None}) == 2048
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv", "bfloat16", "expected"),
+    [
+        ("float32", "auto", True, ("f32", "f32")),
+        ("float32", "u8", True, ("f32", "u8")),
+        ("float16", "auto", True, ("bf16", "u8")),
+        ("bfloat16", "f16", True, ("bf16", "f16")),
+        ("float16", "f32", True, ("f32", "f32")),
+        ("float16", "auto", False, ("f32", "u8")),
+        ("bfloat16", "f32", False, ("f32", "f32")),
+    ],
+)
+def test_precision_follows_weights_and_machine(dtype: str, kv: str, bfloat16: bool, expected: tuple[str, str]) -> None:
+    assert openvino.resolve_precision(dtype, kv, bfloat16=bfloat16)[:2] == expected
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("kv", ["auto", "f16", "f32"])
+def test_every_precision_builds_and_runs(dtype: str, quantize: str, kv: Any, tmp_path: Path) -> None:
+    source = _convert(tmp_path, dtype=dtype, quantize=quantize)
+    built = build_engine(source, BuildSpec(kv_precision=kv), out=tmp_path / "engine")
+    size = (built.path / "rank0.bin").stat().st_size
+    # int8 adds a float32 scale per row, which weigh much beside the short rows of a tiny model.
+    assert abs(size - openvino.weight_bytes(_engine_config(built)["pretrained_config"])) < 8192
+    logits = PagedSteps(PagedModel(built.path, threads=1), {"a": range(3, 40)}).step({"a": 37})["a"]
+    assert np.isfinite(logits).all()
+
+
+def test_too_little_memory_is_said_before_anything_is_written(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "free_memory", lambda: 10 * 2**20)
+    with pytest.raises(MemoryLimitError, match=r"needs 301 MiB of memory; 10 MiB are free"):
+        build_engine(checkpoint, SPEC, out=tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_too_little_disk_is_said(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "free_disk", lambda _: 1024)
+    with pytest.raises(DiskSpaceError, match="0 MiB free"):
+        build_engine(checkpoint, SPEC, out=tmp_path / "engine")
+
+
+def test_missing_openvino_names_the_command(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    with pytest.raises(MissingDependencyError) as caught:
+        plan_build(checkpoint, SPEC)
+    assert caught.value.hint == "pip install 'trtserve[cpu]'"
+
+
+@pytest.mark.parametrize("name", ["tensorrt_llm", "llmapi"])
+def test_runtimes_that_are_not_here_are_named(name: Any, checkpoint: Checkpoint) -> None:
+    with pytest.raises(MissingDependencyError, match=f"The {name} runtime is missing"):
+        plan_build(checkpoint, BuildSpec(runtime=name))
+
+
+def test_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "0000:01:00.0").mkdir()
+    for folder, reason in ((tmp_path / "absent", "no NVIDIA GPU"), (tmp_path, "no runtime for the NVIDIA GPU")):
+        monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", folder)
+        lines = _Lines()
+        assert runtimes.choose_runtime("auto", lines) is runtimes.RUNTIMES["openvino"]
+        assert reason in lines.lines[0]
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [{"quant_algo": "W4A16_AWQ"}, {"quant_algo": "FP8"}, {"quant_algo": None, "kv_cache_quant_algo": "INT8"}],
+    ids=str,
+)
+def test_foreign_quantisation_is_refused_by_name(quantization: dict[str, Any], tmp_path: Path) -> None:
+    source = _convert(tmp_path)
+    _edit(source.path / "config.json", quantization=quantization)
+    wanted = quantization["quant_algo"] or quantization["kv_cache_quant_algo"]
+    with pytest.raises(UnsupportedModelError, match=wanted):
+        plan_build(source, SPEC)
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(content | changes), encoding="utf-8")
+
+
+def test_quantised_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
+    """A W8A16 checkpoint of NVIDIA's own converter holds int8 tensors in the layout of its kernels."""
+    from safetensors.numpy import load_file, save_file
+
+    source = _convert(tmp_path, quantize="int8")
+    path = source.path / "rank0.safetensors"
+    tensors = load_file(path)
+    name = "transformer.layers.0.mlp.fc.weight"
+    save_file(tensors | {name: tensors[name].astype(np.int8)}, path)
+    with pytest.raises(UnsupportedModelError, match="type I8 cannot be read"):
+        build_engine(source, SPEC, out=tmp_path / "engine")
+
+
+def test_damaged_weights_leave_no_engine_behind(tmp_path: Path) -> None:
+    source = _convert(tmp_path)
+    path = source.path / "rank0.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1000)
+    with pytest.raises(CorruptFileError, match=r"rank0\.safetensors"):
+        build_engine(source, SPEC, out=tmp_path / "engine")
+    assert [entry.name for entry in tmp_path.iterdir() if "engine" in entry.name] == [".engine.lock"]
+
+
+def test_weights_that_overflow_are_refused(tmp_path: Path) -> None:
+    source = _convert(tmp_path)
+    path = source.path / "rank0.safetensors"
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": np.full_like(tensors["lm_head.weight"], np.inf)}, path)
+    with pytest.raises(BuildError, match="not finite"):
+        build_engine(source, SPEC, out=tmp_path / "engine")
+
+
+def test_checkpoints_of_other_tools_are_taken_by_path(tmp_path: Path) -> None:
+    source = _convert(tmp_path)
+    (source.path / "manifest.json").unlink()
+    found = find_checkpoint(str(source.path))
+    assert found.manifest is None
+    built = build_engine(found, SPEC, out=tmp_path / "engine")
+    assert _manifest(built).name == "checkpoint"
+
+
+def test_sources_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model")
+    with pytest.raises(ArtifactError, match="not the config of a TensorRT-LLM checkpoint"):
+        plan_build(find_checkpoint(str(tmp_path / "model")), SPEC)
+    with pytest.raises(ModelNotFoundError, match="neither a checkpoint folder nor the name"):
+        find_checkpoint("nothing-like-that")
+
+
+def test_imported_names_lead_to_their_checkpoint(checkpoint: Checkpoint) -> None:
+    record = NameRecord(
+        name="tiny",
+        source="local:tiny",
+        model="",
+        checkpoint=str(checkpoint.path),
+        engine="",
+        repository="",
+        imported="2026-01-01T00:00:00+00:00",
+    )
+    Store().record(record)
+    assert find_checkpoint("tiny") == checkpoint
+
+
+@pytest.mark.parametrize(
+    ("built_with", "bfloat16", "expected"),
+    [
+        ({"compute_precision": "bf16", "kv_precision": "u8"}, True, 0),
+        ({"compute_precision": "bf16", "kv_precision": "u8"}, False, 1),
+        ({"compute_precision": "f32", "kv_precision": "u8"}, True, 1),
+        ({"compute_precision": "f32", "kv_precision": "f32"}, True, 0),
+        ({"compute_precision": "bf16", "kv_precision": "u8", "openvino": "2020.1"}, True, 1),
+    ],
+)
+def test_other_machines_are_warned_about(
+    built_with: dict[str, str], bfloat16: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "has_bfloat16", lambda: bfloat16)
+    own = {"openvino": metadata.version("openvino")} | built_with
+    assert len(openvino.warnings({"pretrained_config": {"dtype": "float16"}, "trtserve": own})) == expected
+
+
+def test_command_prints_the_path(checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["build", str(checkpoint.path), "--max-batch-size", "4", "--out", str(tmp_path / "engine")]
+    assert run([*arguments, "--dry-run"]) == 0
+    assert "f32 arithmetic, f32 KV cache" in capsys.readouterr().out
+    assert not (tmp_path / "engine").exists()
+    assert run(arguments) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'engine'}\n"
+    assert run([*arguments, "--json", "--quiet"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["reused"], result["max_batch_size"], result["kv_precision"]) == (True, 4, "f32")
+    assert result["weights_bytes"] > 0
+
+
+def test_command_refuses_with_the_class_own_code(checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["build", str(checkpoint.path), "--max-seq-len", "1000"]) == UsageError.code
+    assert "the model knows 512 positions" in capsys.readouterr().err
+    assert run(["build", str(checkpoint.path), "--runtime", "tensorrt_llm"]) == MissingDependencyError.code
