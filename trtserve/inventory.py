@@ -23,8 +23,9 @@ _KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository
 class Entry:
     """One name in the store.
 
-    `size` counts bytes on disk, a file with several hard links once. `precision` describes the engine;
-    `repository` and `imported` are empty for a name that was pulled only. `server` is the running server's name.
+    `size` counts bytes on disk, older builds of the name included, a file with several hard links once. `precision`
+    describes the engine; `repository` and `imported` are empty for a name that was pulled only. `server` is the running
+    server's name.
     """
 
     name: str
@@ -54,9 +55,9 @@ def list_imported(store: Store | None = None) -> list[Entry]:
     store = store or Store()
     records = store.recorded()
     servers = {server.repository.resolve(): server.name for server in list_servers(store)}
-    entries = [_recorded_entry(record, servers) for record in records]
-    loose = sorted(_names_in_store(store).keys() - {record.name for record in records})
-    return entries + [_loose_entry(name, _names_in_store(store)[name]) for name in loose]
+    folders = _names_in_store(store)
+    entries = [_recorded_entry(record, folders.pop(record.name, []), servers) for record in records]
+    return entries + [_loose_entry(name, folders[name]) for name in sorted(folders)]
 
 
 def plan_removal(names: Collection[str], *, everything: bool = False, store: Store | None = None) -> Removal:
@@ -73,7 +74,7 @@ def plan_removal(names: Collection[str], *, everything: bool = False, store: Sto
     others = {path for name, record in known.items() if name not in chosen for path in _artifacts_of(record)}
     wanted = {path for name in chosen for path in by_name.get(name, [])}
     wanted |= {path for name in chosen if name in known for path in _artifacts_of(known[name])}
-    going = {path for path in wanted - others if path.is_relative_to(store.root)}
+    going = {path for path in wanted - others if path.is_relative_to(store.root) and path.is_dir()}
     going |= set(_unfinished(store)) if everything else set()
     _require_unused(going, list_servers(store))
     return Removal(
@@ -140,11 +141,11 @@ def _unfinished(store: Store) -> Iterator[Path]:
         yield from (path for path in store.folder(kind).glob("*") if path.is_dir() and not (path / MANIFEST).exists())
 
 
-def _recorded_entry(record: NameRecord, servers: dict[Path, str]) -> Entry:
+def _recorded_entry(record: NameRecord, folders: list[Path], servers: dict[Path, str]) -> Entry:
     return Entry(
         name=record.name,
         source=record.source,
-        size=disk_usage(_artifacts_of(record)),
+        size=disk_usage({*folders, *_artifacts_of(record)}),
         precision=engine_precision(Path(record.engine)),
         repository=record.repository,
         imported=record.imported,

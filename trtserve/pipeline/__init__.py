@@ -24,6 +24,8 @@ from trtserve.progress import SILENT, Progress
 from trtserve.repo import RepositoryPlan, assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import NameRecord, Store, reusable
+from trtserve.triton.profiles import profile
+from trtserve.triton.settings import resolve_settings
 
 ENGINE_DEST_PATH = "ENGINE_DEST_PATH"
 
@@ -121,6 +123,8 @@ def plan_import(
     Raises what `plan_model` raises, and UsageError for sizes and limits that the model does not allow.
     """
     store = store or Store()
+    # The repository is assembled last, but a wrong setting of it is told first.
+    resolve_settings(spec.repository.settings, profile(spec.repository.release))
     model = plan_model(spec.source, name=spec.name, store=store, token=token, progress=progress)
     need = need_of(_wish(spec, model))
     path = model_destination(model, None, store)
@@ -236,6 +240,8 @@ def import_to_repository(
 def _make_engine(spec: ImportSpec, model: Model, conversion: Conversion, store: Store, progress: Progress) -> Engine:
     build = _plan_build(spec, conversion, store)
     if build.reused:
+        place = destination_of(conversion, spec.name, store=store)
+        progress.step(f"Checkpoint {place.path} is reused" if place.reused else "No checkpoint is needed any more")
         progress.step(f"Engine {build.path} is reused")
         return _engine(build)
     checkpoint = convert_model(model, spec.convert, name=spec.name, store=store, progress=progress)
