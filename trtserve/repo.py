@@ -38,6 +38,13 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )
 _LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")
+_SHARED = {
+    PREPROCESSING: ("hf_tokenizer", "model_parameters"),
+    POSTPROCESSING: ("hf_tokenizer", "model_parameters"),
+    CORE: ("model_parameters",),
+    BLS: ("model_parameters",),
+    ENSEMBLE: (),
+}
 _PROBE = "What is machine learning?"
 
 
@@ -255,18 +262,18 @@ def _write_models(folder: Path, plan: RepositoryPlan) -> None:
         if template == ENSEMBLE:
             # Tools that drop empty folders would make Triton refuse the model.
             (version / ".tmp").touch()
-        else:
-            for source in (*_python_files(template), *_python_files("shared")):
-                shutil.copyfile(source, version / source.name)
+        for source in _python_files(template):
+            shutil.copyfile(source, version / source.name)
 
 
 def _python_files(model: str) -> list[Path]:
-    folder = _SOURCES / model
-    return sorted((folder if model == "shared" else folder / VERSION).glob("*.py"))
+    """The model's own files and those that it shares with other models; each model imports only its own folder."""
+    shared = [_SOURCES / "shared" / f"{name}.py" for name in _SHARED[model]]
+    return sorted((_SOURCES / model / VERSION).glob("*.py")) + shared
 
 
 def _model_sources() -> list[Path]:
-    return [path for model in (*MODELS, "shared") for path in _python_files(model)]
+    return [path for model in MODELS for path in _python_files(model)]
 
 
 def _link_engine(engine: Path, target: Path, *, copy: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -39,20 +40,19 @@ def error_response(message: str) -> Any:
     return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
 
 
-def _supports_parameters() -> bool:
+@lru_cache(maxsize=1)
+def _parameters_supported() -> bool:
+    """Whether this Triton's python backend can send response parameters; the one of 24.10 cannot."""
     try:
-        pb_utils.InferenceResponse(output_tensors=[], parameters='{"probe": "1"}')
+        pb_utils.InferenceResponse(output_tensors=[], parameters={"probe": "1"})
     except TypeError:
         return False
     return True
 
 
-PARAMETERS_SUPPORTED = _supports_parameters()
-
-
 def response(tensors: list[Any], parameters: dict[str, Any] | None = None) -> Any:
-    """A response with response parameters, where this Triton's python backend can carry them."""
-    if parameters and PARAMETERS_SUPPORTED:
+    """A response, with response parameters where the python backend can carry them."""
+    if parameters and _parameters_supported():
         return pb_utils.InferenceResponse(output_tensors=tensors, parameters=parameters)
     return pb_utils.InferenceResponse(output_tensors=tensors)
 

@@ -1,0 +1,405 @@
+"""The five Triton models and the alias in a real Triton server, on a tiny model: the contract that clients rely on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.model_server import ModelServer, Tensors, flags, floats, integers, serving, texts
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Engine, Model
+from trtserve.build import build_engine
+from trtserve.convert import convert_model
+from trtserve.executor import api
+from trtserve.repo import assemble_repository
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+
+pytestmark = pytest.mark.triton
+
+NAME = "tiny"
+PROMPT = "What is machine learning?"
+SEED_BODY = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": ""}
+SEED_BODY_WITH_IDS = {**SEED_BODY, "pad_id": 2, "end_id": 2}
+TEXT_MODELS = ("ensemble", "tensorrt_llm_bls", NAME)
+ENDLESS = 3500
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> Path:
+    return write_tiny_model(root / "model", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def engine(root: Path, model: Path) -> Engine:
+    checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=root / "checkpoint")
+    spec = BuildSpec(max_batch_size=8, max_seq_len=4096, runtime="openvino")
+    return build_engine(checkpoint, spec, out=root / "engine")
+
+
+@pytest.fixture(scope="module")
+def streaming(root: Path, model: Path, engine: Engine) -> Iterator[ModelServer]:
+    spec = RepositorySpec(name=NAME)
+    repository = assemble_repository(engine, model, spec, out=root / "streaming")
+    with serving(repository.path, root / "streaming-server") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(root: Path, model: Path, engine: Engine) -> Iterator[ModelServer]:
+    # Relocated after it was made: nothing in it may be an absolute path.
+    made = assemble_repository(engine, model, RepositorySpec(name=NAME, streaming=False), out=root / "made")
+    repository = made.path.rename(root / "moved")
+    with serving(repository, root / "plain-server") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(model))
+
+
+@pytest.fixture(scope="module")
+def greedy(engine: Engine) -> Callable[[list[int], int], list[int]]:
+    """Greedy new tokens of the executor in this process: what every model of the chain must come to."""
+    executor = api.Executor(engine.path, api.ModelType.DECODER_ONLY, api.ExecutorConfig())
+
+    def generate(ids: list[int], count: int) -> list[int]:
+        output = api.OutputConfig(exclude_input_from_output=True)
+        number = executor.enqueue_request(api.Request(ids, count, output_config=output, end_id=2))
+        answers: Any = executor.await_responses(number)
+        tokens: list[int] = answers[0].result.output_token_ids[0]
+        return tokens
+
+    return generate
+
+
+@pytest.mark.parametrize("body", [SEED_BODY, SEED_BODY_WITH_IDS], ids=["plain body", "with ids"])
+@pytest.mark.parametrize("name", TEXT_MODELS)
+@pytest.mark.parametrize("policy", ["streaming", "plain"])
+def test_seed_bodies(
+    policy: str, name: str, body: dict[str, Any], tokenizer: Any, greedy: Any, request: pytest.FixtureRequest
+) -> None:
+    server: ModelServer = request.getfixturevalue(policy)
+    status, answer = server.generate(name, body)
+    ids = tokenizer.encode(PROMPT)
+    expected = tokenizer.decode(ids + greedy(ids, 20), skip_special_tokens=True)
+    sequence = {"sequence_end": False, "sequence_id": 0, "sequence_start": False} if name == "ensemble" else {}
+    assert status == 200
+    assert answer == {"model_name": name, "model_version": "1", "text_output": expected, **sequence}
+    assert expected.startswith(PROMPT)
+
+
+def core_tensors(prompt: list[int], count: int, *, stream: bool) -> Tensors:
+    """Exactly what NVIDIA's inflight_batcher_llm_client.py sends."""
+    return {
+        "input_ids": np.array([prompt], dtype=np.int32),
+        "input_lengths": integers(len(prompt)),
+        "request_output_len": integers(count),
+        "beam_width": integers(1),
+        "temperature": floats(1.0),
+        "streaming": flags(stream),
+        "end_id": integers(2),
+        "pad_id": integers(2),
+        "runtime_top_k": integers(1),
+        "runtime_top_p": floats(0.0),
+    }
+
+
+def text_tensors(prompt: str, count: int, *, stream: bool) -> Tensors:
+    """Exactly what NVIDIA's end_to_end_grpc_client.py sends."""
+    return {
+        "text_input": texts(prompt),
+        "max_tokens": integers(count),
+        "stream": flags(stream),
+        "beam_width": integers(1),
+        "temperature": floats(1.0),
+        "exclude_input_in_output": flags(False),
+    }
+
+
+def endless(name: str) -> tuple[Tensors, str]:
+    """A streamed request that ends by itself only after many seconds, and its text or token output."""
+    if name == "tensorrt_llm":
+        return {**core_tensors([1, 70, 80], ENDLESS, stream=True), "end_id": integers(-1)}, "output_ids"
+    return {**text_tensors(PROMPT, ENDLESS, stream=True), "end_id": integers(-1)}, "text_output"
+
+
+def tokens_of(answers: list[Tensors]) -> list[int]:
+    for answer in answers:
+        assert answer["sequence_length"].tolist() == [[answer["output_ids"].shape[2]]]
+    return [token for answer in answers for token in answer["output_ids"].reshape(-1).tolist()]
+
+
+def test_core_model_streams(streaming: ModelServer, greedy: Any) -> None:
+    prompt = [1, 100, 101, 102]
+    with streaming.stream() as stream:
+        answers = stream.all("tensorrt_llm", core_tensors(prompt, 24, stream=True))
+    assert set(answers[0]) == {"output_ids", "sequence_length"}
+    assert len(answers) > 1
+    assert tokens_of(answers) == greedy(prompt, 24)
+
+
+def test_core_model_answers_once(streaming: ModelServer, plain: ModelServer, greedy: Any) -> None:
+    prompt = [1, 100, 101, 102]
+    expected = prompt + greedy(prompt, 24)
+    with streaming.stream() as stream:
+        (answer,) = stream.all("tensorrt_llm", core_tensors(prompt, 24, stream=False))
+    assert tokens_of([answer]) == expected
+    assert tokens_of([plain.infer("tensorrt_llm", core_tensors(prompt, 24, stream=False))]) == expected
+
+
+def test_prompt_is_left_out_on_demand(plain: ModelServer, greedy: Any) -> None:
+    tensors = {**core_tensors([1, 90], 8, stream=False), "exclude_input_in_output": flags(True)}
+    assert tokens_of([plain.infer("tensorrt_llm", tensors)]) == greedy([1, 90], 8)
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "häßlich ☃ 東京", "a", "  two spaces ", "42"])
+def test_streamed_pieces_join_to_the_text(streaming: ModelServer, prompt: str, tokenizer: Any, greedy: Any) -> None:
+    # A random model writes random bytes: whole, cut and impossible characters.
+    ids = tokenizer.encode(prompt)
+    expected = tokenizer.decode(greedy(ids, 60), skip_special_tokens=True)
+    with streaming.stream() as stream:
+        answers = stream.all(NAME, text_tensors(prompt, 60, stream=True))
+    pieces = [answer["text_output"].item().decode("utf-8") for answer in answers]
+    assert "".join(pieces) == expected
+    assert not any(piece.endswith("\N{REPLACEMENT CHARACTER}") for piece in pieces[:-1])
+    assert len(pieces) > 10
+
+
+def test_ensemble_streams(streaming: ModelServer, tokenizer: Any, greedy: Any) -> None:
+    ids = tokenizer.encode(PROMPT)
+    expected = [tokenizer.decode([token]) for token in greedy(ids, 12)]
+    with streaming.stream() as stream:
+        answers = stream.all("ensemble", text_tensors(PROMPT, 12, stream=True))
+    assert [answer["text_output"].item().decode("utf-8") for answer in answers] == expected
+
+
+def test_generate_stream_events(streaming: ModelServer) -> None:
+    events = streaming.generate_stream(NAME, {"text_input": PROMPT, "max_tokens": 6, "stream": True})
+    assert len(events) >= 6
+    assert all(set(event) == {"model_name", "model_version", "text_output"} for event in events)
+
+
+def test_batch_of_prompts(streaming: ModelServer, tokenizer: Any, greedy: Any) -> None:
+    prompts = ("one", "and two", "three, at last")
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    tensors = {
+        **text_tensors("", 10, stream=True),
+        "text_input": texts(*prompts),
+        **{
+            name: np.repeat(value, 3, axis=0)
+            for name, value in text_tensors("", 10, stream=True).items()
+            if name != "text_input"
+        },
+    }
+    with streaming.stream() as stream:
+        answers = stream.all(NAME, tensors)
+    joined = ["", "", ""]
+    for answer in answers:
+        joined[answer["batch_index"].item()] += answer["text_output"].item().decode("utf-8")
+    assert joined == [tokenizer.decode(greedy(row, 10), skip_special_tokens=True) for row in ids]
+
+
+def test_batch_of_ids_is_trimmed_to_its_lengths(streaming: ModelServer, greedy: Any) -> None:
+    rows = [[1, 60, 61, 62], [1, 70]]
+    tensors = {
+        "input_ids": np.array([rows[0], [*rows[1], 2, 2]], dtype=np.int32),
+        "input_lengths": integers(4, 2),
+        "request_output_len": integers(5, 7),
+    }
+    with streaming.stream() as stream:
+        answers = stream.all("tensorrt_llm", tensors)
+    found = {answer["batch_index"].item(): tokens_of([answer]) for answer in answers}
+    assert found == {0: rows[0] + greedy(rows[0], 5), 1: rows[1] + greedy(rows[1], 7)}
+
+
+def test_stop_words_end_the_text(plain: ModelServer, tokenizer: Any, greedy: Any) -> None:
+    prompt = [1, 100, 101, 102]
+    tokens = greedy(prompt, 24)
+    word = tokens[5:7]
+    stop = np.array([[word, [2, -1]]], dtype=np.int32)
+    tensors = {**core_tensors(prompt, 24, stream=False), "stop_words_list": stop}
+    found = tokens_of([plain.infer("tensorrt_llm", tensors)])[len(prompt) :]
+    assert found == tokens[: len(found)]
+    assert found[-2:] == word
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.05)
+
+
+def is_idle(server: ModelServer) -> bool:
+    return (
+        server.metric("nv_trt_llm_request_metrics", 'request_type="active"') == 0
+        and server.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="used"') == 0
+    )
+
+
+@pytest.fixture
+def stops_early(streaming: ModelServer) -> Iterator[None]:
+    """After the test the engine is idle and has generated far fewer tokens than an endless request asks for."""
+    wait_until(lambda: is_idle(streaming))
+    before = streaming.metric("nv_llm_output_token_len_sum")
+    requests = streaming.metric("nv_llm_output_token_len_count")
+    yield
+    wait_until(lambda: streaming.metric("nv_llm_output_token_len_count") > requests)
+    wait_until(lambda: is_idle(streaming))
+    assert 0 < streaming.metric("nv_llm_output_token_len_sum") - before < ENDLESS / 2
+
+
+@pytest.mark.usefixtures("stops_early")
+def test_stop_request_reaches_every_request_of_its_id(streaming: ModelServer) -> None:
+    tensors, _ = endless("tensorrt_llm")
+    with streaming.stream() as first, streaming.stream() as second, streaming.stream() as stopper:
+        for stream in (first, second):
+            stream.send("tensorrt_llm", tensors, request_id="twice")
+            assert not stream.next()[1]
+        # As NVIDIA's client stops: an own request with lengths of zero.
+        stop = {
+            "input_ids": np.zeros((1, 1), dtype=np.int32),
+            "input_lengths": integers(0),
+            "request_output_len": integers(0),
+            "stop": flags(True),
+        }
+        assert stopper.all("tensorrt_llm", stop, request_id="twice") == []
+        for stream in (first, second):
+            while not stream.next()[1]:
+                pass
+
+
+@pytest.mark.usefixtures("stops_early")
+def test_stop_request_reaches_a_request_behind_the_bls_model(streaming: ModelServer) -> None:
+    tensors, _ = endless(NAME)
+    with streaming.stream() as stream, streaming.stream() as stopper:
+        stream.send(NAME, tensors, request_id="mine")
+        assert not stream.next()[1]
+        stop = {**core_tensors([1], 1, stream=False), "stop": flags(True)}
+        stopper.all("tensorrt_llm", stop, request_id="mine")
+        while not stream.next()[1]:
+            pass
+
+
+@pytest.mark.usefixtures("stops_early")
+@pytest.mark.parametrize("name", ["tensorrt_llm", NAME])
+def test_grpc_cancel_stops_the_engine(streaming: ModelServer, name: str) -> None:
+    tensors, output = endless(name)
+    with streaming.stream() as stream:
+        stream.send(name, tensors)
+        assert output in stream.next()[0]
+
+
+@pytest.mark.usefixtures("stops_early")
+@pytest.mark.parametrize("name", ["tensorrt_llm_bls", NAME])
+def test_http_disconnect_stops_the_engine(streaming: ModelServer, name: str) -> None:
+    body = {"text_input": PROMPT, "max_tokens": ENDLESS, "stream": True, "end_id": -1}
+    with closing(streaming.connection(30)) as connection:
+        connection.request("POST", f"/v2/models/{name}/generate_stream", body=json.dumps(body))
+        answer = connection.getresponse()
+        assert answer.read(6) == b"data: "
+        answer.close()
+
+
+BAD_BODIES: dict[str, tuple[dict[str, Any], str]] = {
+    "no text": ({"max_tokens": 4}, ""),
+    "no tokens wanted": ({"text_input": "x", "max_tokens": 0}, "max_tokens must be a single value > 0"),
+    "negative": ({"text_input": "x", "max_tokens": -3}, "max_tokens must be a single value > 0"),
+    "beams": ({"text_input": "x", "max_tokens": 4, "beam_width": 2}, "beam width 2"),
+    "synonyms": (
+        {"text_input": "x", "max_tokens": 4, "seed": 1, "random_seed": 2},
+        "Two names of one setting were given with different values: seed 1 and random_seed 2",
+    ),
+    "temperature": ({"text_input": "x", "max_tokens": 4, "temperature": -1.0}, "temperature"),
+    "drafts": ({"text_input": "x", "max_tokens": 4, "num_draft_tokens": 2}, "without draft model"),
+    "unbuilt": ({"text_input": "x", "max_tokens": 4, "return_log_probs": True}, "return_log_probs"),
+    "bias": ({"text_input": "x", "max_tokens": 4, "embedding_bias_words": ["a"]}, "embedding_bias_weights"),
+    "image": ({"text_input": "x", "max_tokens": 4, "image_url_input": "x"}, "image_url_input"),
+    "prompt too long": ({"text_input": "x" * 5000, "max_tokens": 4}, "exceeds maximum input length"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BODIES)
+def test_errors_name_what_is_wrong(streaming: ModelServer, case: str) -> None:
+    body, message = BAD_BODIES[case]
+    status, answer = streaming.generate(NAME, body)
+    assert status >= 400
+    assert message in answer["error"]
+    assert "Traceback" not in answer["error"]
+
+
+def test_core_errors(plain: ModelServer) -> None:
+    from tritonclient.utils import InferenceServerException
+
+    prompt = core_tensors([1, 5], 4, stream=False)
+    for change, message in (
+        ({"streaming": flags(True)}, "Streaming is only supported in decoupled mode."),
+        ({"stop": flags(True)}, "A request id must be provided for request cancellation"),
+        ({"request_output_len": integers(0)}, "max_tokens"),
+    ):
+        with pytest.raises(InferenceServerException, match=message):
+            plain.infer("tensorrt_llm", {**prompt, **change})
+    batch = {name: np.repeat(value, 2, axis=0) for name, value in prompt.items()}
+    with pytest.raises(InferenceServerException, match="Batch size 2 needs the decoupled"):
+        plain.infer("tensorrt_llm", batch)
+
+
+def test_neutral_values_pass(plain: ModelServer) -> None:
+    body = {
+        **SEED_BODY,
+        "beam_width": 1,
+        "top_p": 0.0,
+        "top_k": 1,
+        "temperature": 1.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "return_log_probs": False,
+        "num_return_sequences": 1,
+        "random_seed": 7,
+        "seed": 7,
+    }
+    assert plain.generate(NAME, body) == plain.generate(NAME, SEED_BODY)
+
+
+def test_requests_run_at_once_and_fail_alone(streaming: ModelServer) -> None:
+    """Through one BLS instance the core model has many requests in flight; a bad one among them spoils none."""
+    most = 0.0
+
+    def ask(number: int) -> tuple[int, dict[str, Any]]:
+        body = {"text_input": f"Question {number}", "max_tokens": 300, "end_id": -1}
+        return streaming.generate(NAME, body | ({"beam_width": 5} if number == 3 else {}))
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, number) for number in range(8)]
+        while not all(future.done() for future in asked):
+            label = 'inflight_batcher_specific_metric="generation_requests"'
+            most = max(most, streaming.metric("nv_trt_llm_inflight_batcher_metrics", label))
+            time.sleep(0.02)
+    assert [status for status, _ in (future.result() for future in asked)].count(200) == 7
+    assert asked[3].result()[0] != 200
+    assert most > 2
+
+
+def test_metric_families(streaming: ModelServer) -> None:
+    streaming.generate(NAME, SEED_BODY)
+    wait_until(lambda: streaming.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="max"') > 0)
+    assert streaming.metric("nv_trt_llm_request_metrics", 'request_type="max"') == 8
+    assert streaming.metric("nv_trt_llm_general_metrics", "iteration_counter") > 0
+    assert abs(streaming.metric("nv_trt_llm_general_metrics", "timestamp") - time.time()) < 3600

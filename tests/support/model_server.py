@@ -1,0 +1,188 @@
+"""A real tritonserver on a model repository that a test assembled, and the clients that tests talk to it with."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.process import exit_code, spawn, stop
+from trtserve.store import Store
+from trtserve.triton.server import (
+    Address,
+    find_triton,
+    is_ready,
+    prepare_backends,
+    server_command,
+    sweep_shared_memory,
+    unique_prefix,
+)
+
+Tensors = dict[str, npt.NDArray[Any]]
+
+_TRITON_TYPES = {"b": "BOOL", "O": "BYTES", "int32": "INT32", "uint64": "UINT64", "float32": "FP32"}
+
+
+@dataclass(frozen=True)
+class ModelServer:
+    """A server that is ready."""
+
+    address: Address
+
+    def post(self, path: str, body: Mapping[str, Any], timeout: float = 60) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a POST."""
+        with closing(self.connection(timeout)) as connection:
+            connection.request("POST", path, body=json.dumps(body))
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+
+    def generate(self, model: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Answer of the generate endpoint."""
+        return self.post(f"/v2/models/{model}/generate", body)
+
+    def generate_stream(self, model: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Events of the generate_stream endpoint."""
+        with closing(self.connection(60)) as connection:
+            connection.request("POST", f"/v2/models/{model}/generate_stream", body=json.dumps(body))
+            lines = connection.getresponse().read().decode("utf-8").splitlines()
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+    def connection(self, timeout: float) -> http.client.HTTPConnection:
+        """A connection to the HTTP port."""
+        return http.client.HTTPConnection(self.address.host, self.address.http_port, timeout=timeout)
+
+    def metric(self, family: str, label: str = "") -> float:
+        """Sum of a metric's samples whose labels contain `label`."""
+        with closing(
+            http.client.HTTPConnection(self.address.host, self.address.metrics_port, timeout=10)
+        ) as connection:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode("utf-8").splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{family}{{") and label in line)
+
+    @contextmanager
+    def stream(self) -> Iterator[Stream]:
+        """A gRPC stream."""
+        from tritonclient import grpc
+
+        with closing(grpc.InferenceServerClient(f"{self.address.host}:{self.address.grpc_port}")) as client:
+            stream = Stream(client)
+            try:
+                yield stream
+            finally:
+                client.stop_stream(cancel_requests=True)
+
+    def infer(self, model: str, tensors: Tensors, request_id: str = "") -> Tensors:
+        """One unary gRPC call."""
+        from tritonclient import grpc
+
+        with closing(grpc.InferenceServerClient(f"{self.address.host}:{self.address.grpc_port}")) as client:
+            result = client.infer(model, _inputs(tensors), request_id=request_id, client_timeout=60)
+        return _outputs(result)
+
+
+class Stream:
+    """Requests over one gRPC stream and their answers in the order of arrival."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        client.start_stream(lambda result, error: self._answers.put((result, error)))
+
+    def send(self, model: str, tensors: Tensors, request_id: str = "") -> None:
+        """Send one request."""
+        self._client.async_stream_infer(
+            model, _inputs(tensors), request_id=request_id, enable_empty_final_response=True
+        )
+
+    def next(self) -> tuple[Tensors, bool, str]:
+        """Tensors, whether it is the final answer, and the request's id; an error is raised."""
+        result, error = self._answers.get(timeout=60)
+        if error is not None:
+            raise error
+        response = result.get_response()
+        return _outputs(result), response.parameters["triton_final_response"].bool_param, response.id
+
+    def all(self, model: str, tensors: Tensors, request_id: str = "") -> list[Tensors]:
+        """Every answer with tensors to one request."""
+        self.send(model, tensors, request_id)
+        answers, final = [], False
+        while not final:
+            outputs, final, _ = self.next()
+            if outputs:
+                answers.append(outputs)
+        return answers
+
+
+def _inputs(tensors: Tensors) -> list[Any]:
+    from tritonclient import grpc
+
+    inputs = []
+    for name, value in tensors.items():
+        kind = _TRITON_TYPES.get(value.dtype.kind) or _TRITON_TYPES[value.dtype.name]
+        tensor = grpc.InferInput(name, value.shape, kind)
+        tensor.set_data_from_numpy(value)
+        inputs.append(tensor)
+    return inputs
+
+
+def _outputs(result: Any) -> Tensors:
+    return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
+
+
+@contextmanager
+def serving(repository: Path, root: Path) -> Iterator[ModelServer]:
+    """Start tritonserver on `repository`, wait until it is ready, and end it; `root` receives its log and links."""
+    triton, log, prefix = find_triton(), root / "triton.log", unique_prefix("test")
+    address = _free_address()
+    backends = prepare_backends(triton, Store(root / "home"))
+    process = spawn(server_command(triton, repository, address, backends=backends, shm_prefix=prefix), log=log)
+    try:
+        deadline = time.monotonic() + 180
+        while not is_ready(address):
+            assert exit_code(process) is None, log.read_text(errors="replace")
+            assert time.monotonic() < deadline, log.read_text(errors="replace")
+            time.sleep(0.1)
+        yield ModelServer(address)
+    finally:
+        stop(process, grace=10)
+        sweep_shared_memory(prefix)
+
+
+def _free_address() -> Address:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in sockets]
+    return Address(host="127.0.0.1", http_port=ports[0], grpc_port=ports[1], metrics_port=ports[2])
+
+
+def texts(*values: str) -> npt.NDArray[Any]:
+    """BYTES [rows, 1]."""
+    return np.array([[value.encode("utf-8")] for value in values], dtype=np.object_)
+
+
+def integers(*values: int) -> npt.NDArray[Any]:
+    """INT32 [rows, 1]."""
+    return np.array([[value] for value in values], dtype=np.int32)
+
+
+def floats(*values: float) -> npt.NDArray[Any]:
+    """FP32 [rows, 1]."""
+    return np.array([[value] for value in values], dtype=np.float32)
+
+
+def flags(*values: bool) -> npt.NDArray[Any]:
+    """BOOL [rows, 1]."""
+    return np.array([[value] for value in values], dtype=np.bool_)
