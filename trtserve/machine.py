@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -51,6 +52,15 @@ def has_bfloat16() -> bool:
 def describe() -> dict[str, str | int]:
     """Facts that decide whether an engine runs here as it did where it was built."""
     return {"system": platform.system(), "machine": platform.machine(), "bfloat16": int(has_bfloat16())}
+
+
+def differences(built: Mapping[str, str | int]) -> list[str]:
+    """In what this machine differs from `built`, the description of another; sentences for a warning."""
+    return [
+        f"The engine was built on a machine with {key} {built[key]}; here it is {here}. Speed and results may differ."
+        for key, here in describe().items()
+        if key in built and built[key] != here
+    ]
 
 
 def gibibytes(count: float) -> str:

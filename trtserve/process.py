@@ -182,10 +182,12 @@ def stop(identity: Identity, *, grace: float, urgent: Callable[[], bool] = lambd
 def stop_signals() -> Iterator[Callable[[], int]]:
     """Count SIGINT, SIGTERM and SIGHUP instead of being ended by them; yields a function that returns the count.
 
-    The handlers do nothing else, so that a second signal cannot re-enter a stop that is under way.
+    The handlers do nothing else, so that a second signal cannot re-enter a stop that is under way. What our parent
+    made us ignore (nohup, a shell's background job) stays ignored.
     """
     received: list[int] = []
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    known = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    wanted = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda caught, _frame: received.append(caught)) for number in wanted}
     try:
         yield lambda: len(received)

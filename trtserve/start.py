@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.machine import describe
+from trtserve.machine import differences
 from trtserve.ports import is_free, next_free, owner
 from trtserve.process import Command, Identity, children, spawn, stop_signals
 from trtserve.progress import SILENT, Progress
@@ -37,6 +37,7 @@ from trtserve.servers import (
 )
 from trtserve.specs import ServerSpec
 from trtserve.store import Store, locked
+from trtserve.triton import server_log
 from trtserve.triton.launch import stop_triton, wait_until_ready
 from trtserve.triton.preflight import Served, inspect_repository
 from trtserve.triton.server import (
@@ -53,14 +54,17 @@ __all__ = [
     "Plan",
     "Server",
     "condition",
+    "find_log",
     "find_repository",
     "find_server",
+    "follow_log",
     "list_servers",
     "plan_server",
     "recorded_servers",
     "serve_foreground",
     "start_server",
     "stop_server",
+    "transaction_policy",
     "with_free_ports",
 ]
 
@@ -197,6 +201,27 @@ def with_free_ports(spec: ServerSpec) -> ServerSpec:
     return replace(spec, http_port=taken[0], grpc_port=taken[1], metrics_port=taken[2])
 
 
+def transaction_policy(streaming: bool) -> str:
+    """The switch of `repo` and `import` that makes a repository like this."""
+    return "streaming" if streaming else "no-streaming"
+
+
+def find_log(name: str | None = None, *, store: Store | None = None) -> Path:
+    """Log of the server `name`, also when it has ended; without a name, of the only one that runs."""
+    store = store or Store()
+    if name is not None and log_file(name, store).exists():
+        return log_file(name, store)
+    return find_server(name, store=store).log
+
+
+def follow_log(log: Path, *, position: int, pause: Callable[[], None], store: Store | None = None) -> Iterator[str]:
+    """Yield what is added to a log after byte `position` until its server has ended."""
+    server = recorded_server(log.stem, store or Store())
+    return server_log.follow(
+        log, position=position, ended=lambda: server is None or not server.identity.alive(), pause=pause
+    )
+
+
 def _require_one_process(served: Served, spec: ServerSpec) -> None:
     ranks = max(served.world_size, spec.world_size or 1)
     if served.runtime != "openvino" and ranks > 1:
@@ -291,28 +316,15 @@ def _owner(port: int, store: Store) -> str:
 
 def _announce(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
     served = plan.served
-    policy, other = ("streaming", "--no-streaming") if served.streaming else ("no-streaming", "--streaming")
+    policy, other = transaction_policy(served.streaming), transaction_policy(not served.streaming)
     progress.step(f"{plan.name}: serving {served.model} from {plan.repository}, transaction policy {policy}")
-    progress.step(f"(to switch: `trtserve repo` or `trtserve import` with {other})")
+    progress.step(f"(to switch: `trtserve repo` or `trtserve import` with --{other})")
     if served.precision:
         progress.step("Engine: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in served.precision.items()))
     if spec.world_size is not None and spec.world_size > 1:
         progress.step(f"World size {spec.world_size}: this runtime merges the shards, so one process serves them all.")
-    for difference in machine_differences(served):
+    for difference in differences(served.machine):
         progress.warn(difference)
-
-
-def machine_differences(served: Served) -> list[str]:
-    """In what this machine differs from the one that built the engine, where the manifest says what that was."""
-    built = served.facts.get("machine")
-    here = describe()
-    if not isinstance(built, dict):
-        return []
-    return [
-        f"The engine was built on a machine with {key} {built[key]}; here it is {here[key]}. Results may differ."
-        for key in here
-        if key in built and built[key] != here[key]
-    ]
 
 
 def _supervise(server: Server, signals: Callable[[], int]) -> None:

@@ -15,7 +15,20 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli", "__main__"}),
     frozenset({"pipeline"}),
     frozenset(
-        {"import_", "hub", "convert", "build", "repo", "start", "servers", "query", "doctor", "inventory", "bench"}
+        {
+            "import_",
+            "hub",
+            "convert",
+            "build",
+            "repo",
+            "start",
+            "servers",
+            "status",
+            "query",
+            "doctor",
+            "inventory",
+            "bench",
+        }
     ),
     frozenset({"architectures", "runtimes", "triton", "executor"}),
     frozenset({"artifacts", "store", "process", "ports"}),

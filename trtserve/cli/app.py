@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from trtserve import __version__
-from trtserve.cli import bench, build, convert, import_, list_, query, remove, repo
+from trtserve.cli import bench, build, convert, doctor, import_, list_, logs, query, remove, repo, start, status, stop
 from trtserve.cli.output import print_error
 from trtserve.errors import TrtserveError
 
@@ -90,8 +90,13 @@ app.add_typer(bench.group, name="bench", help="Measure a served model.")
 command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
 command(build.build)
 command(convert.convert)
+command(doctor.doctor)
 command(import_.import_, name="import")
 command(list_.list_models, name="list")
+command(logs.logs)
 command(query.query)
 command(remove.remove)
 command(repo.repo)
+command(start.start)
+command(status.status)
+command(stop.stop)

@@ -49,6 +49,12 @@ class Served:
         mapping = self.engine.get("pretrained_config", {}).get("mapping", {})
         return int(mapping.get("tp_size", 1)) * int(mapping.get("pp_size", 1))
 
+    @property
+    def machine(self) -> Mapping[str, Any]:
+        """The machine that the engine was built on, where a manifest describes it."""
+        found = self.facts.get("machine")
+        return found if isinstance(found, Mapping) else {}
+
     def _own(self, key: str) -> str | None:
         value = self.engine.get("trtserve", {}).get(key)
         return None if value is None else str(value)

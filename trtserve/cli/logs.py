@@ -1,0 +1,27 @@
+"""`trtserve logs`: what Triton and the models have written."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from trtserve.cli.output import print_data
+from trtserve.start import find_log, follow_log
+from trtserve.triton.server_log import tail
+
+
+def logs(
+    name: Annotated[str | None, typer.Argument(help="Name of the server; default: the only one.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the server ends or Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
+) -> None:
+    """Print the end of a server's log, also of one that has ended."""
+    log = find_log(name)
+    position = log.stat().st_size
+    if last := tail(log, lines):
+        print_data("\n".join(last))
+    if follow:
+        for text in follow_log(log, position=position, pause=lambda: time.sleep(0.2)):
+            print_data(text)

@@ -1,0 +1,69 @@
+"""`trtserve status`: which servers run, on which ports, and how."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from trtserve.cli.options import JsonOption
+from trtserve.cli.output import TerminalProgress, print_json, print_table
+from trtserve.errors import ServerDiedError
+from trtserve.start import transaction_policy
+from trtserve.status import Status, server_status
+
+_COLUMNS = ("name", "state", "model", "http", "grpc", "metrics", "pid", "policy", "engine", "kv cache")
+
+
+def status(
+    name: Annotated[str | None, typer.Argument(help="Name of a server; default: all.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show the servers of this machine; with a name, exit code 35 when that one has failed."""
+    found = server_status(name)
+    progress = TerminalProgress()
+    if json:
+        print_json("status", [asdict(one) for one in found])
+    elif found:
+        print_table(_COLUMNS, [_row(one) for one in found])
+    else:
+        progress.step("No server is running. Start one: trtserve start")
+    for one in found:
+        for warning in one.warnings:
+            progress.warn(f"{one.server.name}: {warning}")
+        if one.condition == "failed":
+            _report_failure(one, named=name is not None)
+
+
+def _report_failure(one: Status, *, named: bool) -> None:
+    message = f"{one.server.name}: {one.reason}."
+    hint = f"Clean up with `trtserve stop {one.server.name}`, then start it again."
+    if named:
+        raise ServerDiedError(message, hint=hint, log=one.server.log)
+    TerminalProgress().warn(f"{message} {hint} Log: {one.server.log}")
+
+
+def _row(one: Status) -> tuple[object, ...]:
+    server = one.server
+    return (
+        server.name,
+        one.condition,
+        server.model,
+        f"{server.host}:{server.http_port}",
+        server.grpc_port,
+        server.metrics_port,
+        server.pid,
+        transaction_policy(server.streaming),
+        ", ".join(f"{key.removesuffix('_precision')} {value}" for key, value in one.precision.items()) or "-",
+        _kv_text(one) or "-",
+    )
+
+
+def _kv_text(one: Status) -> str:
+    """`12 of 96 blocks of 32 tokens`, as far as the gauges tell."""
+    blocks = one.kv_blocks
+    if "max" not in blocks:
+        return ""
+    size = f" of {blocks['tokens_per']} tokens" if "tokens_per" in blocks else ""
+    return f"{blocks.get('used', 0)} of {blocks['max']} blocks{size}"
