@@ -160,7 +160,8 @@ class _Answer:
             for piece in reply.get(TEXT_OUTPUT, ())[:1]:
                 self._add(str(piece))
             for count in reply.get("num_output_tokens", ())[:1]:
-                self._output_tokens = int(count)
+                # Every response counts its own tokens.
+                self._output_tokens = (self._output_tokens or 0) + int(count)
         if not self._responses and self._output_tokens is None and not self._streamed:
             raise RequestError(f"The model {self._model.name!r} ended the request without a {TEXT_OUTPUT}.")
 

@@ -131,7 +131,8 @@ class _Sender:
     async def _run_windows(self, stop: asyncio.Event) -> Outcome:
         load = self._load
         warmup, records = _records(load.warmup), _records(load.requests)
-        await self._bounded(self._closed(warmup, load.warmup), stop)
+        if warmup:
+            await self._bounded(self._closed(warmup, load.warmup), stop)
         _check_warmup(warmup, stop)
         if not stop.is_set():
             window = self._closed if load.offsets is None else self._open

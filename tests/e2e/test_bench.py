@@ -1,0 +1,203 @@
+"""`trtserve bench` against a real Triton whose core models do no arithmetic."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.echo_server import running_echo_server
+from trtserve.bench import Report, run_benchmark
+from trtserve.cli import run
+from trtserve.errors import RequestError, ServerUnreachableError
+from trtserve.specs import BenchSpec
+from trtserve.triton.client import Endpoint
+
+pytestmark = pytest.mark.triton
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("echo")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Endpoint]:
+    with running_echo_server(folder) as endpoint:
+        yield endpoint
+
+
+def measure(server: Endpoint, **settings: object) -> Report:
+    """A small benchmark; `settings` are BenchSpec's."""
+    defaults = {"num_requests": 12, "input_mean": 20, "output_mean": 8, "warmup_requests": 2, "vocab_size": 100}
+    return run_benchmark(BenchSpec(**{**defaults, **settings}), server)  # type: ignore[arg-type]
+
+
+def test_stream(server: Endpoint) -> None:
+    report = measure(server)
+    statistics = report.statistics
+    assert report.streaming
+    assert (statistics.counts.offered, statistics.counts.completed, statistics.short_answers) == (12, 12, 0)
+    assert statistics.inter_token.count == sum(record.output_tokens - 1 for record in report.records)
+    for record in report.records:
+        assert record.sent is not None
+        assert record.intended <= record.sent < record.arrivals[0][0] <= record.arrivals[-1][0] <= record.ended
+        # Every token is its own response.
+        assert len(record.arrivals) == record.requested_tokens
+
+
+def test_one_response_per_request(server: Endpoint) -> None:
+    report = measure(server, model="core_plain")
+    assert not report.streaming
+    assert report.statistics.short_answers == 0
+    assert report.statistics.time_to_first_token.count == 0
+    assert dict(report.rows())["Avg. TTFT (ms)"].startswith("n/a")
+
+
+def test_concurrency_is_kept(server: Endpoint) -> None:
+    report = measure(server, model="core_slow", concurrency=3, output_stdev=0, warmup_requests=0)
+    events = [(record.sent or 0, 1) for record in report.records] + [(record.ended, -1) for record in report.records]
+    level = highest = 0
+    for _, change in sorted(events):
+        level += change
+        highest = max(highest, level)
+    assert highest == 3
+
+
+def test_known_delay_is_measured(server: Endpoint) -> None:
+    report = measure(server, model="core_slow", num_requests=4, output_mean=10, output_stdev=0)
+    statistics = report.statistics
+    assert statistics.inter_token.p50 is not None
+    assert statistics.time_to_first_token.minimum is not None
+    # The model sleeps 20 ms before each token; upper bounds are left to the machine.
+    assert statistics.inter_token.p50 >= 19
+    assert statistics.time_to_first_token.minimum >= 20
+    assert statistics.latency.minimum is not None
+    assert statistics.latency.minimum >= 200
+
+
+def test_open_loop_keeps_its_schedule(server: Endpoint) -> None:
+    report = measure(server, request_rate=100.0, arrivals="constant", num_requests=20)
+    offsets = [record.intended - report.records[0].intended for record in report.records]
+    assert offsets == pytest.approx([index * 10_000_000 for index in range(20)], abs=2)
+    assert all(record.sent is not None and record.sent >= record.intended for record in report.records)
+    assert report.statistics.counts.completed == 20
+
+
+def test_wait_behind_a_cap_counts(server: Endpoint) -> None:
+    report = measure(
+        server, model="core_slow", request_rate=1000.0, concurrency=1, num_requests=4, output_mean=5, output_stdev=0
+    )
+    # Four answers of at least 100 ms one after the other, all wanted within a few milliseconds.
+    assert report.statistics.latency.maximum is not None
+    assert report.statistics.latency.maximum >= 350
+    assert report.statistics.latency_from_send.minimum is not None
+    assert report.statistics.dispatch_delay.maximum is not None
+    assert report.statistics.dispatch_delay.maximum >= 250
+    assert any("Invalid as an open loop" in note for note in report.notes)
+
+
+def test_failures_stay_in_the_figures(server: Endpoint) -> None:
+    report = measure(server, model="core_failing", num_requests=40, warmup_requests=0)
+    counts = report.statistics.counts
+    assert (counts.sent, counts.completed, counts.failed) == (40, 30, 10)
+    assert report.statistics.latency.censored == 10
+    assert {record.error for record in report.records} == {None, "asked to fail"}
+
+
+def test_run_is_bounded_in_time(server: Endpoint) -> None:
+    report = measure(
+        server, model="core_slow", output_mean=500, output_stdev=0, concurrency=2, timeout=1.0, warmup_requests=0
+    )
+    counts = report.statistics.counts
+    assert (counts.offered, counts.sent, counts.completed, counts.unsent) == (12, 2, 0, 10)
+    assert counts.failed == 2
+    assert "were over" in str(report.records[0].error) or "time allowed" in str(report.records[0].error)
+
+
+def test_same_seed_sends_the_same_prompts(server: Endpoint) -> None:
+    assert measure(server, seed=4).prompts == measure(server, seed=4).prompts != measure(server, seed=5).prompts
+
+
+def test_text_model_is_refused(server: Endpoint) -> None:
+    with pytest.raises(RequestError, match="token ids"):
+        measure(server, model="echo")
+
+
+def test_unknown_model(server: Endpoint) -> None:
+    with pytest.raises(RequestError, match="no model 'nope'"):
+        measure(server, model="nope")
+
+
+def test_nobody_answers() -> None:
+    with pytest.raises(ServerUnreachableError):
+        measure(Endpoint(grpc_port=1))
+
+
+def wait_for_lines(trace: Path, beginning: str, number: int) -> None:
+    """Wait until the models have written so many lines that begin like this."""
+    deadline = time.monotonic() + 20
+    found = 0
+    while time.monotonic() < deadline and found < number:
+        found = sum(line.startswith(beginning) for line in trace.read_text().splitlines())
+        time.sleep(0.05)
+    assert found >= number
+
+
+def _arguments(server: Endpoint, *more: str) -> list[str]:
+    return ["bench", "token-norm-dist", "--url", server.grpc, "--vocab-size", "100", "--num-requests", "10", *more]
+
+
+def test_command_prints_the_table(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(_arguments(server, "--max-seq-len", "100")) == 0
+    captured = capsys.readouterr()
+    rows = dict(line.split("\t") for line in captured.out.splitlines())
+    assert list(rows)[:2] == ["Requests/Sec", "OP tokens/sec"]
+    assert rows["Total requests"] == "10.00"
+    assert "cut to the engine's limits" in captured.err
+    assert "10 warm-up requests" in captured.err
+
+
+def test_command_writes_the_report(server: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(_arguments(server, "--json", "--out", str(tmp_path / "r"))) == 0
+    printed = json.loads(capsys.readouterr().out)["result"]
+    assert json.loads((tmp_path / "r" / "report.json").read_text()) == printed
+    assert len((tmp_path / "r" / "requests.jsonl").read_text().splitlines()) == 10
+
+
+def test_command_fails_when_requests_failed(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(_arguments(server, "--model", "core_failing")) == 50
+    captured = capsys.readouterr()
+    assert "Failed requests" in captured.out
+    assert "asked to fail" in captured.err
+
+
+def test_dry_run_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(_arguments(Endpoint(grpc_port=1), "--dry-run")) == 0
+    assert "Would send 10 requests" in capsys.readouterr().out
+
+
+def test_interrupt_prints_what_was_measured(server: Endpoint, folder: Path) -> None:
+    arguments = _arguments(server, "--model", "core_slow", "--output-mean", "100", "--output-stdev", "0")
+    arguments += ["--warmup-requests", "0", "--concurrency", "2"]
+    command = [sys.executable, "-m", "trtserve", *arguments]
+    trace = folder / "trace"
+    trace.write_text("")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Two users: when a third and a fourth request have begun, two are complete and two in flight.
+    wait_for_lines(trace, "began ", 4)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=15)
+    assert process.returncode == 130
+    rows = dict(line.split("\t") for line in output.splitlines())
+    assert int(rows["Sent requests"]) == int(rows["Completed requests"]) + int(rows["Cancelled requests"])
+    assert (rows["Cancelled requests"], rows["Failed requests"]) == ("2", "0")
+    assert "Interrupted" in errors
+    assert "Traceback" not in errors
+    wait_for_lines(trace, "ended ", 2)

@@ -1,0 +1,179 @@
+"""Statistics and report: hand-made records against figures worked out by hand, and NumPy."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trtserve.bench.load import Record, Status
+from trtserve.bench.report import Report, notes_on
+from trtserve.bench.statistics import compute, percentile, summarize, token_gaps
+from trtserve.specs import BenchSpec
+
+MS = 1_000_000
+
+
+def record(
+    *,
+    intended: int = 0,
+    sent: int | None = 0,
+    ended: int = 10,
+    arrivals: list[tuple[int, int]] | None = None,
+    status: Status = "completed",
+    scheduled: bool = False,
+) -> Record:
+    """A record whose times are given in milliseconds."""
+    received = [(5, 1), (10, 1)] if arrivals is None else arrivals
+    return Record(
+        index=0,
+        input_tokens=8,
+        requested_tokens=2,
+        intended=intended * MS,
+        sent=None if sent is None else sent * MS,
+        ended=ended * MS,
+        status=status,
+        scheduled=scheduled,
+        streamed=True,
+        arrivals=[(time * MS, tokens) for time, tokens in received],
+    )
+
+
+def lost(status: Status, *, sent: int | None = 0) -> Record:
+    """A record of a request without an answer."""
+    return record(status=status, sent=sent, arrivals=[])
+
+
+@pytest.mark.parametrize(
+    ("count", "p50", "p90", "p99"), [(1, 1, 1, 1), (10, 5, 9, 10), (100, 50, 90, 99), (7, 4, 7, 7)]
+)
+def test_percentiles_follow_upstream(count: int, p50: int, p90: int, p99: int) -> None:
+    values = list(range(1, count + 1))
+    assert [percentile(values, q) for q in (0.5, 0.9, 0.99)] == [p50, p90, p99]
+
+
+def test_summary_equals_numpy() -> None:
+    values = np.random.default_rng(0).exponential(3, 101)
+    summary = summarize(values.tolist())
+    assert summary.mean == pytest.approx(values.mean())
+    # Upstream's rule is NumPy's inverted_cdf.
+    expected = np.percentile(values, [50, 90, 99], method="inverted_cdf")
+    assert [summary.p50, summary.p90, summary.p99] == pytest.approx(expected.tolist())
+    assert (summary.minimum, summary.maximum) == (values.min(), values.max())
+
+
+def test_failed_requests_are_the_slowest() -> None:
+    summary = summarize([1.0] * 8, censored=2)
+    assert (summary.count, summary.censored, summary.mean, summary.p50) == (8, 2, 1.0, 1.0)
+    assert summary.p90 == math.inf
+
+
+def test_nothing_observed() -> None:
+    assert summarize([], censored=3).p99 is None
+
+
+def test_figures_of_a_closed_loop() -> None:
+    statistics = compute(
+        [record(ended=10), record(intended=10, sent=10, ended=30, arrivals=[(12, 1), (16, 2), (30, 1)])]
+    )
+    assert statistics.total_latency == 30
+    assert statistics.requests_per_second == pytest.approx(2 / 0.030)
+    assert statistics.output_tokens_per_second == pytest.approx(6 / 0.030)
+    assert statistics.latency.mean == 15
+    assert statistics.time_to_first_token.mean == (5 + 2) / 2
+    assert statistics.time_per_output_token.mean == pytest.approx((5 + 18 / 3) / 2)
+    assert (statistics.input_tokens, statistics.output_tokens) == (8, 3)
+    assert statistics.in_flight == pytest.approx(1.0)
+    assert statistics.short_answers == 1
+    assert statistics.delivered_ratio is None
+
+
+def test_tokens_of_one_response_share_its_gap() -> None:
+    gaps = token_gaps(record(arrivals=[(0, 1), (6, 3), (8, 1)]))
+    assert [gap / MS for gap in gaps] == [2, 2, 2, 2]
+
+
+def test_latency_counts_from_the_schedule() -> None:
+    late = [
+        record(intended=0, sent=0, ended=10, scheduled=True),
+        record(intended=10, sent=40, ended=50, scheduled=True),
+    ]
+    statistics = compute(late)
+    assert statistics.latency.maximum == 40
+    assert statistics.latency_from_send.maximum == 10
+    assert statistics.dispatch_delay.maximum == 30
+    assert statistics.delivered_ratio == pytest.approx(0.25)
+    assert any("Invalid as an open loop" in note for note in notes_on(statistics))
+
+
+def test_counts_add_up() -> None:
+    records = [record(), lost("failed"), lost("cancelled"), lost("cancelled", sent=None)]
+    counts = compute(records).counts
+    assert (counts.offered, counts.sent, counts.completed, counts.failed, counts.cancelled) == (4, 3, 1, 1, 1)
+    assert counts.sent == counts.completed + counts.failed + counts.cancelled
+    assert counts.unsent == 1
+
+
+def _report(records: list[Record], *, streaming: bool = True, **spec: float) -> Report:
+    statistics = compute(records)
+    return Report(
+        spec=BenchSpec(**spec),  # type: ignore[arg-type]
+        endpoint="127.0.0.1:8001",
+        streaming=streaming,
+        statistics=statistics,
+        limits={"vocab_size": 10},
+        prompts="0" * 64,
+        started="2026-01-01T00:00:00+00:00",
+        versions={},
+        notes=tuple(notes_on(statistics)),
+        records=tuple(records),
+    )
+
+
+UPSTREAM_ROWS = [
+    "Requests/Sec",
+    "OP tokens/sec",
+    "Avg. latency (ms)",
+    "P99 latency (ms)",
+    "P90 latency (ms)",
+    "Avg. IP tokens per request",
+    "Avg. OP tokens per request",
+    "Avg. InFlight requests",
+    "Total latency (ms)",
+    "Total requests",
+]
+
+
+def test_rows_begin_with_upstreams() -> None:
+    rows = _report([record()]).rows()
+    assert [name for name, _ in rows[:10]] == UPSTREAM_ROWS
+    values = dict(rows)
+    assert values["Requests/Sec"] == "100.00"
+    assert values["Avg. TTFT (ms)"] == "5.00"
+    assert values["Avg. inter-token latency (ms)"] == "5.00"
+    assert "Delivered / offered rate" not in values
+    assert "Delivered / offered rate" in dict(_report([record(scheduled=True)], request_rate=2.0).rows())
+
+
+def test_rows_without_a_stream_say_why() -> None:
+    values = dict(_report([record(arrivals=[(10, 2)])], streaming=False).rows())
+    assert values["Avg. TTFT (ms)"].startswith("n/a (not streaming")
+
+
+def test_rows_of_a_run_in_which_everything_failed() -> None:
+    values = dict(_report([lost("failed")]).rows())
+    assert (values["Requests/Sec"], values["P99 latency (ms)"], values["Failed requests"]) == ("0.00", "n/a", "1")
+
+
+def test_files(tmp_path: Path) -> None:
+    _report([record(), lost("failed")]).write(tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "requests.jsonl").read_text().splitlines()]
+    assert report["statistics"]["latency"]["p99"] is None
+    assert report["statistics"]["latency"]["censored"] == 1
+    assert report["spec"]["input_mean"] == 128
+    assert [line["status"] for line in lines] == ["completed", "failed"]
+    assert lines[0]["output_tokens"] == 2

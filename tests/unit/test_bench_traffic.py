@@ -1,0 +1,130 @@
+"""Traffic and arrivals: distributions, seeds, and the engine's limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trtserve.bench.arrivals import schedule
+from trtserve.bench.traffic import (
+    Limits,
+    Traffic,
+    clip,
+    limits_of_repository,
+    override_limits,
+    token_norm_dist,
+)
+from trtserve.errors import UsageError
+from trtserve.specs import BenchSpec
+
+LIMITS = Limits(vocab_size=500, max_input_len=1000, max_seq_len=2000)
+
+
+def _lengths(traffic: Traffic) -> list[tuple[int, int]]:
+    return [(len(request.token_ids), request.output_len) for request in traffic.requests]
+
+
+def test_lengths_follow_the_distribution() -> None:
+    spec = BenchSpec(num_requests=2000, input_mean=100, input_stdev=10, output_mean=40, output_stdev=3)
+    lengths = np.array(_lengths(token_norm_dist(spec, LIMITS)))
+    # ceil adds half a token on average.
+    assert lengths.mean(axis=0) == pytest.approx([100.5, 40.5], abs=1)
+    assert lengths.std(axis=0) == pytest.approx([10, 3], rel=0.1)
+
+
+def test_lengths_are_at_least_one() -> None:
+    spec = BenchSpec(num_requests=200, input_mean=1, input_stdev=50, output_mean=1, output_stdev=50)
+    assert np.array(_lengths(token_norm_dist(spec, LIMITS))).min() == 1
+
+
+def test_zero_deviation_gives_the_mean() -> None:
+    spec = BenchSpec(num_requests=3, input_mean=7, input_stdev=0, output_mean=5, output_stdev=0)
+    assert _lengths(token_norm_dist(spec, LIMITS)) == [(7, 5)] * 3
+
+
+def test_seed_decides_everything() -> None:
+    first, again, other = (token_norm_dist(BenchSpec(seed=seed), LIMITS) for seed in (5, 5, 6))
+    assert all(
+        np.array_equal(a.token_ids, b.token_ids) and a.output_len == b.output_len
+        for a, b in zip(first.requests, again.requests, strict=True)
+    )
+    assert _lengths(first) != _lengths(other)
+
+
+def test_ids_lie_in_the_vocabulary_and_are_not_special() -> None:
+    limits = Limits(vocab_size=10, special_ids=frozenset({0, 1, 2, 99}))
+    traffic = token_norm_dist(BenchSpec(), limits)
+    ids = np.concatenate([request.token_ids for request in traffic.requests])
+    assert set(ids.tolist()) == set(range(3, 10))
+    assert ids.dtype == np.int32
+
+
+def test_vocabulary_must_be_known() -> None:
+    with pytest.raises(UsageError, match="vocabulary"):
+        token_norm_dist(BenchSpec(), Limits())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limits", "expected"),
+    [
+        ((10, 10), Limits(), (10, 10)),
+        ((10, 10), Limits(max_input_len=4), (4, 10)),
+        ((10, 10), Limits(max_seq_len=15), (10, 5)),
+        ((20, 10), Limits(max_seq_len=15), (14, 1)),
+        ((20, 10), Limits(max_input_len=8, max_seq_len=15), (8, 7)),
+    ],
+)
+def test_clip(wanted: tuple[int, int], limits: Limits, expected: tuple[int, int]) -> None:
+    assert clip(*wanted, limits) == expected
+
+
+def test_clipping_is_counted() -> None:
+    spec = BenchSpec(num_requests=10, input_mean=50, input_stdev=0, output_mean=20, output_stdev=0)
+    traffic = token_norm_dist(spec, Limits(vocab_size=10, max_input_len=30, max_seq_len=40))
+    assert (traffic.clipped_inputs, traffic.clipped_outputs) == (10, 10)
+    assert _lengths(traffic) == [(30, 10)] * 10
+
+
+def test_limits_come_from_the_repository(tmp_path: Path) -> None:
+    engine, tokenizer = tmp_path / "tensorrt_llm" / "1", tmp_path / "preprocessing" / "1" / "tokenizer"
+    engine.mkdir(parents=True)
+    tokenizer.mkdir(parents=True)
+    config = {"pretrained_config": {"vocab_size": 320}, "build_config": {"max_input_len": 64, "max_seq_len": 128}}
+    (engine / "config.json").write_text(json.dumps(config))
+    tokens = [{"id": 0, "special": True}, {"id": 5, "special": False}, {"id": 2, "special": True}]
+    (tokenizer / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    limits = limits_of_repository(tmp_path, "tensorrt_llm")
+    assert limits == Limits(vocab_size=320, max_input_len=64, max_seq_len=128, special_ids=frozenset({0, 2}))
+    assert override_limits(limits, BenchSpec(max_seq_len=100)).max_seq_len == 100
+    assert limits_of_repository(tmp_path, "other").vocab_size is None
+
+
+def test_constant_schedule() -> None:
+    assert schedule("constant", rate=4, count=4, seed=0) == [0, 0.25, 0.5, 0.75]
+
+
+def test_exponential_schedule() -> None:
+    offsets = schedule("exponential", rate=50, count=5000, seed=3)
+    gaps = np.diff(offsets)
+    assert offsets[0] == 0
+    assert gaps.min() > 0
+    # Mean and standard deviation of an exponential distribution are equal.
+    assert [gaps.mean(), gaps.std()] == pytest.approx([0.02, 0.02], rel=0.05)
+    assert offsets == schedule("exponential", rate=50, count=5000, seed=3)
+    assert offsets != schedule("exponential", rate=50, count=5000, seed=4)
+
+
+@pytest.mark.parametrize("kind", ["constant", "exponential"])
+def test_single_arrival(kind: str) -> None:
+    assert schedule("constant" if kind == "constant" else "exponential", rate=1, count=1, seed=0) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_requests": 0}, {"request_rate": 0.0}, {"input_stdev": -1}, {"timeout": 0}, {"arrivals": "poisson"}]
+)
+def test_spec_is_checked(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="--"):
+        BenchSpec(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""Tensors, descriptions and error texts of the Triton clients, without a server."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trtserve.errors import RequestError, UsageError
+from trtserve.query import request_tensors
+from trtserve.specs import QuerySpec, Sampling
+from trtserve.triton.client import ModelDescription, Tensor, infer_request, plain, reply_values
+from trtserve.triton.http_client import generate_body
+
+
+def describe(*inputs: str, max_batch_size: int = 8, **settings: str) -> ModelDescription:
+    """A text model whose inputs are given as `name TYPE dim`."""
+    fields = (declared.split() for declared in ("text_input STRING 1", "max_tokens INT32 1", *inputs))
+    return ModelDescription.from_config(
+        {
+            "name": "demo",
+            "max_batch_size": max_batch_size,
+            "input": [{"name": name, "data_type": f"TYPE_{kind}", "dims": [dim]} for name, kind, dim in fields],
+            "model_transaction_policy": {"decoupled": True},
+            "parameters": {key: {"string_value": value} for key, value in settings.items()},
+        }
+    )
+
+
+def values_of(spec: QuerySpec, model: ModelDescription) -> dict[str, list[object]]:
+    return {tensor.name: list(tensor.values) for tensor in request_tensors(spec, model)}
+
+
+def test_strings_are_length_prefixed() -> None:
+    tensor = Tensor(name="text_input", datatype="BYTES", shape=(1, 2), values=["é", ""])
+    assert tensor.raw() == b"\x02\x00\x00\x00\xc3\xa9\x00\x00\x00\x00"
+
+
+def test_numbers_are_little_endian() -> None:
+    assert Tensor(name="x", datatype="INT32", shape=(1, 2), values=[1, -1]).raw() == b"\x01\0\0\0\xff\xff\xff\xff"
+    assert Tensor(name="x", datatype="BOOL", shape=(1, 1), values=[True]).raw() == b"\x01"
+    array = np.arange(3, dtype=np.int32)
+    assert Tensor(name="x", datatype="INT32", shape=(1, 3), values=array.tolist()).raw() == array.tobytes()
+
+
+def test_shapes_have_the_batch_axis_of_the_model() -> None:
+    model = describe("stop_words STRING -1")
+    assert model.tensor("stop_words", ["a", "b"]).shape == (1, 2)
+    assert model.tensor("max_tokens", [5]).shape == (1, 1)
+    assert describe(max_batch_size=0).tensor("max_tokens", [5]).shape == (1,)
+
+
+def test_unknown_input_lists_those_there() -> None:
+    with pytest.raises(UsageError, match="no input 'top_k'") as caught:
+        describe().tensor("top_k", [1])
+    assert caught.value.hint == "Its inputs: max_tokens, text_input."
+
+
+def test_reply_has_the_values_of_a_response() -> None:
+    from tritonclient.grpc import service_pb2
+
+    response = service_pb2.ModelInferResponse()
+    for tensor in (
+        Tensor(name="text_output", datatype="BYTES", shape=(2,), values=["a b", "ü"]),
+        Tensor(name="sequence_length", datatype="INT32", shape=(1, 1), values=[3]),
+    ):
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        response.raw_output_contents.append(tensor.raw())
+    assert reply_values(response) == {"text_output": ["a b", "ü"], "sequence_length": [3]}
+
+
+def test_request_names_id_inputs_and_outputs() -> None:
+    request = infer_request("demo", [describe().tensor("max_tokens", [5])], request_id="r", outputs=("o",))
+    assert (request.model_name, request.id, request.outputs[0].name) == ("demo", "r", "o")
+    assert (request.inputs[0].name, list(request.inputs[0].shape)) == ("max_tokens", [1, 1])
+
+
+def test_query_sends_only_what_was_asked_for() -> None:
+    model = describe("temperature FP32 1", "stream BOOL 1", "stop_words STRING -1")
+    assert values_of(QuerySpec(prompt="p"), model) == {"text_input": ["p"], "max_tokens": [256], "stream": [False]}
+
+
+@pytest.mark.parametrize(("declared", "name"), [("random_seed", "random_seed"), ("seed", "seed")])
+def test_seed_goes_under_the_name_of_the_release(declared: str, name: str) -> None:
+    spec = QuerySpec(prompt="p", sampling=Sampling(seed=7, top_k=1))
+    sent = values_of(spec, describe(f"{declared} UINT64 1", "top_k INT32 1"))
+    assert (sent[name], sent["top_k"]) == ([7], [1])
+
+
+def test_query_leaves_the_prompt_out_where_the_model_can() -> None:
+    assert values_of(QuerySpec(prompt="p"), describe("exclude_input_in_output BOOL 1"))["exclude_input_in_output"] == [
+        True
+    ]
+
+
+def test_option_without_an_input_is_refused() -> None:
+    with pytest.raises(UsageError, match="bad_words"):
+        values_of(QuerySpec(prompt="p", bad_words=("x",)), describe())
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_empty_prompt_is_refused(prompt: str) -> None:
+    with pytest.raises(UsageError, match="empty"):
+        request_tensors(QuerySpec(prompt=prompt), describe())
+
+
+def test_generate_body_has_scalars_and_lists() -> None:
+    model = describe("stop_words STRING -1")
+    body = generate_body([model.tensor("max_tokens", [5]), model.tensor("stop_words", ["a", "b"])], request_id="r")
+    assert body == {"max_tokens": 5, "stop_words": ["a", "b"], "id": "r"}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("prompt too long", "prompt too long"),
+        ("prompt too long\n\nAt:\n  /models/1/model.py(3): execute\n", "prompt too long"),
+        ("Traceback (most recent call last):\n  File x\nValueError: too long\n", "ValueError: too long"),
+    ],
+)
+def test_server_texts_lose_their_stack(message: str, expected: str) -> None:
+    assert plain(message) == expected
+
+
+def test_flags_of_a_model() -> None:
+    assert describe(accumulate_tokens="True").flag("accumulate_tokens")
+    assert not describe(accumulate_tokens="${accumulate_tokens}").flag("accumulate_tokens")
+
+
+def test_request_errors_have_their_exit_code() -> None:
+    assert RequestError("x").code == 41
