@@ -41,8 +41,8 @@ _LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "
 _SHARED = {
     PREPROCESSING: ("hf_tokenizer", "model_parameters"),
     POSTPROCESSING: ("hf_tokenizer", "model_parameters"),
-    CORE: ("model_parameters",),
-    BLS: ("model_parameters",),
+    CORE: ("guarded_sender", "model_parameters"),
+    BLS: ("guarded_sender", "model_parameters"),
     ENSEMBLE: (),
 }
 _PROBE = "What is machine learning?"

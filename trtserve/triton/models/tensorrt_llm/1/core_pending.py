@@ -9,8 +9,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from core_response import Outputs, Wanted
-
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+from guarded_sender import GuardedSender
 
 
 @dataclass(eq=False)
@@ -18,7 +17,7 @@ class Pending:
     """One Triton request that is being answered; `open_rows` maps executor ids to what their outputs depend on."""
 
     request_id: str
-    sender: Any
+    sender: GuardedSender
     open_rows: dict[int, Wanted] = field(default_factory=dict)
     generated: dict[int, int] = field(default_factory=dict)
 
@@ -32,7 +31,7 @@ class Pending:
         self._send(error_response(message))
 
     def _send(self, answer: Any) -> None:
-        self.sender.send(answer, flags=0 if self.open_rows else FINAL)
+        self.sender.send(answer, final=not self.open_rows)
 
 
 def error_response(message: str) -> Any:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from core_metrics import MetricsReporter
-from core_pending import FINAL, Pending, PendingTable, error_response, response
+from core_pending import Pending, PendingTable, error_response, response
 from core_request import Inputs, RequestFactory
 from core_response import Wanted, generated_tokens, output_arrays, zero_filled
 from core_settings import executor_config
 from executor_module import load_executor_module
+from guarded_sender import GuardedSender
 from model_parameters import ModelParameters
 
 # How long the awaiting thread sleeps at most before it looks whether the model is being unloaded. It wakes up for
@@ -83,16 +84,16 @@ class TritonPythonModel:
         if not self._executor.can_enqueue_requests():
             return
         for request in requests:
-            sender = request.get_response_sender()
+            sender = GuardedSender(request.get_response_sender())
             try:
                 self._submit(request, sender)
             except (ValueError, TypeError, RuntimeError, OverflowError, AttributeError) as error:
                 number = request.request_id()
                 named = f" for request id {number}" if number else ""
                 message = f"An error occurred when processing the input values{named}, the error was '{error}'"
-                sender.send(error_response(message), flags=FINAL)
+                sender.send(error_response(message), final=True)
 
-    def _submit(self, request: Any, sender: Any) -> None:
+    def _submit(self, request: Any, sender: GuardedSender) -> None:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         if bool(np.any(inputs.get("stop", False))):
             self._stop(request.request_id(), sender)
@@ -125,15 +126,12 @@ class TritonPythonModel:
             rows.append(wanted)
         return rows
 
-    def _stop(self, request_id: str, sender: Any) -> None:
+    def _stop(self, request_id: str, sender: GuardedSender) -> None:
         if not request_id:
             raise ValueError("A request id must be provided for request cancellation")
         for executor_id in self._pending.executor_ids(request_id):
             self._executor.cancel_request(executor_id)
-        if self._decoupled:
-            sender.send(flags=FINAL)
-        else:
-            sender.send(response([]), flags=FINAL)
+        sender.send(None if self._decoupled else response([]), final=True)
 
     def _await_responses(self) -> None:
         while not self._stopping.is_set():

@@ -12,10 +12,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from conversation import Chain, Conversation
+from guarded_sender import GuardedSender
 from inner_models import InnerModelError, Tensors, stop_request
 from model_parameters import ModelParameters
-
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 # Threads only wait for other models; as many requests as this are in work at once, the next ones wait in line.
 _MOST_AT_ONCE = 256
@@ -39,7 +38,7 @@ class TritonPythonModel:
             accumulate=self._decoupled and parameters.choice("accumulate_tokens", default=False),
         )
         self._workers = ThreadPoolExecutor(max_workers=_MOST_AT_ONCE, thread_name_prefix="request")
-        self._active: dict[str, Any] = {}
+        self._active: dict[str, GuardedSender] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch_cancellation, daemon=True, name="cancellation")
@@ -49,9 +48,10 @@ class TritonPythonModel:
         """Start each request; the answers go through its response sender."""
         for request in requests:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            self._workers.submit(self._serve, inputs, request.request_id(), request.get_response_sender())
+            sender = GuardedSender(request.get_response_sender())
+            self._workers.submit(self._serve, inputs, request.request_id(), sender)
 
-    def _serve(self, inputs: Tensors, client_id: str, sender: Any) -> None:
+    def _serve(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
         # The client's id stands in front, so that a stop request sent to the core model with it reaches this one.
         inner_id = f"{client_id}/{uuid.uuid4()}" if client_id else str(uuid.uuid4())
         with self._lock:
@@ -68,17 +68,16 @@ class TritonPythonModel:
             with self._lock:
                 del self._active[inner_id]
 
-    def _send_all(self, answers: Iterator[Tensors], sender: Any) -> None:
+    def _send_all(self, answers: Iterator[Tensors], sender: GuardedSender) -> None:
         for answer in answers:
             tensors = [pb_utils.Tensor(name, value) for name, value in answer.items()]
-            flags = 0 if self._decoupled else FINAL
-            sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
+            sender.send(pb_utils.InferenceResponse(output_tensors=tensors), final=not self._decoupled)
         if self._decoupled:
-            sender.send(flags=FINAL)
+            sender.send(final=True)
 
-    def _fail(self, sender: Any, message: str) -> None:
+    def _fail(self, sender: GuardedSender, message: str) -> None:
         error = pb_utils.TritonError(message)
-        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), flags=FINAL)
+        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
 
     def _watch_cancellation(self) -> None:
         """Pass the cancellation of a client on to the core model."""
