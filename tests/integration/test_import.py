@@ -17,6 +17,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Manifest
 from trtserve.cli.app import run
 from trtserve.errors import MemoryLimitError, UsageError
+from trtserve.pipeline.capacity import kv_bytes_per_token
 from trtserve.store import Store
 
 ID = "acme/tiny-llama"
@@ -161,6 +162,16 @@ def test_dry_run_pulls_no_weights(hub: Hub, capsys: pytest.CaptureFixture[str]) 
     ]
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "f32"), ("bfloat16", "u8"), ("bfloat16", "f16")])
+def test_kv_cache_is_as_large_as_foreseen(
+    tiny: Path, capsys: pytest.CaptureFixture[str], dtype: str, precision: str
+) -> None:
+    result = _import(capsys, str(tiny), "--dtype", dtype, "--kv-precision", precision)
+    config = json.loads((Path(result["engine"]) / "config.json").read_text())["pretrained_config"]
+    measured = Manifest.read(Path(result["engine"])).facts["kv_bytes_per_token"]
+    assert kv_bytes_per_token(config, precision) == measured
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -181,7 +192,6 @@ def test_too_large_for_this_machine(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("trtserve.pipeline.capacity.free_memory", lambda: 2**30)
-    monkeypatch.setattr("trtserve.pipeline.capacity.SERVER_MEMORY", 2**29)
     arguments = ("--max-tokens-in-paged-kv-cache", "10000000")
     assert run(["import", ID, *arguments]) == MemoryLimitError.code
     assert "--max-tokens-in-paged-kv-cache" in capsys.readouterr().err

@@ -148,6 +148,7 @@ def _wish(spec: ImportSpec, model: ModelPlan) -> Wish:
         convert=spec.convert,
         build=spec.build,
         kv_tokens=spec.repository.max_tokens_in_paged_kv_cache,
+        tokenizers=spec.repository.preprocessing_instance_count + spec.repository.postprocessing_instance_count,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,13 +13,18 @@ from trtserve.machine import free_memory, gibibytes
 from trtserve.runtimes import EnginePlan, choose_runtime
 from trtserve.specs import BuildSpec, ConvertSpec
 
-# Triton, its Python stubs and the tokenizers in them, beside the stub that holds the engine.
-SERVER_MEMORY = 700 * 2**20
+# Private memory of a served demo beside the engine's process, measured (USS, Triton 2.51, transformers 5.23): Triton
+# and the BLS models 45 MiB, each process with a tokenizer 246 MiB.
+TRITON_MEMORY = 64 * 2**20
+TOKENIZER_MEMORY = 250 * 2**20
 
 _SHORTEST = 128
-_ITEM_BITS = {"f32": 32, "f16": 16, "u8": 8}
-# OpenVINO keeps a scale and a zero point in float32 with the uint8 keys or values of one token and head.
-_U8_EXTRA_BYTES = 8
+_MOST_HALVINGS = 32
+_ITEM_BYTES = {"f32": 4, "f16": 2}
+# The uint8 caches of OpenVINO 2026.4 keep a scale and a zero point (8 bytes): keys for each channel of a block of 32
+# tokens, [heads, 32 + 8, size]; values for each token, [heads, 32, size + 8].
+_U8_EXTRA = 8
+_U8_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,27 +32,30 @@ class Wish:
     """What decides the memory of a served engine.
 
     `hf` is the model's `config.json`; `kv_tokens` is the explicit size of the KV cache in tokens. Without it the cache
-    takes what is free, but one sequence of `max_seq_len` tokens must fit.
+    takes what is free, but one sequence of `max_seq_len` tokens must fit. `tokenizers` counts the processes of pre- and
+    postprocessing.
     """
 
     hf: Mapping[str, Any]
     convert: ConvertSpec
     build: BuildSpec
     kv_tokens: int | None = None
+    tokenizers: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes of memory: `build` for weights and arithmetic, `kv` for the smallest KV cache of `kv_tokens` tokens."""
+    """Bytes of memory: the engine plan's own, `kv` for a cache of `kv_tokens` tokens, `server` for all the rest."""
 
     engine: EnginePlan
+    server: int
     kv: int
     kv_tokens: int
 
     @property
     def total(self) -> int:
         """Bytes of memory that the served engine needs at least."""
-        return self.engine.memory_bytes + self.kv + SERVER_MEMORY
+        return self.engine.memory_bytes + self.kv + self.server
 
 
 def need_of(wish: Wish) -> Need:
@@ -54,13 +63,21 @@ def need_of(wish: Wish) -> Need:
     config = checkpoint_config(wish.hf, wish.convert)
     engine = choose_runtime(wish.build.runtime).plan(config, wish.build)
     tokens = wish.kv_tokens or engine.limits.max_seq_len
-    return Need(engine=engine, kv=tokens * kv_bytes_per_token(config, engine.kv_precision), kv_tokens=tokens)
+    return Need(
+        engine=engine,
+        kv=tokens * kv_bytes_per_token(config, engine.kv_precision),
+        kv_tokens=tokens,
+        server=TRITON_MEMORY + wish.tokenizers * TOKENIZER_MEMORY,
+    )
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], precision: str) -> int:
     """Bytes of keys and values of all layers for one token, from a checkpoint's config."""
-    head = int(config["head_size"]) * _ITEM_BITS[precision] // 8 + (_U8_EXTRA_BYTES if precision == "u8" else 0)
-    return 2 * int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * head
+    size = int(config["head_size"])
+    keys = values = size * _ITEM_BYTES.get(precision, 1)
+    if precision == "u8":
+        keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
+    return int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * (keys + values)
 
 
 def require_memory(wish: Wish, name: str) -> None:
@@ -71,7 +88,7 @@ def require_memory(wish: Wish, name: str) -> None:
     raise MemoryLimitError(
         f"{name} needs {gibibytes(need.total)} of memory: {gibibytes(need.engine.memory_bytes)} to build and load"
         f" {gibibytes(need.engine.disk_bytes)} of weights, {gibibytes(need.kv)} KV cache for {need.kv_tokens} tokens,"
-        f" {gibibytes(SERVER_MEMORY)} for the server. {gibibytes(free)} are free.",
+        f" {gibibytes(need.server)} for the server. {gibibytes(free)} are free.",
         hint=_advice(wish, free),
     )
 
@@ -85,13 +102,18 @@ def _advice(wish: Wish, free: int) -> str:
 
 
 def _smaller(wish: Wish) -> Iterator[tuple[str, Wish]]:
-    """Wishes that need less, with the flags that ask for them; the mildest first."""
-    for changes, convert in _narrower(wish.convert, str(checkpoint_config(wish.hf, wish.convert)["dtype"])):
-        narrower = replace(wish, convert=convert)
-        if changes:
-            yield changes, narrower
-        for flag, shorter in _shorter(narrower):
-            yield f"{changes} {flag}".strip(), shorter
+    """Wishes that need less, with the flags that ask for them; the mildest first.
+
+    A sequence cut to a quarter is milder than coarser weights, a shorter one is not.
+    """
+    dtype = str(checkpoint_config(wish.hf, wish.convert)["dtype"])
+    for halvings in (2, _MOST_HALVINGS):
+        for changes, convert in _narrower(wish.convert, dtype):
+            narrower = replace(wish, convert=convert)
+            if changes:
+                yield changes, narrower
+            for flag, shorter in itertools.islice(_shorter(narrower), halvings):
+                yield f"{changes} {flag}".strip(), shorter
 
 
 def _narrower(spec: ConvertSpec, dtype: str) -> Iterator[tuple[str, ConvertSpec]]:
