@@ -1,0 +1,96 @@
+"""Real process trees: spawned into a session of their own, and ended with everything that belongs to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trtserve.process import Command, Identity, exit_code, spawn, stop, tree
+
+SLEEP = "import time; time.sleep(60)"
+# A child in a session of its own, as mpirun's daemons make; its pid is written once it runs.
+PARENT = """
+import subprocess, sys, time
+sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
+print(*(subprocess.Popen(sleeper, start_new_session=own).pid for own in {sessions}), flush=True)
+{then}
+"""
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def python(code: str, log: Path) -> Identity:
+    return spawn(Command(argv=(sys.executable, "-c", code)), log=log)
+
+
+def parent(log: Path, *, sessions: tuple[bool, ...], then: str = "time.sleep(60)") -> tuple[Identity, set[int]]:
+    identity = python(PARENT.format(sessions=sessions, then=then), log)
+    assert eventually(lambda: log.read_text().endswith("\n"))
+    return identity, {int(pid) for pid in log.read_text().split()}
+
+
+def test_output_goes_to_the_log_and_the_code_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "folder" / "log"
+    identity = python("import sys, os; print(os.getsid(0)); sys.stderr.write('oops'); sys.exit(7)", log)
+    assert eventually(lambda: not identity.alive())
+    assert exit_code(identity) == 7
+    assert log.read_text() == f"{identity.pid}\noops"
+
+
+def test_stop_reaches_children_in_other_sessions(tmp_path: Path) -> None:
+    identity, pids = parent(tmp_path / "log", sessions=(True, False))
+    members = tree(identity)
+    assert {member.pid for member in members} == pids
+    assert stop(identity, grace=5)
+    assert not any(member.alive() for member in (identity, *members))
+
+
+def test_children_of_a_dead_leader_are_found_by_their_session(tmp_path: Path) -> None:
+    identity, pids = parent(tmp_path / "log", sessions=(False,), then="sys.exit()")
+    assert eventually(lambda: not identity.alive())
+    members = tree(identity)
+    assert {member.pid for member in members} == pids
+    assert stop(identity, grace=5)
+    assert not tree(identity)
+
+
+def test_term_lets_the_process_end_in_order(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(4))\nprint('up', flush=True)\ntime.sleep(60)"
+    )
+    identity = python(code, tmp_path / "log")
+    assert eventually(lambda: (tmp_path / "log").read_text() == "up\n")
+    assert stop(identity, grace=10)
+    assert exit_code(identity) == 4
+
+
+@pytest.mark.parametrize(("grace", "urgent"), [(0.2, False), (3600.0, True)])
+def test_what_ignores_term_is_killed(tmp_path: Path, grace: float, urgent: bool) -> None:
+    code = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
+    identity = python(code, tmp_path / "log")
+    assert eventually(lambda: (tmp_path / "log").read_text() == "up\n")
+    assert stop(identity, grace=grace, urgent=lambda: urgent)
+    assert exit_code(identity) == -signal.SIGKILL
+
+
+def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
+    identity = python(SLEEP, tmp_path / "log")
+    stale = Identity(pid=identity.pid, started=identity.started - 60)
+    assert not tree(stale)
+    assert stop(stale, grace=0.1)
+    assert identity.alive()
+    os.kill(identity.pid, signal.SIGKILL)
+    assert eventually(lambda: not identity.alive())

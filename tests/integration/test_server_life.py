@@ -1,0 +1,241 @@
+"""A real Triton through its whole life: ready or explained, supervised, stopped without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.servers import HOST, free_spec, running_server
+from trtserve.artifacts import ModelRepository
+from trtserve.errors import PortInUseError, ServerNotFoundError, ServerStartError
+from trtserve.ports import is_free
+from trtserve.process import tree
+from trtserve.servers import Server, condition, find_server, log_file, recorded_server, state_file
+from trtserve.specs import ServerSpec
+from trtserve.start import start_server, stop_server
+from trtserve.store import Store
+from trtserve.triton.probe import write_probe_repository
+from trtserve.triton.server import shared_memory_regions
+
+pytestmark = pytest.mark.triton
+
+MODEL = "import time\n\nclass TritonPythonModel:\n    def initialize(self, args):\n        {body}\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """The store that commands use too."""
+    return Store(tmp_path / "home")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return write_probe_repository(tmp_path / "probe")
+
+
+def add_model(repository: Path, name: str, body: str) -> None:
+    """A model of which nothing but `initialize` is written."""
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(MODEL.format(body=body))
+    (repository / name / "config.pbtxt").write_text(f'name: "{name}"\nbackend: "python"\n')
+
+
+def eventually(wanted: Callable[[], object], seconds: float = 15.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not wanted():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def assert_gone(server: Server, store: Store) -> None:
+    """No process, port, shared memory or state file of a server is left; its log is."""
+    assert not server.identity.alive()
+    assert not tree(server.identity)
+    assert all(is_free(server.host, port) for port in server.address.ports.values())
+    assert not shared_memory_regions(server.shm_prefix)
+    assert not state_file(server.name, store).exists()
+    assert server.log.exists()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "trtserve", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+
+def start_line(repository: Path, spec: ServerSpec) -> list[str]:
+    ports = {"--http-port": spec.http_port, "--grpc-port": spec.grpc_port, "--metrics-port": spec.metrics_port}
+    flags = [f"{flag}={port}" for flag, port in ports.items()]
+    return ["start", "--model-repository", str(repository), *flags]
+
+
+@contextmanager
+def foreground(repository: Path) -> Iterator[subprocess.Popen[str]]:
+    """`trtserve start` as a process of its own; killed at the end if it still runs."""
+    line = [sys.executable, "-m", "trtserve", *start_line(repository, free_spec())]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def running(store: Store) -> Server:
+    """The server `probe`, once it is ready."""
+    assert eventually(lambda: (found := recorded_server("probe", store)) is not None and found.phase == "running")
+    return find_server("probe", store=store)
+
+
+def test_commands_in_the_background(repository: Path, store: Store) -> None:
+    spec = free_spec()
+    started = command(*start_line(repository, spec), "--detach")
+    assert started.returncode == 0, started.stderr
+    assert started.stdout == f"http://{HOST}:{spec.http_port}\n"
+    assert "transaction policy no-streaming" in started.stderr
+    assert 'trtserve query "What is ML?"' in started.stderr
+    server = find_server(store=store)
+    (shown,) = json.loads(command("status", "--json").stdout)["result"]
+    assert (shown["condition"], shown["models"]) == ("running", {"probe": "READY"})
+    assert "Started HTTPService" in command("logs", "-n", "20").stdout
+    again = command(*start_line(repository, free_spec()), "--detach")
+    assert again.returncode == 32
+    assert "is running already" in again.stderr
+    with pytest.raises(PortInUseError, match=f"--http-port {spec.http_port} is taken by trtserve's server probe"):
+        start_server(ModelRepository(path=repository), ServerSpec(name="b", http_port=spec.http_port), store=store)
+    stopped = command("stop")
+    assert (stopped.returncode, stopped.stdout) == (0, "probe\n")
+    assert_gone(server, store)
+
+
+def test_start_and_stop_again_and_again(repository: Path, store: Store) -> None:
+    for _ in range(3):
+        with running_server(repository, home=store.root) as server:
+            assert condition(server) == ("running", "")
+            assert len(server.stubs) == 1
+        assert_gone(server, store)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_foreground_ends_with_a_signal(repository: Path, store: Store, number: signal.Signals) -> None:
+    with foreground(repository) as process:
+        server = running(store)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=15)
+    assert process.returncode == 0, errors
+    assert output == f"http://{HOST}:{server.http_port}\n"
+    assert "second terminal" in errors
+    assert_gone(server, store)
+
+
+def test_second_interrupt_kills_at_once(repository: Path, store: Store) -> None:
+    with foreground(repository) as process:
+        server = running(store)
+        process.send_signal(signal.SIGINT)
+        assert eventually(lambda: "Signal (15) received" in server.log.read_text())
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=15)
+    assert process.returncode == 0
+    assert "successfully unloaded" not in server.log.read_text()
+    assert_gone(server, store)
+
+
+def test_interrupt_while_models_load(repository: Path, store: Store) -> None:
+    add_model(repository, "slow", "time.sleep(60)")
+    with foreground(repository) as process:
+        assert eventually(lambda: recorded_server("probe", store) is not None)
+        server = recorded_server("probe", store)
+        assert server is not None
+        assert eventually(lambda: "successfully loaded 'probe'" in server.log.read_text())
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert_gone(server, store)
+
+
+def test_foreground_ends_when_a_stub_dies(repository: Path, store: Store) -> None:
+    with foreground(repository) as process:
+        server = running(store)
+        os.kill(server.stubs[0][0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 35
+    assert "1 of 1 Python stubs have ended" in errors
+    assert str(server.log) in errors
+    assert_gone(server, store)
+
+
+def test_killed_server_is_explained_and_replaced(repository: Path, store: Store) -> None:
+    with running_server(repository, home=store.root) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        assert eventually(lambda: condition(server)[0] == "failed")
+        status = command("status", "probe")
+        assert status.returncode == 35
+        assert status.stdout.startswith("probe\tfailed\t")
+        with running_server(repository, home=store.root) as replacement:
+            assert replacement.pid != server.pid
+            assert not shared_memory_regions(server.shm_prefix)
+            assert not tree(server.identity)
+            os.kill(replacement.pid, signal.SIGKILL)
+            assert eventually(lambda: not replacement.identity.alive())
+            with pytest.raises(ServerNotFoundError, match="ended without being stopped"):
+                find_server("probe", store=store)
+            assert stop_twice(store) == 33
+
+
+def stop_twice(store: Store) -> int:
+    """Clean up after the dead server, then ask again."""
+    if recorded_server("probe", store) is not None:
+        stop_server("probe", store=store)
+    return command("stop", "probe").returncode
+
+
+def test_every_failing_model_is_named_with_its_reason(repository: Path, store: Store) -> None:
+    add_model(repository, "raising", "raise FileNotFoundError('the engine rank0.bin is gone')")
+    add_model(repository, "unfinished", "x = (")
+    spec = free_spec()
+    with pytest.raises(ServerStartError) as caught:
+        start_server(ModelRepository(path=repository), spec, store=store)
+    message = caught.value.message
+    assert "model raising: FileNotFoundError: the engine rank0.bin is gone" in message
+    assert "model unfinished: SyntaxError" in message
+    assert "CUDA" not in message
+    assert caught.value.log == log_file("probe", store)
+    assert caught.value.log.exists()
+    assert not state_file("probe", store).exists()
+    assert all(is_free(HOST, port) for port in (spec.http_port, spec.grpc_port, spec.metrics_port))
+    assert not [process for process in psutil.process_iter() if _serves(process, repository)]
+
+
+def test_models_that_never_end_loading_are_named(repository: Path, store: Store) -> None:
+    add_model(repository, "endless", "time.sleep(60)")
+    with pytest.raises(ServerStartError, match=r"not ready after 1 s; models still loading: .*endless"):
+        start_server(ModelRepository(path=repository), free_spec(ready_timeout=1.0), store=store)
+    assert not state_file("probe", store).exists()
+
+
+def test_port_taken_between_check_and_bind(repository: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.start.is_free", lambda _host, _port: True)
+    with socket.create_server((HOST, 0)) as taken:
+        spec = ServerSpec(http_port=free_spec().http_port, grpc_port=taken.getsockname()[1])
+        with pytest.raises(ServerStartError, match="already in use"):
+            start_server(ModelRepository(path=repository), spec, store=store)
+
+
+def _serves(process: psutil.Process, repository: Path) -> bool:
+    try:
+        return any(str(repository) in argument for argument in process.cmdline())
+    except psutil.Error:
+        return False

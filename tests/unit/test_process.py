@@ -1,0 +1,79 @@
+"""Commands as values, identities, and signals that are counted instead of obeyed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trtserve.errors import MissingDependencyError
+from trtserve.process import Command, Identity, run, stop_signals
+
+
+def test_command_prints_as_a_shell_line_that_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    command = Command(argv=("sh", "-c", 'echo "$GREETING" from "$PWD"'), env={"GREETING": "it's"}, cwd=folder)
+    shown = subprocess.run(["sh", "-c", str(command)], capture_output=True, text=True, check=True).stdout
+    assert shown == f"it's from {folder}\n"
+    assert run(command, timeout=10).stdout == shown
+
+
+def test_command_without_environment_or_folder_is_the_bare_line() -> None:
+    assert str(Command(argv=("echo", "a b"))) == "echo 'a b'"
+
+
+def test_environment_is_laid_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "1")
+    assert {"KEPT": "1", "NEW": "2"}.items() <= Command(argv=("x",), env={"NEW": "2"}).environment.items()
+
+
+def test_program_is_looked_up_on_the_path_of_the_process(tmp_path: Path) -> None:
+    program = tmp_path / "greet"
+    program.write_text("#!/bin/sh\necho hello; echo oops >&2; exit 3\n")
+    program.chmod(0o755)
+    ended = run(Command(argv=("greet",), env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}), timeout=10)
+    assert (ended.code, ended.stdout, ended.stderr) == (3, "hello\n", "oops\n")
+    with pytest.raises(MissingDependencyError, match="greet was not found"):
+        run(Command(argv=("greet",)), timeout=10)
+
+
+def test_run_is_bounded() -> None:
+    with pytest.raises(TimeoutError, match=r"sleep did not end within 0\.1 s"):
+        run(Command(argv=("sleep", "60")), timeout=0.1)
+
+
+def test_identity_of_a_reused_pid_is_another_process() -> None:
+    own = Identity.of(os.getpid())
+    assert own is not None
+    assert own.alive()
+    assert not Identity(pid=own.pid, started=own.started - 60).alive()
+    assert own.matches(Identity(pid=own.pid, started=own.started + 0.01))
+
+
+def test_identity_of_a_pid_that_nobody_has() -> None:
+    assert Identity.of(2**22 + 1) is None
+    assert not Identity(pid=2**22 + 1, started=0.0).alive()
+
+
+def test_signals_are_counted_and_handlers_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_signals() as signals:
+        assert signals() == 0
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert signals() == 2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

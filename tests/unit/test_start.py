@@ -1,0 +1,207 @@
+"""What `start` knows before it launches anything, and the commands around it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from trtserve.artifacts import Manifest, ModelRepository
+from trtserve.cli import run
+from trtserve.errors import (
+    MachineError,
+    ModelNotFoundError,
+    PortInUseError,
+    RepositoryError,
+    UnsupportedModelError,
+    UsageError,
+)
+from trtserve.machine import describe, differences
+from trtserve.ports import free_ports, is_free, next_free
+from trtserve.specs import ServerSpec
+from trtserve.start import find_repository, plan_server, start_server, with_free_ports
+from trtserve.store import NameRecord, Store
+from trtserve.triton.preflight import inspect_repository
+from trtserve.triton.probe import write_probe_repository
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> ModelRepository:
+    return ModelRepository(path=write_probe_repository(tmp_path / "probe"))
+
+
+def with_engine(repository: ModelRepository, **config: object) -> ModelRepository:
+    engine = repository.path / "tensorrt_llm" / "1"
+    engine.mkdir(parents=True)
+    (engine / "config.json").write_text(json.dumps(config))
+    (engine / "rank0.bin").write_bytes(bytes(100))
+    return repository
+
+
+def recorded(store: Store, name: str, repository: Path, imported: str) -> None:
+    paths = dict.fromkeys(("source", "model", "checkpoint", "engine"), "x")
+    store.record(NameRecord(name=name, repository=str(repository), imported=imported, **paths))
+
+
+def test_the_last_import_is_the_default(tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    first, second = (write_probe_repository(tmp_path / name) for name in ("first", "second"))
+    recorded(store, "first", first, "2026-01-01")
+    recorded(store, "second", second, "2026-01-02")
+    assert find_repository(store=store).path == second
+    assert find_repository("first", store=store).path == first
+    with pytest.raises(ModelNotFoundError, match="Nothing was imported under the name third") as caught:
+        find_repository("third", store=store)
+    assert caught.value.hint == "Imported: second, first."
+
+
+def test_without_an_import_it_is_said_how_to_import(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        find_repository(store=Store(tmp_path))
+    assert caught.value.hint is not None
+    assert "trtserve import demo" in caught.value.hint
+
+
+def test_a_name_and_a_path_contradict_each_other(repository: ModelRepository) -> None:
+    with pytest.raises(UsageError, match="give one"):
+        find_repository("demo", path=repository.path)
+
+
+def test_plan_writes_nothing(repository: ModelRepository, tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    plan = plan_server(repository, ServerSpec(http_port=9000), store=store)
+    assert plan.name == "probe"
+    assert plan.served.model == "probe"
+    assert not plan.served.streaming
+    assert "--http-port=9000" in plan.command.argv
+    assert plan.command.cwd == repository.path
+    assert not store.root.exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a b", ".hidden"])
+def test_names_that_cannot_be_files_are_refused(repository: ModelRepository, name: str, tmp_path: Path) -> None:
+    named = ModelRepository(path=repository.path, manifest=Manifest(kind="repository", name=name, fingerprint="0"))
+    with pytest.raises(UsageError, match="cannot name a server"):
+        plan_server(named, ServerSpec(), store=Store(tmp_path))
+
+
+def test_shards_of_the_openvino_runtime_need_one_process(repository: ModelRepository, tmp_path: Path) -> None:
+    mapping = {"tp_size": 4, "pp_size": 1}
+    with_engine(repository, pretrained_config={"mapping": mapping}, trtserve={"runtime": "openvino"})
+    plan = plan_server(repository, ServerSpec(world_size=4), store=Store(tmp_path))
+    assert plan.served.world_size == 4
+    assert plan.served.engine_bytes == 100
+
+
+def test_ranks_of_other_runtimes_are_refused(repository: ModelRepository, tmp_path: Path) -> None:
+    with_engine(repository, pretrained_config={"mapping": {"tp_size": 2, "pp_size": 2}})
+    with pytest.raises(UnsupportedModelError, match="4 ranks are wanted"):
+        plan_server(repository, ServerSpec(), store=Store(tmp_path))
+
+
+def test_placeholder_is_named_with_file_and_line(repository: ModelRepository) -> None:
+    config = repository.path / "probe" / "config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1", "count: ${count}"))
+    with pytest.raises(RepositoryError, match=r"config\.pbtxt, line 11: the placeholder \$\{count\}"):
+        inspect_repository(repository)
+
+
+def test_unreadable_configuration(repository: ModelRepository) -> None:
+    (repository.path / "probe" / "config.pbtxt").write_text('name: "probe"\nbackendd: "python"\n')
+    with pytest.raises(RepositoryError, match="backendd"):
+        inspect_repository(repository)
+
+
+def test_missing_program(repository: ModelRepository) -> None:
+    (repository.path / "probe" / "1" / "model.py").unlink()
+    with pytest.raises(RepositoryError, match=r"The model probe has no .*1/model\.py"):
+        inspect_repository(repository)
+
+
+def test_folder_without_models(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="holds no model"):
+        inspect_repository(ModelRepository(path=tmp_path))
+
+
+def test_alias_and_precision_come_from_the_files(repository: ModelRepository) -> None:
+    (repository.path / "demo").mkdir()
+    config = 'name: "demo"\nbackend: "python"\nmodel_transaction_policy { decoupled: true }\n'
+    (repository.path / "demo" / "config.pbtxt").write_text(config)
+    (repository.path / "demo" / "1").mkdir()
+    (repository.path / "demo" / "1" / "model.py").touch()
+    with_engine(repository, trtserve={"runtime": "openvino", "compute_precision": "f32", "kv_precision": "u8"})
+    manifest = Manifest(kind="repository", name="other", fingerprint="0", facts={"alias": "demo"})
+    served = inspect_repository(ModelRepository(path=repository.path, manifest=manifest))
+    assert (served.model, served.streaming) == ("demo", True)
+    assert served.precision == {"compute_precision": "f32", "kv_precision": "u8"}
+
+
+def test_another_machine_is_noticed() -> None:
+    here = describe()
+    assert differences(here) == []
+    (text,) = differences({**here, "bfloat16": 1 - int(here["bfloat16"])})
+    assert "bfloat16" in text
+
+
+def test_taken_port_names_its_owner_before_anything_starts(repository: ModelRepository, tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        others = free_ports(HOST, 2)
+        spec = ServerSpec(http_port=others[0], grpc_port=port, metrics_port=others[1])
+        with pytest.raises(PortInUseError, match=rf"--grpc-port {port} is taken by process \d+ \(.*pytest") as caught:
+            start_server(repository, spec, store=store)
+    assert caught.value.hint is not None
+    assert "--auto-ports" in caught.value.hint
+    assert not list(store.servers.glob("*"))
+
+
+def test_auto_ports_take_the_next_free_ones() -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        assert not is_free(HOST, port)
+        spec = with_free_ports(ServerSpec(http_port=port, grpc_port=port + 1, metrics_port=port + 2))
+        ports = [spec.http_port, spec.grpc_port, spec.metrics_port]
+        assert port not in ports
+        assert len(set(ports)) == 3
+        with pytest.raises(MachineError, match="is free"):
+            next_free(HOST, port, taken=range(port, port + 100))
+
+
+def test_dry_run_prints_the_whole_command(repository: ModelRepository, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["start", "--model-repository", str(repository.path), "--dry-run", "--", "--log-verbose=1"]) == 0
+    printed = capsys.readouterr().out
+    assert "transaction_policy: no-streaming" in printed
+    assert f"cd {repository.path} && env PATH=" in printed
+    assert printed.rstrip().endswith("--log-verbose=1")
+
+
+def test_dry_run_as_json(repository: ModelRepository, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["start", "--model-repository", str(repository.path), "--dry-run", "--json", "--name", "x"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["name"] == "x"
+    assert result["processes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["stop"], 33, "No server is running"),
+        (["stop", "demo"], 33, "No server demo is running"),
+        (["stop", "demo", "--all"], 2, "give one"),
+        (["stop", "--all"], 0, "No server is running"),
+        (["status"], 0, "No server is running"),
+        (["status", "demo"], 33, "No server demo is running"),
+        (["logs"], 33, "No server is running"),
+        (["start"], 10, "Nothing has been imported yet"),
+    ],
+)
+def test_without_a_server(arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == code
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
