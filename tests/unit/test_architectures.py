@@ -214,6 +214,16 @@ def test_llama3_frequencies_keep_short_waves_and_stretch_long_ones() -> None:
             assert before / 8 < after < before
 
 
+def test_llama3_bounds_follow_both_factors() -> None:
+    scaling = LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 800}
+    # Wavelengths 2π·base^(i / 4) for base 10^8: 6.28, 628 and more; kept below 100, stretched beyond 400.
+    assert inverse_frequencies(8, 1e8, scaling) == pytest.approx([1.0, 1e-2 / 8, 1e-4 / 8, 1e-6 / 8], rel=1e-6)
+    # 2π·50 = 314.2 lies between: smooth = (800 / 314.2 - 2) / (8 - 2).
+    smooth = (800 / (2 * math.pi * 50) - 2) / 6
+    expected = (1 - smooth) * 0.02 / 8 + smooth * 0.02
+    assert inverse_frequencies(4, 2500.0, scaling)[1] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["llama", "llama3", "llama_linear"])
 def test_frequencies_equal_those_of_transformers(tmp_path: Path, family: str) -> None:

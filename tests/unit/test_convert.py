@@ -287,6 +287,16 @@ def test_memory_is_bounded_by_the_chunk_not_by_the_tensor(tmp_path: Path, monkey
     assert peak < 2 << 20
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_size_of_a_chunk_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    folder = write_tiny_model(tmp_path / "hf", family, vocab_size=321)
+    expected = convert(folder, tmp_path / "one", tp_size=2, dtype="bfloat16").path
+    monkeypatch.setattr(streaming, "CHUNK", 1000)
+    actual = convert(folder, tmp_path / "two", tp_size=2, dtype="bfloat16").path
+    for name in ("rank0.safetensors", "rank1.safetensors"):
+        assert (actual / name).read_bytes() == (expected / name).read_bytes()
+
+
 def test_rows_are_copied_through_a_buffer_where_the_kernel_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

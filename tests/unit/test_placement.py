@@ -1,0 +1,63 @@
+"""Placement of tensors that are fused from several sources, down to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.tiny_models import read_safetensors, write_safetensors
+from trtserve.architectures.base import Target
+from trtserve.architectures.placement import Placement, match, moves
+from trtserve.architectures.sharding import stage_layers
+from trtserve.architectures.source import SourceTensor
+from trtserve.architectures.streaming import carry_out, created
+from trtserve.architectures.tensor_files import TensorFile
+from trtserve.errors import ConversionError, UnsupportedModelError
+
+ROWS = np.arange(24, dtype=np.float32).reshape(6, 4)
+
+
+def target(name: str = "fused", **changes: object) -> Target:
+    fields: dict[str, object] = {"sources": ("a", "b"), "shape": (6, 4), "split": "column", "parts": (2, 4)}
+    return Target(name=name, **(fields | changes))  # type: ignore[arg-type]
+
+
+def sources(path: Path) -> dict[str, SourceTensor]:
+    write_safetensors(path, {"a": ROWS[:2], "b": ROWS[2:]})
+    file = TensorFile(path)
+    return {name: SourceTensor(name=name, file=file, entry=entry) for name, entry in file.entries.items()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_sources_that_meet_within_a_rank_are_joined(tmp_path: Path, tp_size: int, dtype: str) -> None:
+    found = sources(tmp_path / "source.safetensors")
+    placement = Placement([target()], layers=1, tp_size=tp_size, pp_size=1, dtype=dtype)
+    with created(tmp_path, placement.headers, placement.sizes) as files:
+        for move in moves(match([target()], found, ()), placement, found):
+            carry_out(move, files, dtype)
+    for rank, expected in enumerate(np.split(ROWS, tp_size)):
+        actual = read_safetensors(tmp_path / f"rank{rank}.safetensors")["fused"]
+        np.testing.assert_array_equal(actual, expected.astype(dtype))
+
+
+def test_a_target_produced_twice_is_listed(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"produces checkpoint tensors twice \(1\): fused"):
+        match([target(), target()], sources(tmp_path / "x.safetensors"), ())
+
+
+def test_a_source_that_is_no_float_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    header = b'{"a":{"dtype":"I8","shape":[2,4],"data_offsets":[0,8]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    file = TensorFile(path)
+    found = {"a": SourceTensor(name="a", file=file, entry=file.entries["a"])}
+    with pytest.raises(UnsupportedModelError, match="a is of type I8"):
+        match([target(sources=("a",), shape=(2, 4), parts=())], found, ())
+
+
+def test_the_first_stages_have_the_layers_that_are_left_over() -> None:
+    assert stage_layers(7, 3) == [range(3), range(3, 5), range(5, 7)]
+    assert stage_layers(4, 2) == [range(2), range(2, 4)]
