@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from trtserve.executor.configs import ExecutorConfig
-from trtserve.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode, RequestType
+from trtserve.executor.enums import (
+    BatchingType,
+    CapacitySchedulerPolicy,
+    CommunicationMode,
+    DecodingMode010,
+    RequestType,
+)
 from trtserve.executor.requests import Request
+
+logger = logging.getLogger(__name__)
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
@@ -105,6 +114,7 @@ CONFIG_FEATURES = (
     Unbuilt("logits_post_processor_batched", _absent),
     Unbuilt("logits_post_processor_config", _absent),
     Unbuilt("medusa_choices", _nothing),
+    Unbuilt("decoding_mode", lambda mode: mode is not DecodingMode010.MEDUSA),
     Unbuilt("additional_model_outputs", _nothing),
 )
 """`gather_generation_logits`, guided decoding and adapters are permissions: the requests that use them are refused."""
@@ -121,6 +131,8 @@ def refuse_unbuilt_config(config: ExecutorConfig) -> None:
     if config.parallel_config and config.parallel_config.communication_mode is CommunicationMode.ORCHESTRATOR:
         raise RuntimeError("communication_mode ORCHESTRATOR is not supported by the embedded executor; use LEADER")
     mode = config.decoding_config and config.decoding_config.decoding_mode
+    if mode and mode.isBeamSearch():
+        logger.warning("decoding_mode beam_search does not fit beam width 1; using auto")
     if mode and not (mode.isAuto() or mode.isTopKorTopP() or mode.isBeamSearch()):
         raise RuntimeError(f"decoding_mode {mode.name} is not supported by the embedded executor; use auto")
 

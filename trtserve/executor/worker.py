@@ -48,6 +48,8 @@ class Worker:
         self._limits = limits
         self._batch = Batch(limits, self.cache)
         self._max_queue_size = config.max_queue_size or None
+        # Requests are checked under the entrance alone, so that a long prompt does not hold up the loop.
+        self._entrance = threading.Lock()
         self._wake = threading.Condition()
         self._queue: deque[Sequence] = deque()
         self._cancelled: set[int] = set()
@@ -56,26 +58,32 @@ class Worker:
 
     def enqueue(self, requests: list[Request]) -> list[int]:
         """Queue `requests`; RuntimeError when the queue cannot take all of them. Refused ones are answered at once."""
-        with self._wake:
-            if self._terminating:
-                raise RuntimeError("Shutdown called")
-            limit = self._max_queue_size
-            if limit is not None and len(self._queue) + len(requests) > limit:
-                raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
+        with self._entrance:
+            self._require_room(len(requests))
             ids = list(range(self._next_id, self._next_id + len(requests)))
             self._next_id += len(requests)
             self.mailbox.expect(ids)
-            refused = [self._queue_or_refuse(request, id_) for request, id_ in zip(requests, ids, strict=True)]
-            self._wake.notify()
-        self.mailbox.deliver([response for response in refused if response])
+            checked = [self._admit(request, id_) for request, id_ in zip(requests, ids, strict=True)]
+            with self._wake:
+                self._queue.extend(each for each in checked if isinstance(each, Sequence))
+                self._wake.notify()
+        refused = [each for each in checked if isinstance(each, Response)]
+        if refused:
+            self.mailbox.deliver(refused)
         return ids
 
-    def _queue_or_refuse(self, request: Request, id_: int) -> Response | None:
+    def _require_room(self, count: int) -> None:
+        if self._terminating:
+            raise RuntimeError("Shutdown called")
+        limit = self._max_queue_size
+        if limit is not None and len(self._queue) + count > limit:
+            raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
+
+    def _admit(self, request: Request, id_: int) -> Sequence | Response:
         try:
-            self._queue.append(admit(request, id_, self._limits))
+            return admit(request, id_, self._limits)
         except RuntimeError as error:
             return Response(id_, f"Encountered an error when fetching new request: {error}", request.client_id)
-        return None
 
     def cancel(self, id_: int) -> None:
         """Ask for the end of a request; a queued one ends when it becomes active, an unknown one is ignored."""
@@ -85,7 +93,7 @@ class Worker:
 
     def terminate(self) -> None:
         """Let `run` return when everything that was queued has ended."""
-        with self._wake:
+        with self._entrance, self._wake:
             self._terminating = True
             self._wake.notify()
 

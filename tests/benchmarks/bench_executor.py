@@ -1,0 +1,241 @@
+"""The in-process executor beside openvino_genai's ContinuousBatchingPipeline: same graph, same weights, same hints.
+
+Run as `python -m tests.benchmarks.bench_executor --work FOLDER --out FOLDER`; the model is a random Llama of 135 M
+parameters, made once in the work folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+SIZES = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+MAX_NUM_TOKENS = 2048
+KV_TOKENS = 16 * 1024
+WAIT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What one measurement does; a rate counts new tokens after the first, or prompt tokens when `new` is 1."""
+
+    streams: int
+    prompt: int
+    new: int
+    reach: float
+
+    @property
+    def counted(self) -> int:
+        """Tokens that the measured time produced."""
+        return self.streams * (self.prompt if self.new == 1 else self.new - 1)
+
+
+SHAPES = {
+    "decode, 1 stream": Shape(streams=1, prompt=64, new=129, reach=0.90),
+    "decode, 8 streams": Shape(streams=8, prompt=64, new=65, reach=0.95),
+    "prefill, 1024 tokens": Shape(streams=1, prompt=1024, new=1, reach=0.90),
+}
+
+
+class Side(Protocol):
+    """One of the two implementations."""
+
+    def seconds(self, prompts: list[list[int]], new: int) -> float:
+        """Seconds from the first tokens to the last, or from the request to the first when `new` is 1."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Medians over the pairs, in tokens per second; `ratio` is the median of ours over theirs pair by pair."""
+
+    case: str
+    pairs: int
+    executor: float
+    genai: float
+    ratio: float
+    ratio_lowest: float
+    ratio_highest: float
+    reach: float
+
+
+def make_engine(work: Path) -> Path:
+    """The engine folder of the random model, built once."""
+    from tests.support.tiny_models import write_tiny_model
+    from trtserve.artifacts import Model
+    from trtserve.build import build_engine
+    from trtserve.convert import convert_model
+    from trtserve.specs import BuildSpec, ConvertSpec
+
+    folder = work / "llama-135m"
+    if not (folder / "model" / "config.json").exists():
+        write_tiny_model(folder / "model", "llama", dtype="float16", **SIZES)
+    checkpoint = convert_model(Model(path=folder / "model"), ConvertSpec(), out=folder / "checkpoint")
+    limits = BuildSpec(max_batch_size=8, max_seq_len=2048, max_num_tokens=MAX_NUM_TOKENS, runtime="openvino")
+    return build_engine(checkpoint, limits, out=folder / "engine").path
+
+
+class ExecutorSide:
+    """Ours, streaming, as a server uses it."""
+
+    def __init__(self, engine: Path) -> None:
+        from trtserve.executor import api
+
+        self._api = api
+        config = api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=KV_TOKENS))
+        self.executor = api.Executor(engine, api.ModelType.DECODER_ONLY, config)
+
+    def seconds(self, prompts: list[list[int]], new: int) -> float:
+        begin = time.perf_counter()
+        ids = self.executor.enqueue_requests([self._api.Request(prompt, new, streaming=True) for prompt in prompts])
+        silent, running = set(ids), set(ids)
+        first = begin
+        while running:
+            responses = self.executor.await_responses(WAIT)
+            if silent:
+                first = time.perf_counter()
+            for response in responses:
+                assert isinstance(response, self._api.Response)
+                silent.discard(response.request_id)
+                if response.result.is_final:
+                    running.discard(response.request_id)
+        return time.perf_counter() - (begin if new == 1 else first)
+
+
+class GenaiSide:
+    """openvino_genai's continuous batching, driven step by step in this thread."""
+
+    def __init__(self, folder: Path, hints: dict[str, str]) -> None:
+        import openvino_genai as genai
+
+        scheduler = genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = MAX_NUM_TOKENS
+        scheduler.max_num_seqs = 8
+        scheduler.dynamic_split_fuse = True
+        scheduler.num_kv_blocks = KV_TOKENS // 32
+        self._genai = genai
+        self.pipeline = genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", hints)
+        self._next = 0
+
+    def seconds(self, prompts: list[list[int]], new: int) -> float:
+        import openvino as ov
+
+        config = self._genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
+        begin = time.perf_counter()
+        handles = []
+        for prompt in prompts:
+            handles.append(self.pipeline.add_request(self._next, ov.Tensor(np.array([prompt], np.int64)), config))
+            self._next += 1
+        self.pipeline.step()
+        first = time.perf_counter()
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+        assert all(len(handle.read_all()[0].generated_ids) == new for handle in handles)
+        return time.perf_counter() - (begin if new == 1 else first)
+
+
+def export_for_genai(engine: Path, model: Path, folder: Path) -> dict[str, str]:
+    """Lay the engine's graph out as openvino_genai reads it; returns the engine's precision hints."""
+    import openvino as ov
+    from openvino_tokenizers import convert_tokenizer
+    from transformers import AutoTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix in ("xml", "bin"):
+        (folder / f"openvino_model.{suffix}").unlink(missing_ok=True)
+        os.link(engine / f"rank0.{suffix}", folder / f"openvino_model.{suffix}")
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    tokenizer, detokenizer = convert_tokenizer(AutoTokenizer.from_pretrained(model), with_detokenizer=True)
+    ov.save_model(tokenizer, folder / "openvino_tokenizer.xml")
+    ov.save_model(detokenizer, folder / "openvino_detokenizer.xml")
+    own = json.loads((engine / "config.json").read_text(encoding="utf-8"))["trtserve"]
+    return {
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": own["compute_precision"],
+        "KV_CACHE_PRECISION": own["kv_precision"],
+    }
+
+
+def measure(name: str, shape: Shape, ours: Side, theirs: Side, pairs: int) -> Row:
+    """Alternate both sides on the same random prompts; whoever begins changes from pair to pair."""
+    random = np.random.default_rng(0)
+    rates: dict[Side, list[float]] = {ours: [], theirs: []}
+    for number in range(pairs + 1):
+        prompts = random.integers(3, SIZES["vocab_size"], size=(shape.streams, shape.prompt)).tolist()
+        for side in (ours, theirs) if number % 2 else (theirs, ours):
+            seconds = side.seconds(prompts, shape.new)
+            if number:  # the first pair warms both
+                rates[side].append(shape.counted / seconds)
+    ratios = [mine / other for mine, other in zip(rates[ours], rates[theirs], strict=True)]
+    return Row(
+        case=name,
+        pairs=pairs,
+        executor=statistics.median(rates[ours]),
+        genai=statistics.median(rates[theirs]),
+        ratio=statistics.median(ratios),
+        ratio_lowest=min(ratios),
+        ratio_highest=max(ratios),
+        reach=shape.reach,
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        "| Case | Executor, tokens/s | openvino_genai, tokens/s | Ratio | Lowest … highest | Reach | Pairs |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {row.case} | {row.executor:.0f} | {row.genai:.0f} | {row.ratio:.2f} "
+        f"| {row.ratio_lowest:.2f} … {row.ratio_highest:.2f} | {row.reach:.2f} | {row.pairs} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def run(work: Path, *, pairs: int) -> dict[str, Any]:
+    """Measure every shape; the work folder keeps the model between runs."""
+    engine = make_engine(work)
+    hints = export_for_genai(engine, work / "llama-135m" / "model", work / "llama-135m" / "genai")
+    ours, theirs = ExecutorSide(engine), GenaiSide(work / "llama-135m" / "genai", hints)
+    rows = [measure(name, shape, ours, theirs, pairs) for name, shape in SHAPES.items()]
+    ours.executor.shutdown()
+    return {"hints": hints, "cpus": os.cpu_count(), "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
+    parser.add_argument("--out", type=Path, help="folder for executor.json; default: the work folder")
+    parser.add_argument("--pairs", type=int, default=7)
+    arguments = parser.parse_args()
+    report = run(arguments.work.absolute(), pairs=arguments.pairs)
+    print(table(report["rows"]))
+    out = arguments.out or arguments.work
+    out.mkdir(parents=True, exist_ok=True)
+    report["rows"] = [asdict(row) for row in report["rows"]]
+    (out / "executor.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
