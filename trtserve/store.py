@@ -163,8 +163,17 @@ class Store:
 
     def recorded(self) -> list[NameRecord]:
         """All imported names, newest first."""
-        records = [NameRecord(**json.loads(path.read_text())) for path in self.names.glob("*.json")]
+        records = [_read_record(path) for path in self.names.glob("*.json") if not path.name.startswith(".")]
         return sorted(records, key=lambda record: record.imported, reverse=True)
+
+
+def _read_record(path: Path) -> NameRecord:
+    try:
+        return NameRecord(**json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ArtifactError(
+            f"{path} cannot be read as the record of an import: {error}.", hint="Remove the file and import again."
+        ) from error
 
 
 def default_root() -> Path:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_gated_model_needs_its_token(hub: Hub, tiny: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     assert import_model(ID).name == "tiny"
     assert hub.asked_for("model.safetensors")[0].token == "hf_good"
+
+
+def test_token_stays_with_the_hub(hub: Hub, tiny: Path) -> None:
+    hub.add(ID, tiny, redirects=True, cut={"model.safetensors": 1000})
+    model = import_model(ID, token="hf_secret")
+    assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    tokens = {request.path.split("/")[1]: request.token for request in hub.asked_for("model.safetensors")}
+    assert tokens == {"acme": "hf_secret", "cdn": None}
+    assert not any("hf_secret" in path.read_text() for path in Store().root.rglob("*.json"))
+
+
+def test_two_at_once_pull_once(hub: Hub, tiny: Path) -> None:
+    hub.add(ID, tiny, bytes_per_second=400_000)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: import_model(ID), range(2))
+    assert first == second
+    assert len(hub.asked_for("model.safetensors")) == 1
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ class HubModel:
     """One repository of the hub, and how it misbehaves.
 
     `cut` maps a file to the number of bytes after which the connection is dropped, `cuts` times in all. `wrong_hash`
-    and `wrong_size` are files about which the hub lies. `bytes_per_second` slows down every file.
+    and `wrong_size` are files about which the hub lies. `bytes_per_second` slows down every file. With `redirects`,
+    large files come from another host, as from the real hub's content network.
     """
 
     folder: Path
@@ -38,6 +39,7 @@ class HubModel:
     wrong_hash: set[str] = field(default_factory=set)
     wrong_size: dict[str, int] = field(default_factory=dict)
     bytes_per_second: int | None = None
+    redirects: bool = False
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir() if path.is_file())
@@ -114,6 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             self._answer_listing("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main", token)
+        elif parts[0] == "cdn":
+            self._send_file(self.hub.models["/".join(parts[1:3])], parts[3], {}, with_body)
         elif len(parts) >= 5 and parts[2] == "resolve":
             self._answer_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), token, with_body)
         else:
@@ -144,6 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": model.commit, "ETag": f'"{model.blob(name)}"', "Accept-Ranges": "bytes"}
         if model.is_large(name):
             headers |= {"X-Linked-Etag": f'"{model.sha256(name)}"', "X-Linked-Size": str(model.size(name))}
+            if model.redirects:
+                other_host = self.hub.endpoint.replace("127.0.0.1", "localhost")
+                return self._send(b"", headers | {"Location": f"{other_host}/cdn/{repository}/{name}"}, 302)
         return self._send_file(model, name, headers, with_body)
 
     def _send_file(self, model: HubModel, name: str, headers: dict[str, str], with_body: bool) -> None:

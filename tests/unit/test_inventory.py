@@ -10,7 +10,7 @@ import pytest
 
 from trtserve.artifacts import Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
 from trtserve.cli.app import run
-from trtserve.errors import LockedError, ModelNotFoundError
+from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
 from trtserve.store import NameRecord, Store, locked, publish, write_json
 
@@ -161,7 +161,7 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path(record.engine).exists()
 
 
-def test_unreadable_record_is_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_record_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     write_json(Store().names / "broken.json", {"name": "broken"})
-    assert run(["list"]) != 0
-    assert "Traceback" not in capsys.readouterr().err
+    assert run(["list"]) == ArtifactError.code
+    assert "broken.json" in capsys.readouterr().err

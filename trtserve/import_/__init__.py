@@ -75,7 +75,9 @@ def pull_model(
     if plan.revision is None or plan.folder is not None:
         return _publish_folder(plan, destination)
     with _download_folder(store, plan.revision, progress) as folder:
-        _pull_all(plan, plan.revision, folder, token, progress)
+        # Another process may have published it while this one waited for the folder.
+        if reusable(Model, destination, plan.fingerprint) is None:
+            _pull_all(plan, plan.revision, folder, token, progress)
         model = publish(Model, destination, plan.manifest(), lambda staging: _link_all(plan, folder, staging))
         shutil.rmtree(folder)
     return model
