@@ -26,6 +26,9 @@ from trtserve.specs import ConvertSpec
 from trtserve.store import Store, publish, reusable
 
 SCHEMA = 1
+# Weight-only quantisation is recorded, the weights stay floats: TensorRT-LLM's loader (preprocess_weights →
+# weight_only_quantize_dict) quantises the qkv, dense, fc, gate and proj weights that are not int8 yet, and so does the
+# builder of the openvino runtime.
 _QUANT_ALGO = {"none": None, "int8": "W8A16"}
 
 
