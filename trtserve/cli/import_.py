@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -33,14 +33,12 @@ from trtserve.cli.repo import (
     StreamingOption,
     TritonBatchOption,
 )
-from trtserve.import_ import import_model, missing_bytes, model_destination, plan_model
-from trtserve.import_.sources import parse_source
 from trtserve.machine import gibibytes
-from trtserve.pipeline import ImportPlan, ImportSpec, engine_destination, import_to_repository, plan_import
-from trtserve.repo import tree
 from trtserve.specs import BuildSpec, ConvertSpec, DType, KvPrecision, Quantization, RepositorySpec, RuntimeName
 from trtserve.store import Store
-from trtserve.triton.settings import parse_assignments
+
+if TYPE_CHECKING:
+    from trtserve.pipeline import ImportPlan
 
 _SOURCE_HELP = "demo, an alias (llama-2-7b, llama-3-8b-instruct, gpt2 …), org/name[@revision] of the hub, or a folder."
 
@@ -83,6 +81,11 @@ def import_(
 
     The engine goes to $ENGINE_DEST_PATH/NAME where that variable is set.
     """
+    from trtserve.import_.sources import parse_source
+    from trtserve.pipeline import ImportSpec, engine_destination, import_to_repository, plan_import
+    from trtserve.repo import tree
+    from trtserve.triton.settings import parse_assignments
+
     progress = TerminalProgress(quiet=quiet)
     if download_only:
         _download(source, name, out, progress, json=json, dry_run=dry_run)
@@ -133,6 +136,8 @@ def import_(
 def _download(
     source: str, name: str | None, out: Path | None, progress: TerminalProgress, *, json: bool, dry_run: bool
 ) -> None:
+    from trtserve.import_ import import_model, missing_bytes, model_destination, plan_model
+
     if not dry_run:
         model = import_model(source, name=name, out=out, progress=progress)
         facts = model.manifest.spec if model.manifest else {}
