@@ -9,7 +9,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,6 +20,7 @@ from trtserve.errors import (
     AccessDeniedError,
     CorruptFileError,
     DiskSpaceError,
+    MachineError,
     ModelNotFoundError,
     NetworkError,
     TrtserveError,
@@ -36,6 +37,8 @@ R = TypeVar("R")
 # Attempts that bring no new byte before the pull gives up; each one of the client retries five times itself.
 _FRUITLESS_ATTEMPTS = 2
 _BLOCK = 1 << 20
+# MAX_HTTP_DOWNLOAD_SIZE of the client: larger files are served over Xet only.
+_LARGEST_FILE = 50_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +179,16 @@ def pull(
     return target
 
 
+def require_pullable(repository: str, files: Iterable[RemoteFile]) -> None:
+    """UnsupportedModelError for a file above the hub's own limit for plain HTTP."""
+    for file in files:
+        if file.size > _LARGEST_FILE:
+            raise UnsupportedModelError(
+                f"{file.name} of {repository} has {gibibytes(file.size)}; the hub serves files up to 50 GB over HTTP.",
+                hint="Look for a revision with smaller shards, or pull it with `hf download` and give the folder.",
+            )
+
+
 def pulled_bytes(file: RemoteFile, folder: Path) -> int:
     """How many bytes of `file` lie in `folder` already, complete or as a part."""
     for path in (folder / file.name, folder / (file.name + ".part")):
@@ -208,11 +221,6 @@ def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None,
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
-    if file.size > 50_000_000_000:
-        # Limit of the hub itself for plain HTTP (constants.MAX_HTTP_DOWNLOAD_SIZE of the client).
-        raise UnsupportedModelError(
-            f"{file.name} has {gibibytes(file.size)}; the hub serves files up to 50 GB over HTTP."
-        )
     if is_offline():
         raise _offline(revision.repository)
     url = hf_hub_url(revision.repository, file.name, revision=revision.commit, endpoint=endpoint())
@@ -338,7 +346,7 @@ def _explain(error: Exception, repository: str) -> TrtserveError:
             f"The disk is full while {repository} is pulled: {error}.", hint="What came is kept; free some space first."
         )
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
-        return DiskSpaceError(f"The store cannot be written: {error}.", hint="Set TRTSERVE_HOME to a folder of yours.")
+        return MachineError(f"The store cannot be written: {error}.", hint="Set TRTSERVE_HOME to a folder of yours.")
     response = getattr(error, "response", None)
     if response is None:
         return NetworkError(

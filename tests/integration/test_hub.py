@@ -92,6 +92,11 @@ def test_pulls_only_needed_files_of_a_pinned_commit(hub: Hub, tiny: Path) -> Non
     assert all(f"/{served.commit}/" in request.path for request in hub.asked_for("model.safetensors"))
 
 
+def test_alias_names_the_model(hub: Hub, tiny: Path) -> None:
+    hub.add("meta-llama/Llama-2-7b-hf", tiny)
+    assert import_model("llama-2-7b").name == "llama-2-7b"
+
+
 def test_second_import_asks_for_no_weights(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny)
     first = import_model(ID)
@@ -220,6 +225,13 @@ def test_full_disk_is_told_before_the_first_byte(hub: Hub, tiny: Path, monkeypat
     hub.add(ID, tiny)
     monkeypatch.setattr("trtserve.import_.disk.free_disk", lambda path: 1000)
     with pytest.raises(DiskSpaceError, match="MiB"):
+        import_model(ID)
+    assert not hub.asked_for("model.safetensors")
+
+
+def test_file_above_the_limit_of_the_hub_is_refused_first(hub: Hub, tiny: Path) -> None:
+    hub.add(ID, tiny, wrong_size={"model.safetensors": 60_000_000_000})
+    with pytest.raises(UnsupportedModelError, match="50 GB"):
         import_model(ID)
     assert not hub.asked_for("model.safetensors")
 

@@ -110,6 +110,7 @@ def _plan_from_hub(source: Source, store: Store, token: str | None, progress: Pr
             return _bring(revision, file, folder, token, progress)
 
         files, config = planned_files(source.location, revision.files, read)
+    hub.require_pullable(source.location, files)
     return ModelPlan(source=source, revision=revision, files=files, config=config)
 
 
