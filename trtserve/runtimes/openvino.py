@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import time
@@ -99,8 +100,7 @@ def build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Prog
     (folder / "config.json").write_text(
         json.dumps(engine_config(plan, window=decoder.window), indent=4) + "\n", encoding="utf-8"
     )
-    # The graph holds all weights; they must be gone before the compiler packs its own copy.
-    gc.collect()
+    _give_memory_back()
     progress.step(f"Loading the engine: {plan.compute_precision} arithmetic, {plan.kv_precision} KV cache")
     return _prove(folder)
 
@@ -247,14 +247,16 @@ def _write_graph(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progres
 
 
 def _prove(folder: Path) -> dict[str, Any]:
-    """Load the engine, calculate one token, and say how long and how much memory the load took."""
+    """Load the engine, calculate one token, and say how long and how much memory it took from start to logits.
+
+    The first calculation belongs to the load: OpenVINO packs the weights in it.
+    """
     import numpy as np
 
     from trtserve.executor.paged_model import PagedModel
 
     before, started = _anonymous_memory(), time.monotonic()
     model = PagedModel(folder)
-    seconds, memory = time.monotonic() - started, _anonymous_memory() - before
     model.allocate(1)
     logits = model.forward(
         token_ids=np.zeros(1, dtype=np.int64),
@@ -266,6 +268,7 @@ def _prove(folder: Path) -> dict[str, Any]:
         max_context_len=1,
         rows=np.zeros(1, dtype=np.int32),
     )
+    seconds, memory = time.monotonic() - started, _anonymous_memory() - before
     if not np.isfinite(logits).all():
         raise BuildError(
             "The engine computes logits that are not finite.",
@@ -278,6 +281,17 @@ def _prove(folder: Path) -> dict[str, Any]:
         "kv_bytes_per_token": model.bytes_per_block // model.tokens_per_block,
         "tokens_per_block": model.tokens_per_block,
     }
+
+
+def _give_memory_back() -> None:
+    """Return the graph's weights to the system before the compiler packs its own copy of them.
+
+    glibc keeps freed memory for itself: the peak of a build was 1.6 × the weights without this.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _anonymous_memory() -> int:
