@@ -52,7 +52,7 @@ def _explicit(host: str | None, http_port: int | None, grpc_port: int | None) ->
 
 
 def _recorded(name: str | None) -> Endpoint:
-    from trtserve.start import find_server
+    from trtserve.servers import find_server
     from trtserve.triton.client import Endpoint
 
     server = find_server(name)

@@ -1,0 +1,177 @@
+"""Through Triton (gRPC streaming on `tensorrt_llm`) beside the in-process executor: same engine, prompts, 8 streams.
+
+Run as `python -m tests.benchmarks.bench_serving --work FOLDER --out FOLDER`; the model is that of bench_executor, a
+random Llama of 135 M parameters. A rate is all new tokens ÷ the time from the first send to the last end, so that
+prefill, scheduling, transport and the client's own work are inside on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.bench_executor import KV_TOKENS, SIZES, WAIT, ExecutorSide, make_engine
+from trtserve.bench.load import Load, run_load
+from trtserve.bench.statistics import Statistics, compute
+from trtserve.bench.traffic import TrafficRequest
+from trtserve.triton.client import CORE_MODEL, Endpoint, GrpcClient, ModelDescription
+
+STREAMS = 8
+PROMPT = 64
+NEW = 128
+REACH = 0.85
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Medians over the pairs, tokens per second; `ratio` is the median of served over in-process pair by pair."""
+
+    case: str
+    pairs: int
+    served: float
+    in_process: float
+    ratio: float
+    ratio_lowest: float
+    ratio_highest: float
+    reach: float
+    time_to_first_token_ms: float
+    inter_token_ms: float
+
+
+@contextmanager
+def serving(engine: Path, work: Path) -> Iterator[Endpoint]:
+    """A Triton server for the engine, with the KV cache of the in-process side."""
+    from tests.support.servers import running_server
+    from trtserve.artifacts import Engine, load_artifact
+    from trtserve.repo import assemble_repository
+    from trtserve.specs import RepositorySpec
+
+    artifact = load_artifact(Engine, engine)
+    repository = assemble_repository(
+        Engine(path=engine, manifest=artifact.manifest),
+        work / "llama-135m" / "model",
+        RepositorySpec(name="llama-135m", max_tokens_in_paged_kv_cache=KV_TOKENS),
+        out=work / "llama-135m" / "repository",
+    )
+    with running_server(repository.path, home=work / "home") as server:
+        yield Endpoint(http_port=server.http_port, grpc_port=server.grpc_port)
+
+
+def measure_served(endpoint: Endpoint, model: ModelDescription, prompts: list[list[int]]) -> Statistics:
+    """Send all prompts at once, one stream each."""
+    requests = [TrafficRequest(token_ids=np.array(prompt, np.int32), output_len=NEW) for prompt in prompts]
+    load = Load(endpoint=endpoint, model=model, requests=requests, concurrency=STREAMS, timeout=WAIT.total_seconds())
+    statistics_ = compute(run_load(load).records)
+    assert statistics_.counts.completed == STREAMS
+    assert statistics_.short_answers == 0
+    return statistics_
+
+
+def measure_in_process(side: ExecutorSide, prompts: list[list[int]]) -> float:
+    """Tokens per second from the first enqueue to the last response."""
+    from trtserve.executor import api
+
+    begin = time.perf_counter()
+    requests = [api.Request(prompt, NEW, streaming=True) for prompt in prompts]
+    running, tokens = set(side.executor.enqueue_requests(requests)), 0
+    while running:
+        for response in side.executor.await_responses(WAIT):
+            assert isinstance(response, api.Response)
+            tokens += len(response.result.output_token_ids[0])
+            if response.result.is_final:
+                running.discard(response.request_id)
+    assert tokens == STREAMS * NEW
+    return tokens / (time.perf_counter() - begin)
+
+
+def measure(endpoint: Endpoint, side: ExecutorSide, pairs: int) -> Row:
+    """Alternate both sides on the same random prompts; whoever begins changes from pair to pair."""
+    random = np.random.default_rng(0)
+    with_client = GrpcClient(endpoint, timeout=10)
+    model = with_client.describe(CORE_MODEL)
+    with_client.close()
+    served: list[Statistics] = []
+    in_process: list[float] = []
+    for number in range(pairs + 1):
+        prompts = random.integers(3, SIZES["vocab_size"], size=(STREAMS, PROMPT)).tolist()
+        for kind in ("served", "in process") if number % 2 else ("in process", "served"):
+            if kind == "served":
+                served.append(measure_served(endpoint, model, prompts))
+            else:
+                in_process.append(measure_in_process(side, prompts))
+    return _row(served[1:], in_process[1:])  # the first pair warms both
+
+
+def _row(served: Sequence[Statistics], in_process: Sequence[float]) -> Row:
+    rates = [figures.output_tokens_per_second for figures in served]
+    ratios = [through / direct for through, direct in zip(rates, in_process, strict=True)]
+    return Row(
+        case=f"{STREAMS} streams, {PROMPT} + {NEW} tokens",
+        pairs=len(ratios),
+        served=statistics.median(rates),
+        in_process=statistics.median(in_process),
+        ratio=statistics.median(ratios),
+        ratio_lowest=min(ratios),
+        ratio_highest=max(ratios),
+        reach=REACH,
+        time_to_first_token_ms=statistics.median(figures.time_to_first_token.mean or 0.0 for figures in served),
+        inter_token_ms=statistics.median(figures.inter_token.mean or 0.0 for figures in served),
+    )
+
+
+def table(row: Row) -> str:
+    """The row as a Markdown table."""
+    cells = {
+        "Case": row.case,
+        "Through Triton, tokens/s": f"{row.served:.0f}",
+        "In process, tokens/s": f"{row.in_process:.0f}",
+        "Ratio": f"{row.ratio:.2f}",
+        "Lowest … highest": f"{row.ratio_lowest:.2f} … {row.ratio_highest:.2f}",
+        "Reach": f"≥ {row.reach:.2f}",
+        "Pairs": str(row.pairs),
+        "TTFT, ms": f"{row.time_to_first_token_ms:.0f}",
+        "ITL, ms": f"{row.inter_token_ms:.2f}",
+    }
+    rule = "|---" * len(cells) + "|"
+    return "\n".join([f"| {' | '.join(cells)} |", rule, f"| {' | '.join(cells.values())} |"])
+
+
+def run(work: Path, *, pairs: int) -> dict[str, Any]:
+    """Build or reuse the engine, start both sides, measure."""
+    engine = make_engine(work)
+    with serving(engine, work) as endpoint:
+        side = ExecutorSide(engine)
+        try:
+            row = measure(endpoint, side, pairs)
+        finally:
+            side.executor.shutdown()
+    return {"cpus": os.cpu_count(), "rows": [row]}
+
+
+def main() -> None:
+    """Parse, measure, print the table, and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
+    parser.add_argument("--out", type=Path, help="folder for serving.json; default: the work folder")
+    parser.add_argument("--pairs", type=int, default=7)
+    arguments = parser.parse_args()
+    report = run(arguments.work.absolute(), pairs=arguments.pairs)
+    print(table(report["rows"][0]))
+    out = arguments.out or arguments.work
+    out.mkdir(parents=True, exist_ok=True)
+    report["rows"] = [asdict(row) for row in report["rows"]]
+    (out / "serving.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
