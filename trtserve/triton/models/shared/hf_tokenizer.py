@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 
 def load_tokenizer(folder: Path) -> Any:
     """The Hugging Face tokenizer in `folder`, from local files only, running no code of the model's author."""
+    # transformers imports PyTorch wherever it is installed: seconds and hundreds of megabytes that no tokenizer needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(

@@ -95,6 +95,15 @@ class MetricsReporter:
         self._families.append(family)
         return family.Metric(labels={**self._labels, "response_metric_type": label}, buckets=_LENGTH_BUCKETS)
 
+    def close(self) -> None:
+        """Remove the metrics from the server.
+
+        Triton 2.51's stub does so by itself only when its connection is gone, and dies of a segmentation fault.
+        """
+        self._input_lengths = self._output_lengths = None
+        self._gauges.clear()
+        self._families.clear()
+
     def observe_request(self, input_tokens: int, output_tokens: int) -> None:
         """Record the lengths of one finished executor request."""
         if self._input_lengths is not None:

@@ -194,3 +194,4 @@ class TritonPythonModel:
             thread.join(timeout=5)
         if self._threads:
             self._executor.shutdown()
+            self._metrics.close()
