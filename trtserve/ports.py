@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -11,15 +12,21 @@ from trtserve.process import Identity, describe, listener
 
 
 def is_free(host: str, port: int) -> bool:
-    """True when a server can listen on `port` of `host` now; connections in TIME_WAIT do not matter."""
+    """True when a server can listen on `port` of `host` now; connections in TIME_WAIT do not matter.
+
+    UsageError for a host that is not this machine's, or a port that is the administrator's.
+    """
     with _socket(host) as probe:
         try:
             probe.bind((host, port))
             probe.listen(1)
-        except PermissionError:
-            raise UsageError(f"Port {port} is reserved for the administrator.", hint="Use one above 1023.") from None
-        except OSError:
-            return False
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise UsageError(
+                f"Nothing can listen on {host}, port {port}: {error.strerror}.",
+                hint="Give an address of this machine (--host 127.0.0.1 or 0.0.0.0) and ports above 1023.",
+            ) from error
     return True
 
 

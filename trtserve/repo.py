@@ -85,7 +85,8 @@ def plan_repository(
     settings = resolve_settings(spec.settings, table)
     limits = {name: config.get("build_config", {}).get(name) for name in _LIMITS}
     options = _options(spec, table, settings, limits, embedded=embedded)
-    facts = _facts(spec, table, options, config, limits)
+    built = engine.manifest.facts if engine.manifest is not None else {}
+    facts = {**_facts(spec, table, options, config, limits), "machine": built.get("machine", {})}
     digest = fingerprint(
         stage="repo",
         schema=SCHEMA,

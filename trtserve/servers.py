@@ -13,8 +13,8 @@ from trtserve.store import Store, write_json
 from trtserve.triton import server as triton_server
 from trtserve.triton import server_log
 
-Phase = Literal["starting", "running"]
-Condition = Literal["starting", "running", "failed"]
+Phase = Literal["starting", "running", "stopping"]
+Condition = Literal["starting", "running", "stopping", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,9 @@ def condition(server: Server) -> tuple[Condition, str]:
     """Whether a server starts, runs or has failed, with the reason for the last."""
     if not server.identity.alive():
         return "failed", "tritonserver has ended without being stopped"
-    lost = dead_stubs(server)
-    if lost:
+    if server.phase == "stopping":
+        return "stopping", ""
+    if lost := dead_stubs(server):
         return "failed", f"{lost} of {len(server.stubs)} Python stubs have ended; requests to their models fail"
     if server.phase == "running" or triton_server.is_ready(server.address):
         return "running", ""
@@ -126,9 +127,14 @@ def find_server(name: str | None = None, *, store: Store | None = None) -> Serve
 
 
 def forget(server: Server, store: Store) -> None:
-    """Remove the state file and the shared memory of a server that has ended; its log stays."""
+    """Remove the state file and the shared memory of a server that has ended; its log stays.
+
+    The file of a later server of the same name stays too.
+    """
     triton_server.sweep_shared_memory(server.shm_prefix)
-    state_file(server.name, store).unlink(missing_ok=True)
+    recorded = recorded_server(server.name, store)
+    if recorded is None or recorded.identity.matches(server.identity):
+        state_file(server.name, store).unlink(missing_ok=True)
 
 
 def recorded_server(name: str, store: Store) -> Server | None:

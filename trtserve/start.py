@@ -173,7 +173,7 @@ def serve_foreground(
         server = _launch(repository, spec, store, progress, signals)
         try:
             on_ready(server)
-            _supervise(server, signals)
+            _supervise(server, store, signals)
             progress.step(f"Stopping {server.name} …")
         finally:
             _end(server, store, urgent=lambda: signals() > 1)
@@ -189,6 +189,8 @@ def stop_server(name: str | None = None, *, store: Store | None = None, progress
     if server is None:
         server = find_server(name, store=store)
     progress.step(f"Stopping {server.name} (pid {server.pid}) …")
+    # A foreground `start` that supervises this server sees by it that the end is wanted.
+    write_state(replace(server, phase="stopping"), store)
     _end(server, store)
     return server
 
@@ -321,20 +323,30 @@ def _announce(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
     progress.step(f"(to switch: `trtserve repo` or `trtserve import` with --{other})")
     if served.precision:
         progress.step("Engine: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in served.precision.items()))
-    if spec.world_size is not None and spec.world_size > 1:
-        progress.step(f"World size {spec.world_size}: this runtime merges the shards, so one process serves them all.")
+    ranks = max(served.world_size, spec.world_size or 1)
+    if ranks > 1:
+        progress.step(f"World size {ranks}: this runtime merges the shards, so one process serves them all.")
     for difference in differences(served.machine):
         progress.warn(difference)
 
 
-def _supervise(server: Server, signals: Callable[[], int]) -> None:
-    """Return on the first signal; ServerDiedError when the server or a stub has ended."""
+def _supervise(server: Server, store: Store, signals: Callable[[], int]) -> None:
+    """Return on the first signal or when `trtserve stop` ends the server; ServerDiedError when it ends by itself."""
     while not signals():
-        if not server.identity.alive():
-            raise _died(server, "tritonserver has ended by itself")
-        if lost := dead_stubs(server):
-            raise _died(server, f"{lost} of {len(server.stubs)} Python stubs have ended")
+        problem = _problem(server)
+        if problem:
+            recorded = recorded_server(server.name, store)
+            if recorded is None or recorded.phase == "stopping":
+                return
+            raise _died(server, problem)
         time.sleep(_SUPERVISION_INTERVAL)
+
+
+def _problem(server: Server) -> str:
+    if not server.identity.alive():
+        return "tritonserver has ended by itself"
+    lost = dead_stubs(server)
+    return f"{lost} of {len(server.stubs)} Python stubs have ended" if lost else ""
 
 
 def _died(server: Server, what: str) -> ServerDiedError:

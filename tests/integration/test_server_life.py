@@ -128,15 +128,27 @@ def test_start_and_stop_again_and_again(repository: Path, store: Store) -> None:
         assert_gone(server, store)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_foreground_ends_with_a_signal(repository: Path, store: Store, number: signal.Signals) -> None:
+def test_foreground_ends_with_a_signal(repository: Path, store: Store) -> None:
     with foreground(repository) as process:
         server = running(store)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=15)
     assert process.returncode == 0, errors
     assert output == f"http://{HOST}:{server.http_port}\n"
     assert "second terminal" in errors
+    assert_gone(server, store)
+
+
+def test_foreground_ends_in_order_when_it_is_stopped_elsewhere(repository: Path, store: Store) -> None:
+    line = [sys.executable, "-m", "trtserve", "logs", "--follow"]
+    with foreground(repository) as process:
+        server = running(store)
+        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as follower:
+            stopped = command("stop", "--all")
+            _, errors = process.communicate(timeout=15)
+            followed, _ = follower.communicate(timeout=15)
+    assert (stopped.returncode, process.returncode, follower.returncode) == (0, 0, 0), errors
+    assert "Signal (15) received" in followed
     assert_gone(server, store)
 
 

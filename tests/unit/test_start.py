@@ -160,6 +160,12 @@ def test_taken_port_names_its_owner_before_anything_starts(repository: ModelRepo
     assert not list(store.servers.glob("*"))
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_not_ours_is_no_taken_port(host: str) -> None:
+    with pytest.raises(UsageError, match=f"Nothing can listen on {host}, port 9999"):
+        is_free(host, 9999)
+
+
 def test_auto_ports_take_the_next_free_ones() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]

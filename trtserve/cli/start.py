@@ -15,6 +15,7 @@ from trtserve.start import (
     Plan,
     Server,
     find_repository,
+    list_servers,
     plan_server,
     serve_foreground,
     start_server,
@@ -119,5 +120,6 @@ def _print_server(server: Server, *, json: bool, quiet: bool, detached: bool) ->
 
 def _print_hints(server: Server, *, detached: bool) -> None:
     say(f"{server.name} is ready: gRPC {server.host}:{server.grpc_port}, metrics {server.host}:{server.metrics_port}")
-    say(f'{"Try" if detached else "Try in a second terminal"}: trtserve query "What is ML?"')
+    which = f" --server {server.name}" if len(list_servers()) > 1 else ""
+    say(f'{"Try" if detached else "Try in a second terminal"}: trtserve query "What is ML?"{which}')
     say(f"Stop: trtserve stop {server.name}" if detached else "Stop: Ctrl-C")

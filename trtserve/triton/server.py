@@ -173,9 +173,10 @@ def model_states(address: Address) -> dict[str, str]:
 
 
 def kv_blocks(address: Address) -> Mapping[str, int]:
-    """KV cache blocks by kind (max, free, used, …), from the core model's gauges; empty when they are not reachable."""
+    """Gauges of the core model: KV cache blocks (max, free, used, reused) and `tokens_per` block; {} when silent."""
     body = _request(address, address.metrics_port, "GET", "/metrics")
-    return {} if body is None else {kind: int(float(value)) for kind, value in _KV_BLOCKS.findall(body)}
+    found = [] if body is None else _KV_BLOCKS.findall(body)
+    return {kind: int(float(value)) for kind, value in found if kind != "fraction"}
 
 
 def client_host(host: str) -> str:

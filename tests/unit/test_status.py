@@ -1,0 +1,119 @@
+"""What `status` adds to a state file: gauges, precision, and whether this is the machine of the build."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from trtserve.artifacts import Manifest
+from trtserve.cli import run
+from trtserve.machine import describe
+from trtserve.process import Identity
+from trtserve.servers import Server, log_file, write_state
+from trtserve.status import server_status
+from trtserve.store import Store
+from trtserve.triton.probe import write_probe_repository
+
+GAUGE = "nv_trt_llm_kv_cache_block_metrics"
+ANSWERS = {
+    "/metrics": "".join(
+        f'{GAUGE}{{kv_cache_block_type="{kind}",model="tensorrt_llm",version="1"}} {value}\n'
+        for kind, value in {"max": 96, "used": 12, "tokens_per": 32, "fraction": 0.125}.items()
+    ),
+    "/v2/repository/index": json.dumps(
+        [{"name": "a", "state": "READY"}, {"name": "b", "state": "UNAVAILABLE", "reason": "broken"}]
+    ),
+    "/v2/health/ready": "",
+}
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = ANSWERS[self.path].encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+        pass
+
+
+@contextmanager
+def answering() -> Iterator[int]:
+    """A Triton as far as `status` asks one; yields its port."""
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def recorded(repository: Path, port: int) -> Server:
+    own = Identity.of(os.getpid())
+    assert own is not None
+    store = Store()
+    server = Server(
+        name="demo",
+        host="127.0.0.1",
+        http_port=port,
+        grpc_port=1,
+        metrics_port=port,
+        pid=own.pid,
+        started=own.started,
+        log=log_file("demo", store),
+        repository=repository,
+        model="probe",
+        streaming=True,
+        phase="running",
+        shm_prefix="",
+    )
+    write_state(server, store)
+    return server
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """An engine of another machine."""
+    folder = write_probe_repository(tmp_path / "repository")
+    engine = folder / "tensorrt_llm" / "1"
+    engine.mkdir(parents=True)
+    own = {"runtime": "openvino", "compute_precision": "bf16", "kv_precision": "u8"}
+    (engine / "config.json").write_text(json.dumps({"trtserve": own}))
+    elsewhere = {**describe(), "machine": "sparc"}
+    Manifest(kind="repository", name="demo", fingerprint="0", facts={"machine": elsewhere}).write(folder)
+    return folder
+
+
+def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering() as port:
+        server = recorded(repository, port)
+        (status,) = server_status("demo")
+        assert run(["status"]) == 0
+    assert status.server == server
+    assert (status.condition, status.reason) == ("running", "")
+    assert status.models == {"a": "READY", "b": "UNAVAILABLE broken"}
+    assert status.kv_blocks == {"max": 96, "used": 12, "tokens_per": 32}
+    captured = capsys.readouterr()
+    expected = ["demo", "running", "probe", f"127.0.0.1:{port}", "1", str(port), str(os.getpid()), "streaming"]
+    assert captured.out.rstrip("\n").split("\t") == [*expected, "compute bf16, kv u8", "12 of 96 blocks of 32 tokens"]
+    assert "built on a machine with machine sparc" in captured.err
+
+
+def test_a_repository_that_was_removed_leaves_the_rest(tmp_path: Path) -> None:
+    with answering() as port:
+        recorded(tmp_path / "gone", port)
+        (status,) = server_status()
+    assert (status.condition, status.precision, status.warnings) == ("running", {}, ())
