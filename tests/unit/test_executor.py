@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import threading
@@ -412,7 +413,10 @@ def test_statistics_of_the_iterations(start: Start) -> None:
     assert records[0].max_num_active_requests == 4
     assert records[0].cpu_mem_usage > 1 << 20
     assert records[0].static_batching_stats is None
-    assert '"maxNumBlocks": 40' in records[0].to_json_str()
+    document = json.loads(records[0].to_json_str())
+    assert (document["kvCacheStats"]["maxNumBlocks"], document["maxBatchSizeRuntime"]) == (40, 4)
+    assert {"iterLatencyMS", "newActiveRequestsQueueLatencyMS", "specDecStats"} <= set(document)
+    assert document["staticBatchingStats"] is None
     assert executor.get_latest_iteration_stats() == []
     assert executor.get_latest_request_stats() == []
     assert model.blocks * model.tokens_per_block == executor.kv_cache_tokens == 160

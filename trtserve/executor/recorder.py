@@ -63,6 +63,7 @@ class Recorder:
 
     def _iteration_record(self, plan: Plan, seconds: float, queued: int) -> IterationStats:
         contexts, generations = len(plan.chunks), len(plan.generations)
+        limits = self._scheduler.limits
         return IterationStats(
             timestamp=format_timestamp(time.time()),
             iter=self._iteration,
@@ -72,7 +73,7 @@ class Recorder:
             num_active_requests=len(self._scheduler.running) + len(self._scheduler.pending),
             num_queued_requests=queued,
             num_completed_requests=len(self._completed),
-            max_num_active_requests=self._scheduler.limits.max_batch_size,
+            max_num_active_requests=limits.max_batch_size,
             cpu_mem_usage=self._resident_memory(),
             kv_cache_stats=self._kv_cache_stats(),
             inflight_batching_stats=InflightBatchingStats(
@@ -82,6 +83,10 @@ class Recorder:
                 num_ctx_tokens=plan.context_tokens,
                 avg_num_decoded_tokens_per_iter=1.0 if generations else 0.0,
             ),
+            max_batch_size_static=limits.max_batch_size,
+            max_batch_size_runtime=limits.max_batch_size,
+            max_num_tokens_static=limits.max_num_tokens,
+            max_num_tokens_runtime=limits.max_num_tokens,
         )
 
     def _kv_cache_stats(self) -> KvCacheStats:

@@ -163,7 +163,7 @@ class Record:
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by the name of the field that keeps them; TypeError for what the release does not take."""
         cls = type(self)
-        positional = [f for f in cls.parameters if not in_keyword_span(f, cls.release)]
+        positional = [f for f in cls.parameters if is_positional(f, cls.release)]
         if len(args) > len(positional):
             raise TypeError(f"{cls.__name__}() takes at most {len(positional)} positional arguments, got {len(args)}")
         named = {f.name: value for f, value in zip(positional, args, strict=False)}
@@ -223,9 +223,10 @@ def plain_class(cls: type[Record]) -> type[Record]:
     return cls if cls.release is None else plain_class(cls.__mro__[1])
 
 
-def in_keyword_span(field: Field[Any], release: str | None) -> bool:
-    """True when `field` can be given by keyword only; the union of the releases follows the newest."""
-    return in_span(release or RELEASES[-1], field.keyword)
+def is_positional(field: Field[Any], release: str | None) -> bool:
+    """True when `field` can be given by position; the union of the releases follows the newest."""
+    release = release or RELEASES[-1]
+    return in_span(release, field.span) and not in_span(release, field.keyword)
 
 
 def _restore(cls: type[Record], release: str | None, state: dict[str, Any]) -> Record:

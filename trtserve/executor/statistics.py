@@ -16,9 +16,13 @@ def format_timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%m-%d-%Y %H:%M:%S.%f")
 
 
+_SPELLED = {"ms": "MS", "specdec": "specDec"}
+"""Parts of upstream's keys that plain camelCase would spell otherwise."""
+
+
 def _camel(name: str) -> str:
     head, *rest = name.split("_")
-    return head + "".join(part.capitalize() for part in rest)
+    return _SPELLED.get(head, head) + "".join(_SPELLED.get(part, part.capitalize()) for part in rest)
 
 
 def _plain(value: Any) -> Any:
@@ -30,8 +34,8 @@ def _plain(value: Any) -> Any:
 
 
 def _to_json(record: Any) -> str:
-    """JSON with upstream's camelCase keys; parts that do not apply are left out."""
-    return json.dumps({key: value for key, value in _plain(asdict(record)).items() if value is not None})
+    """JSON with upstream's camelCase keys; parts that do not apply are null."""
+    return json.dumps(_plain(asdict(record)))
 
 
 @dataclass(slots=True)
@@ -81,7 +85,10 @@ class SpecDecodingStats:
 
 @dataclass(slots=True)
 class IterationStats:
-    """One iteration of the executor; memory in bytes, latencies in milliseconds."""
+    """One iteration of the executor; memory in bytes, latencies in milliseconds.
+
+    Upstream shows the limits of batch size and tokens in the JSON only.
+    """
 
     timestamp: str = ""
     iter: int = 0
@@ -100,6 +107,12 @@ class IterationStats:
     static_batching_stats: StaticBatchingStats | None = None
     inflight_batching_stats: InflightBatchingStats | None = None
     specdec_stats: SpecDecodingStats | None = None
+    max_batch_size_static: int = 0
+    max_batch_size_tuner_recommended: int = 0
+    max_batch_size_runtime: int = 0
+    max_num_tokens_static: int = 0
+    max_num_tokens_tuner_recommended: int = 0
+    max_num_tokens_runtime: int = 0
 
     def to_json_str(self) -> str:
         """The record as JSON."""

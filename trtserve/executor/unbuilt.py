@@ -33,7 +33,9 @@ def _nothing(value: Any) -> bool:
     """None, an empty tensor or list, or a list of empty lists."""
     if value is None:
         return True
-    return value.size == 0 if hasattr(value, "size") else not any(value)
+    if hasattr(value, "size"):
+        return bool(value.size == 0)
+    return all(hasattr(element, "__len__") and len(element) == 0 for element in value)
 
 
 @dataclass(frozen=True)

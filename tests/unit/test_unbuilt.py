@@ -1,0 +1,100 @@
+"""Everything that is declared but not carried out is refused by its name; every default asks for nothing."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trtserve.executor import api
+from trtserve.executor.unbuilt import REQUEST_FEATURES, refuse_unbuilt, refuse_unbuilt_config
+
+ASKING: dict[str, Any] = {
+    "sampling_config.beam_width": 2,
+    "sampling_config.top_p_decay": 0.5,
+    "sampling_config.repetition_penalty": 1.5,
+    "sampling_config.presence_penalty": 0.5,
+    "sampling_config.frequency_penalty": 0.5,
+    "sampling_config.no_repeat_ngram_size": 2,
+    "sampling_config.num_return_sequences": 2,
+    "sampling_config.min_p": 0.1,
+    "sampling_config.beam_width_array": [2],
+    "output_config.return_log_probs": True,
+    "output_config.return_context_logits": True,
+    "output_config.return_generation_logits": True,
+    "output_config.return_encoder_output": True,
+    "output_config.return_perf_metrics": True,
+    "output_config.additional_model_outputs": ["hidden"],
+    "position_ids": [0],
+    "bad_words": [[3]],
+    "embedding_bias": np.zeros(4, np.float32),
+    "external_draft_tokens_config": api.ExternalDraftTokensConfig([1]),
+    "prompt_tuning_config": api.PromptTuningConfig(np.zeros((1, 2))),
+    "multimodal_input": api.MultimodalInput([[1]], [0], [1]),
+    "multimodal_embedding": np.zeros(1),
+    "mrope_config": api.MropeConfig(np.zeros(1), 0),
+    "lora_config": api.LoraConfig(1),
+    "lookahead_config": api.LookaheadDecodingConfig(4, 3, 4),
+    "kv_cache_retention_config": api.KvCacheRetentionConfig([]),
+    "logits_post_processor_name": "batched",
+    "logits_post_processor": print,
+    "encoder_input_token_ids": [1],
+    "encoder_input_features": np.zeros(1),
+    "priority": 0.9,
+    "type": api.RequestType.REQUEST_TYPE_CONTEXT_ONLY,
+    "context_phase_params": api.ContextPhaseParams([1], 1),
+    "num_return_sequences": 2,
+    "cross_attention_mask": np.zeros(1),
+    "eagle_config": api.for_release("1.2").EagleConfig(),
+    "skip_cross_attn_blocks": np.zeros(1),
+    "guided_decoding_params": api.GuidedDecodingParams(api.GuidedDecodingParams.GuideType.JSON),
+    "allotted_time_ms": timedelta(seconds=1),
+    "language_adapter_uid": 1,
+}
+
+
+def test_the_defaults_of_every_release_ask_for_nothing() -> None:
+    for release in ("0.12", "0.15", "0.19", "1.2"):
+        module = api.for_release(release)
+        name = "max_tokens" if release == "1.2" else "max_new_tokens"
+        refuse_unbuilt(module.Request(input_token_ids=[1], **{name: 1}))
+        refuse_unbuilt_config(module.ExecutorConfig())
+
+
+def test_every_feature_is_tried() -> None:
+    assert set(ASKING) == {feature.path for feature in REQUEST_FEATURES}
+
+
+@pytest.mark.parametrize(("path", "value"), ASKING.items(), ids=list(ASKING))
+def test_asking_is_refused_by_name(path: str, value: Any) -> None:
+    owner, _, name = path.rpartition(".")
+    if owner == "sampling_config":
+        request = api.Request([1], 1, sampling_config=api.SamplingConfig(**{name: value}))
+    elif owner == "output_config":
+        request = api.Request([1], 1, output_config=api.OutputConfig(**{name: value}))
+    else:
+        request = api.Request([1], 1, **{name: value})
+    with pytest.raises(RuntimeError, match=rf"^{name}\b.*not supported"):
+        refuse_unbuilt(request)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (api.ExecutorConfig(logits_post_processor_config=api.LogitsPostProcessorConfig()), "logits_post_processor"),
+        (api.ExecutorConfig(medusa_choices=[[0]]), "medusa_choices"),
+        (api.ExecutorConfig(decoding_mode=api.for_release("0.10").DecodingMode.MEDUSA), "decoding_mode"),
+        (api.ExecutorConfig(decoding_config=api.DecodingConfig(api.DecodingMode.Medusa())), "decoding_mode Medusa"),
+        (
+            api.ExecutorConfig(
+                parallel_config=api.ParallelConfig(communication_mode=api.CommunicationMode.ORCHESTRATOR)
+            ),
+            "ORCHESTRATOR",
+        ),
+    ],
+)
+def test_settings_are_refused_by_name(config: api.ExecutorConfig, name: str) -> None:
+    with pytest.raises(RuntimeError, match=name):
+        refuse_unbuilt_config(config)
