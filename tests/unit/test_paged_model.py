@@ -15,7 +15,7 @@ import pytest
 from tests.support.paged_steps import PagedSteps, write_engine
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
-from trtserve.errors import ArtifactError, CorruptFileError
+from trtserve.errors import ArtifactError, BuildError, CorruptFileError
 from trtserve.executor.graph import build_graph
 from trtserve.executor.paged_model import PagedModel, read_engine_config, to_paged_attention
 
@@ -171,6 +171,12 @@ def test_truncated_weights_are_named(length: int, tmp_path: Path) -> None:
     with (tmp_path / "rank0.bin").open("r+b") as file:
         file.truncate(length)
     with pytest.raises(CorruptFileError, match=r"rank0\.xml cannot be read"):
+        PagedModel(tmp_path)
+
+
+def test_a_precision_that_openvino_lacks_is_explained(tmp_path: Path) -> None:
+    write_engine(tmp_path, DECODERS["llama"], kv="f64")
+    with pytest.raises(BuildError, match="cannot compile the engine"):
         PagedModel(tmp_path)
 
 

@@ -19,7 +19,7 @@ from openvino import opset13 as ops
 # Private in OpenVINO: tests/unit/test_paged_model.py pins the inputs that the transformation makes.
 from openvino._offline_transformations import paged_attention_transformation
 
-from trtserve.errors import ArtifactError, CorruptFileError
+from trtserve.errors import ArtifactError, BuildError, CorruptFileError
 from trtserve.executor.graph import LAST_ATTENTION
 
 Array = npt.NDArray[Any]
@@ -60,7 +60,7 @@ class PagedModel:
         core = ov.Core()
         graph = _read_graph(core, engine / "rank0.xml")
         to_paged_attention(graph, window=own.get("window"))
-        compiled = core.compile_model(graph, "CPU", self._properties(threads))
+        compiled = _compile(core, graph, self._properties(threads))
         self._request = compiled.create_infer_request()
         ports = {port.get_any_name(): index for index, port in enumerate(compiled.inputs)}
         self._step_inputs = [(ports[name], np.dtype(kind)) for name, kind in _STEP_INPUTS]
@@ -193,6 +193,16 @@ def _read_graph(core: ov.Core, path: Path) -> ov.Model:
         return core.read_model(path)
     except RuntimeError as error:
         raise CorruptFileError(f"{path} cannot be read: {error}", hint="Build the engine again.") from error
+
+
+def _compile(core: ov.Core, graph: ov.Model, properties: Mapping[str, Any]) -> ov.CompiledModel:
+    try:
+        return core.compile_model(graph, "CPU", properties)
+    except RuntimeError as error:
+        raise BuildError(
+            f"OpenVINO {ov.get_version()} cannot compile the engine: {error}",
+            hint="Build the engine again on this machine.",
+        ) from error
 
 
 def _tokens_per_block(compiled: ov.CompiledModel, ports: Mapping[str, int]) -> int:
