@@ -1,0 +1,79 @@
+"""The four commands of the design card, in sequence and as written, with `demo` in the place of `llama-2-7b`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import command_line, environment, trtserve
+from trtserve.ports import free_ports
+
+pytestmark = pytest.mark.triton
+
+READY_WITHIN = 90.0
+STOPPED_WITHIN = 10.0
+
+
+def _ports() -> dict[str, str]:
+    """Free ports for `start`, by environment variables, so that the command itself stays as it is written."""
+    names = ("TRTSERVE_START_HTTP_PORT", "TRTSERVE_START_GRPC_PORT", "TRTSERVE_START_METRICS_PORT")
+    return dict(zip(names, map(str, free_ports("127.0.0.1", 3)), strict=True))
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_WITHIN
+    while "trtserve query" not in log.read_text(encoding="utf-8"):
+        assert server.poll() is None, log.read_text(encoding="utf-8")
+        assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
+        time.sleep(0.1)
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def test_the_four_commands(tmp_path: Path) -> None:
+    home, log = tmp_path / "store", tmp_path / "start.log"
+    ports = _ports()
+    regions = _shared_memory()
+    imported = trtserve("import", "demo", home=home)
+    assert "config.pbtxt" in imported.stdout
+    assert "tensorrt_llm_bls" in imported.stdout
+
+    with log.open("w", encoding="utf-8") as output:
+        server = subprocess.Popen(
+            command_line("start", "--world-size", "4"), env=environment(home, **ports), stdout=output, stderr=output
+        )
+    try:
+        _wait_until_ready(server, log)
+        tree = psutil.Process(server.pid).children(recursive=True)
+        assert [process.name() for process in tree].count("tritonserver") == 1
+        assert "merges the shards" in log.read_text(encoding="utf-8")
+
+        answer = trtserve("query", "What is ML?", home=home).stdout
+        assert answer.startswith("Machine learning is ")
+        assert "What is ML?" not in answer
+
+        table = trtserve("bench", "token-norm-dist", home=home).stdout
+        assert re.search(r"Total requests\D+100", table)
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(STOPPED_WITHIN)
+    assert not [process for process in tree if process.is_running()]
+    assert _shared_memory() <= regions | {name for name in _shared_memory() if str(os.getpid()) in name}
+
+
+def test_a_second_import_reuses_every_stage(tmp_path: Path) -> None:
+    first = trtserve("import", "demo", "--json", home=tmp_path)
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("manifest.json")}
+    second = trtserve("import", "demo", "--json", home=tmp_path)
+    assert len(stamps) == 4
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("manifest.json")} == stamps
+    assert first.stdout.splitlines()[0] == second.stdout.splitlines()[0]

@@ -1,0 +1,35 @@
+"""The command line as a user runs it: a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TIMEOUT = 120.0
+
+
+def trtserve(*arguments: str, home: Path, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run one `trtserve` command to its end; with `check`, a non-zero exit code fails the test with its stderr."""
+    result = subprocess.run(
+        command_line(*arguments),
+        env=environment(home, **variables),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert not check or result.returncode == 0, f"{' '.join(arguments)}: {result.returncode}\n{result.stderr}"
+    return result
+
+
+def command_line(*arguments: str) -> list[str]:
+    """`trtserve` of the interpreter that runs the tests."""
+    return [sys.executable, "-m", "trtserve", *arguments]
+
+
+def environment(home: Path, **variables: str) -> dict[str, str]:
+    """The environment of a command whose store is `home`."""
+    return {**os.environ, "TRTSERVE_HOME": str(home), "COLUMNS": "120", "NO_COLOR": "1", **variables}
