@@ -388,7 +388,9 @@ def test_random_cancels_leak_nothing(start: Start, chunked: bool) -> None:
 
 def test_statistics_of_the_iterations(start: Start) -> None:
     executor, model = start(batch=4, kv_cache_config=KvCacheConfig(max_tokens=160))
-    assert executor.get_latest_iteration_stats() == []
+    (first,) = executor.get_latest_iteration_stats()
+    assert first.kv_cache_stats is not None
+    assert (first.num_active_requests, first.kv_cache_stats.max_num_blocks) == (0, 40)
     _one(executor, Request([1, 2, 3, 4, 5], 3))
     _until(lambda: len(executor._worker.recorder._iterations) == 4 if executor._worker else False)
     records = executor.get_latest_iteration_stats()

@@ -22,7 +22,10 @@ _MEMORY_PERIOD = 1.0
 
 
 class Recorder:
-    """Writes one record per iteration with active requests, and a closing one when the last request has ended."""
+    """Writes one record per iteration with active requests, and a closing one when the last request has ended.
+
+    Unlike upstream's it also writes one at the start, so that a server's gauges show the KV cache before any request.
+    """
 
     def __init__(self, scheduler: Scheduler, config: ExecutorConfig) -> None:
         self._scheduler = scheduler
@@ -34,6 +37,8 @@ class Recorder:
         self._allocated = 0
         self._memory = 0
         self._memory_read = float("-inf")
+        if self._iterations.maxlen:
+            self._iterations.append(self._iteration_record(Plan(), 0.0, 0))
 
     def became_active(self, sequence: Sequence) -> None:
         """Note a request that left the queue."""
