@@ -13,7 +13,7 @@ import pytest
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from trtserve import build as build_module
-from trtserve import machine, runtimes
+from trtserve import runtimes
 from trtserve.artifacts import Checkpoint, Engine, Manifest, Model, load_artifact
 from trtserve.build import build_engine, find_checkpoint, plan_build
 from trtserve.cli import run
@@ -334,24 +334,6 @@ def test_imported_names_lead_to_their_checkpoint(checkpoint: Checkpoint) -> None
     )
     Store().record(record)
     assert find_checkpoint("tiny") == checkpoint
-
-
-@pytest.mark.parametrize(
-    ("built_with", "bfloat16", "expected"),
-    [
-        ({"compute_precision": "bf16", "kv_precision": "u8"}, True, 0),
-        ({"compute_precision": "bf16", "kv_precision": "u8"}, False, 1),
-        ({"compute_precision": "f32", "kv_precision": "u8"}, True, 1),
-        ({"compute_precision": "f32", "kv_precision": "f32"}, True, 0),
-        ({"compute_precision": "bf16", "kv_precision": "u8", "openvino": "2020.1"}, True, 1),
-    ],
-)
-def test_other_machines_are_warned_about(
-    built_with: dict[str, str], bfloat16: bool, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "has_bfloat16", lambda: bfloat16)
-    own = {"openvino": metadata.version("openvino")} | built_with
-    assert len(openvino.warnings({"pretrained_config": {"dtype": "float16"}, "trtserve": own})) == expected
 
 
 def test_command_prints_the_path(checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,9 +63,6 @@ class Runtime(Protocol):
     def build(self, plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
         """Fill `folder` with the engine, prove that it runs, and return what was measured."""
 
-    def warnings(self, engine_config: Mapping[str, Any]) -> list[str]:
-        """How an engine behaves differently on this machine than where it was built; empty when it does not."""
-
 
 def longest_sequence(config: CheckpointConfig) -> int:
     """Positions that the model can tell apart: max_position_embeddings, times the factor of linear rope scaling.

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -106,23 +105,6 @@ def build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Prog
     return _prove(folder)
 
 
-def warnings(engine_config: Mapping[str, Any]) -> list[str]:
-    """Differences between this machine and the building one that change numbers or speed."""
-    own = engine_config["trtserve"]
-    found = []
-    version = _openvino_version()
-    if own["openvino"] != version:
-        found.append(f"The engine was built with OpenVINO {own['openvino']}; this is {version}. Build it again.")
-    if own["compute_precision"] == "bf16" and not machine.has_bfloat16():
-        found.append(
-            "The engine was built for bf16 arithmetic, which this CPU lacks: it runs in f32, slower, and its answers "
-            "may differ from those on the building machine."
-        )
-    if own["compute_precision"] == "f32" and _half_width(engine_config) and machine.has_bfloat16():
-        found.append("The engine calculates in f32 although this CPU has bf16: an engine built here may be faster.")
-    return found
-
-
 def engine_config(plan: EnginePlan, *, window: int | None) -> dict[str, Any]:
     """`config.json` of the engine: TensorRT-LLM's keys, and ours under `trtserve`."""
     limits = asdict(plan.limits)
@@ -198,12 +180,6 @@ def _merge_notes(config: CheckpointConfig) -> tuple[str, ...]:
     world = int((config.get("mapping") or {}).get("world_size", 1))
     return (
         (f"The {world} ranks of the checkpoint are merged: this runtime serves from one process.",) if world > 1 else ()
-    )
-
-
-def _half_width(engine_config: Mapping[str, Any]) -> bool:
-    return bool(
-        engine_config["pretrained_config"]["dtype"] != "float32" and engine_config["trtserve"]["kv_precision"] != "f32"
     )
 
 
