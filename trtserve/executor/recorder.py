@@ -48,12 +48,12 @@ class Recorder:
         """Note requests that ended; the next record counts them."""
         self._completed.extend(sequences)
 
-    def record(self, plan: Plan, *, seconds: float, queued: int, waiting: list[Sequence]) -> None:
-        """Write the record of one iteration that took `seconds`; `waiting` are the requests still queued."""
+    def record(self, plan: Plan, *, seconds: float, queue: deque[Sequence]) -> None:
+        """Write the record of one iteration that took `seconds`; `queue` holds the requests that still wait."""
         if self._requests.maxlen:
-            self._requests.append(self._request_records(plan, waiting))
+            self._requests.append(self._request_records(plan, list(queue)))
         if self._iterations.maxlen:
-            self._iterations.append(self._iteration_record(plan, seconds, queued))
+            self._iterations.append(self._iteration_record(plan, seconds, len(queue)))
         self._iteration += 1
         self._started.clear()
         self._completed.clear()

@@ -98,10 +98,13 @@ class Worker:
             self._wake.notify()
 
     def run(self) -> None:
-        """Work until terminated."""
-        while self._collect():
-            self._step()
-        self.mailbox.close()
+        """Work until terminated; however that ends, nobody is left waiting."""
+        try:
+            while self._collect():
+                self._step()
+        finally:
+            self._terminating = True
+            self.mailbox.close()
 
     def _collect(self) -> bool:
         """Take new requests and cancels, sleeping while there is nothing to do; False when it is time to return."""
@@ -176,7 +179,7 @@ class Worker:
         self.mailbox.deliver(responses)
 
     def _record(self, plan: Plan, seconds: float) -> None:
-        self.recorder.record(plan, seconds=seconds, queued=len(self._queue), waiting=list(self._queue))
+        self.recorder.record(plan, seconds=seconds, queue=self._queue)
 
     def _record_if_idle(self) -> None:
         """Write the closing record when the last request has ended."""
