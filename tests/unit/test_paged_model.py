@@ -62,6 +62,15 @@ def test_lower_precisions_stay_within_bounds(compute: str, kv: str, bound: float
     assert 0 < error < bound
 
 
+def test_positions_stay_exact_in_bfloat16(tmp_path: Path) -> None:
+    """bfloat16 itself counts exactly to 256 only: angles must be calculated in float32."""
+    tiny = tiny_decoder(dtype=ml_dtypes.bfloat16)
+    ids = [int(token) for token in np.random.default_rng(5).integers(0, 320, 600)]
+    model = _model(tmp_path, tiny, compute="bf16", kv="f16")
+    logits = PagedSteps(model, {"a": ids}).run([{"a": 500}, {"a": 100}])["a"]
+    assert float(np.abs(logits[500:] - _reference(tiny).logits(ids)[500:]).max()) < 0.4
+
+
 def test_only_the_rows_asked_for_come_back_in_their_order(tmp_path: Path) -> None:
     model = _model(tmp_path, DECODERS["llama"])
     whole = PagedSteps(model, {"a": SEQUENCES["a"]}).run([{"a": 40}])["a"]
