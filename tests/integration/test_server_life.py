@@ -109,7 +109,9 @@ def test_commands_in_the_background(repository: Path, store: Store) -> None:
     server = find_server(store=store)
     (shown,) = json.loads(command("status", "--json").stdout)["result"]
     assert (shown["condition"], shown["models"]) == ("running", {"probe": "READY"})
-    assert "Started HTTPService" in command("logs", "-n", "20").stdout
+    lines = json.loads(command("logs", "-n", "20", "--json").stdout)["result"]["lines"]
+    assert len(lines) == 20
+    assert "Started HTTPService" in "".join(lines)
     again = command(*start_line(repository, free_spec()), "--detach")
     assert again.returncode == 32
     assert "is running already" in again.stderr

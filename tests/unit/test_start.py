@@ -203,6 +203,7 @@ def test_dry_run_as_json(repository: ModelRepository, capsys: pytest.CaptureFixt
         (["status"], 0, "No server is running"),
         (["status", "demo"], 33, "No server demo is running"),
         (["logs"], 33, "No server is running"),
+        (["logs", "--json", "--follow"], 2, "cannot be combined"),
         (["start"], 10, "Nothing has been imported yet"),
     ],
 )

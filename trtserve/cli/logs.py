@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from trtserve.cli.output import print_data
+from trtserve.cli.options import JsonOption
+from trtserve.cli.output import print_data, print_json
+from trtserve.errors import UsageError
 from trtserve.start import find_log, follow_log
 from trtserve.triton.server_log import tail
 
@@ -16,11 +18,17 @@ def logs(
     name: Annotated[str | None, typer.Argument(help="Name of the server; default: the only one.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the server ends or Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
+    json: JsonOption = False,
 ) -> None:
     """Print the end of a server's log, also of one that has ended."""
+    if json and follow:
+        raise UsageError("--json is one document; it cannot be combined with --follow.")
     log = find_log(name)
     position = log.stat().st_size
-    if last := tail(log, lines):
+    last = tail(log, lines)
+    if json:
+        print_json("logs", {"log": log, "lines": last})
+    elif last:
         print_data("\n".join(last))
     if follow:
         for text in follow_log(log, position=position, pause=lambda: time.sleep(0.2)):

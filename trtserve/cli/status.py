@@ -63,7 +63,8 @@ def _row(one: Status) -> tuple[object, ...]:
 def _kv_text(one: Status) -> str:
     """`12 of 96 blocks of 32 tokens`, as far as the gauges tell."""
     blocks = one.kv_blocks
-    if "max" not in blocks:
+    # The gauges stand at 0 until the core model sets them for the first time.
+    if not blocks.get("max"):
         return ""
-    size = f" of {blocks['tokens_per']} tokens" if "tokens_per" in blocks else ""
+    size = f" of {blocks['tokens_per']} tokens" if blocks.get("tokens_per") else ""
     return f"{blocks.get('used', 0)} of {blocks['max']} blocks{size}"

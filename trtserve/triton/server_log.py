@@ -116,7 +116,8 @@ def _failure(line: str) -> Failure | None:
 
 
 def _reason(text: str) -> str:
-    return plain(text.rstrip().removesuffix('"')).removeprefix("Internal: ")
+    lines = plain(text.rstrip().removesuffix('"')).removeprefix("Internal: ").splitlines()
+    return "\n".join(line for line in lines if line.strip())
 
 
 def _with_detail(failure: Failure, detail: str) -> Failure:
