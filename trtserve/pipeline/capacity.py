@@ -14,9 +14,9 @@ from trtserve.runtimes import EnginePlan, choose_runtime
 from trtserve.specs import BuildSpec, ConvertSpec
 
 # Private memory of a served demo beside the engine's process, measured (USS, Triton 2.51, transformers 5.23): Triton
-# and the BLS models 45 MiB, each process with a tokenizer 246 MiB.
+# and the BLS models 47 MiB, each process with a tokenizer 47 MiB. The demo's vocabulary is small: a large one has room.
 TRITON_MEMORY = 64 * 2**20
-TOKENIZER_MEMORY = 250 * 2**20
+TOKENIZER_MEMORY = 128 * 2**20
 
 _SHORTEST = 128
 _MOST_HALVINGS = 32
