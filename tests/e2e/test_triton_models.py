@@ -383,7 +383,7 @@ def test_requests_run_at_once_and_fail_alone(streaming: ModelServer) -> None:
     most = 0.0
 
     def ask(number: int) -> tuple[int, dict[str, Any]]:
-        body = {"text_input": f"Question {number}", "max_tokens": 300, "end_id": -1}
+        body = {"text_input": f"Question {number}", "max_tokens": 1000, "end_id": -1}
         return streaming.generate(NAME, body | ({"beam_width": 5} if number == 3 else {}))
 
     with ThreadPoolExecutor(8) as pool:

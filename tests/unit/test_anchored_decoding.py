@@ -1,0 +1,42 @@
+"""Postprocessing: a piece of a text keeps its leading space, a whole text does not get one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.model_modules import load
+
+VOCABULARY = ["<s>", "▁a", "▁What", "▁is", "ing", "</s>"]
+
+
+class SentencePieceLike:
+    """Drops the space in front of the first word, as Llama's tokenizer does."""
+
+    all_special_ids = (0, 5)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [VOCABULARY.index(f"▁{text}")]
+
+    def batch_decode(self, rows: list[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        kept = [[i for i in row if not (skip_special_tokens and i in self.all_special_ids)] for row in rows]
+        return ["".join(VOCABULARY[i] for i in row).replace("▁", " ").removeprefix(" ") for row in kept]
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = load(monkeypatch, "postprocessing", "anchored_decoding")
+    return module.AnchoredDecoder(SentencePieceLike(), skip_special_tokens=True)
+
+
+def test_rows(decoder: Any) -> None:
+    rows = [[0, 2, 3], [3], [4], [3, 4, 5], [], [5]]
+    assert decoder.decode(rows) == ["What is", " is", "ing", " ising", "", ""]
+
+
+def test_special_tokens_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load(monkeypatch, "postprocessing", "anchored_decoding")
+    decoder = module.AnchoredDecoder(SentencePieceLike(), skip_special_tokens=False)
+    assert decoder.decode([[3, 5]]) == [" is</s>"]

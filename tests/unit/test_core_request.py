@@ -1,0 +1,110 @@
+"""The core model's mapping of tensors to executor requests, in every release of the interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.model_modules import load
+from trtserve.triton.profiles import RELEASES
+
+ROW = {
+    "input_ids": np.array([[1, 5, 6, 7]], dtype=np.int32),
+    "input_lengths": np.array([3], dtype=np.int32),
+    "request_output_len": np.array([9], dtype=np.int32),
+}
+
+
+def one(value: Any, dtype: Any) -> Any:
+    return np.array([value], dtype=dtype)
+
+
+def requests(monkeypatch: pytest.MonkeyPatch, release: str = "1.2", decoupled: bool = True, **inputs: Any) -> Any:
+    executor = load(monkeypatch, "tensorrt_llm", "executor_module").load_executor_module("openvino", release)
+    factory = load(monkeypatch, "tensorrt_llm", "core_request").RequestFactory
+    return factory(executor, decoupled=decoupled, exclude_input=False).requests({**ROW, **inputs})
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_release_takes_the_sampling_inputs(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    (request,) = requests(
+        monkeypatch,
+        release,
+        runtime_top_k=one(4, np.int32),
+        runtime_top_p=one(0.5, np.float32),
+        temperature=one(0.7, np.float32),
+        min_length=one(2, np.int32),
+        random_seed=one(2**63, np.uint64),
+        len_penalty=one(1.0, np.float32),
+        streaming=one(True, np.bool_),
+        **({"num_return_sequences": one(1, np.int32)} if release >= "0.14" else {}),
+    )
+    sampling = request.sampling_config
+    assert request.input_token_ids == [1, 5, 6]
+    assert request.streaming
+    assert sampling.top_k == 4
+    assert sampling.top_p == pytest.approx(0.5)
+    assert getattr(sampling, "min_tokens" if release != "0.12" else "min_length") == 2
+    assert getattr(request, "max_tokens" if release != "0.12" else "max_new_tokens") == 9
+
+
+def test_neutral_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    (request,) = requests(
+        monkeypatch,
+        runtime_top_p=one(0.0, np.float32),
+        beam_width=one(0, np.int32),
+        stop_words_list=np.zeros((1, 2, 0), dtype=np.int32),
+        bad_words_list=np.array([[[0], [-1]]], dtype=np.int32),
+        embedding_bias=np.zeros((1, 0), dtype=np.float32),
+        draft_input_ids=np.zeros((1, 0), dtype=np.int32),
+    )
+    assert request.sampling_config.top_p is None
+    assert request.sampling_config.beam_width == 1
+    assert request.stop_words is None
+    assert request.bad_words is None
+    assert request.embedding_bias is None
+
+
+def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = requests(
+        monkeypatch,
+        input_ids=np.array([[1, 2, 3], [4, 5, 0]], dtype=np.int32),
+        input_lengths=np.array([3, 2], dtype=np.int32),
+        request_output_len=np.array([[6], [7]], dtype=np.int32),
+        stop_words_list=np.array([[[5, 7, 8], [1, 3, -1]], [[9, 0, 0], [1, -1, -1]]], dtype=np.int32),
+    )
+    assert [request.input_token_ids for request in found] == [[1, 2, 3], [4, 5]]
+    assert [request.max_tokens for request in found] == [6, 7]
+    assert [request.stop_words for request in found] == [[[5], [7, 8]], [[9]]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"input_ids": np.zeros((1, 0), dtype=np.int32)}, "Invalid format for input_ids"),
+        ({"beam_width": np.array([1, 2], dtype=np.int32)}, "beam_width has shape"),
+        ({"temperature": np.array([[1, 2]], dtype=np.float32)}, "Expected a scalar tensor for tensor temperature"),
+        ({"min_length": one(1, np.int32), "min_tokens": one(2, np.int32)}, "min_tokens 2 and min_length 1"),
+        ({"stop_words_list": np.array([[[1, 2], [2, 1]]], dtype=np.int32)}, "stop_words_list has offsets"),
+        ({"stop_words_list": np.array([[[1, 2], [3, -1]]], dtype=np.int32)}, "stop_words_list has offsets"),
+        ({"stop_words_list": np.array([[1, 2]], dtype=np.int32)}, r"expected \[batch, 2, n\]"),
+        ({"guided_decoding_guide_type": one(b"xml", np.object_)}, "guided_decoding_guide_type is 'xml'"),
+    ],
+)
+def test_bad_inputs_are_named(monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        requests(monkeypatch, **inputs)
+
+
+@pytest.mark.parametrize("name", ["streaming", "num_return_sequences"])
+def test_one_response_policy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    value = one(True, np.bool_) if name == "streaming" else one(2, np.int32)
+    with pytest.raises(ValueError, match="decoupled"):
+        requests(monkeypatch, decoupled=False, **{name: value})
+
+
+def test_equal_synonyms_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    (request,) = requests(monkeypatch, seed=one(3, np.uint64), random_seed=one(3, np.uint64))
+    assert request.sampling_config.seed == 3

@@ -1,0 +1,245 @@
+"""Assembling a model repository: what is in it, what decides it, and what is refused before a file is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Engine, Manifest
+from trtserve.cli.app import run
+from trtserve.errors import RepositoryError, TrtserveError, UsageError
+from trtserve.repo import assemble_repository, default_name, plan_repository, tree
+from trtserve.specs import RepositorySpec
+from trtserve.triton.config import parse_config
+
+SPEC = RepositorySpec(name="tiny")
+MODELS = ("ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls", "tiny")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    config = {
+        "pretrained_config": {"dtype": "float16", "vocab_size": 320, "mapping": {"world_size": 1}},
+        "build_config": {"max_batch_size": 12, "max_input_len": 64, "max_seq_len": 128, "max_beam_width": 1},
+        "trtserve": {"runtime": "openvino", "compute_precision": "bf16", "kv_precision": "u8"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "rank0.bin").write_bytes(b"weights")
+    manifest = Manifest(kind="engine", name="tiny-engine", fingerprint="f" * 64)
+    manifest.write(folder)
+    return Engine(path=folder, manifest=manifest)
+
+
+def config(repository: Path, model: str) -> Any:
+    return parse_config((repository / model / "config.pbtxt").read_text())
+
+
+def parameters(repository: Path, model: str) -> dict[str, str]:
+    return {key: value.string_value for key, value in config(repository, model).parameters.items()}
+
+
+def test_repository(engine: Engine, tokenizer: Path) -> None:
+    repository = assemble_repository(engine, tokenizer, SPEC).path
+    assert sorted(path.name for path in repository.iterdir()) == [*MODELS[:1], "manifest.json", *MODELS[1:]]
+    assert all(config(repository, model).name == model for model in MODELS)
+    assert {config(repository, model).max_batch_size for model in MODELS} == {12}
+    core = parameters(repository, "tensorrt_llm")
+    assert core["executor"] == "openvino"
+    assert core["executor_release"] == "1.2"
+    assert core["gpt_model_type"] == "inflight_fused_batching"
+    assert core["exclude_input_in_output"] == ""
+    assert core["max_tokens_in_paged_kv_cache"] == ""
+    assert (repository / core["gpt_model_path"] / "rank0.bin").samefile(engine.path / "rank0.bin")
+    assert not (repository / "tensorrt_llm" / "1" / "manifest.json").exists()
+    for model in ("preprocessing", "postprocessing"):
+        folder = repository / parameters(repository, model)["tokenizer_dir"]
+        assert (folder / "tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+        assert not list(folder.glob("*.safetensors"))
+
+
+def test_models_import_only_their_own_folder(engine: Engine, tokenizer: Path) -> None:
+    """A repository runs where trtserve is not installed; only the embedded executor is imported, by name."""
+    import ast
+    import sys
+
+    allowed = {"numpy", "transformers", "triton_python_backend_utils", *sys.stdlib_module_names}
+    repository = assemble_repository(engine, tokenizer, SPEC).path
+    for path in repository.glob("*/1/*.py"):
+        own = {sibling.stem for sibling in path.parent.glob("*.py")}
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: Sequence[str] = ()
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [str(node.module)]
+            assert {name.split(".")[0] for name in names} <= allowed | own, path
+
+
+def test_nothing_in_it_is_absolute(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    repository = assemble_repository(engine, tokenizer, SPEC, out=tmp_path / "out").path
+    for path in repository.glob("*/config.pbtxt"):
+        assert str(tmp_path) not in path.read_text()
+
+
+def test_policy(engine: Engine, tokenizer: Path) -> None:
+    for streaming in (True, False):
+        repository = assemble_repository(engine, tokenizer, replace(SPEC, streaming=streaming)).path
+        for model in ("tensorrt_llm", "tensorrt_llm_bls", "tiny"):
+            assert config(repository, model).model_transaction_policy.decoupled == streaming
+
+
+def test_options(engine: Engine, tokenizer: Path) -> None:
+    spec = RepositorySpec(
+        name="tiny",
+        triton_max_batch_size=3,
+        bls_instance_count=2,
+        max_tokens_in_paged_kv_cache=4096,
+        kv_cache_free_gpu_mem_fraction=0.25,
+        settings={"tensorrt_llm_bls.accumulate_tokens": "true", "batching_strategy": "v1", "max_queue_size": "9"},
+        copy=True,
+    )
+    made = assemble_repository(engine, tokenizer, spec)
+    core = parameters(made.path, "tensorrt_llm")
+    assert core["max_tokens_in_paged_kv_cache"] == "4096"
+    assert core["kv_cache_free_gpu_mem_fraction"] == "0.25"
+    assert core["gpt_model_type"] == "v1"
+    assert config(made.path, "tensorrt_llm").dynamic_batching.default_queue_policy.max_queue_size == 9
+    for model in ("tensorrt_llm_bls", "tiny"):
+        assert parameters(made.path, model)["accumulate_tokens"] == "true"
+        assert config(made.path, model).instance_group[0].count == 2
+        assert config(made.path, model).max_batch_size == 3
+    assert not (made.path / "tensorrt_llm" / "1" / "rank0.bin").samefile(engine.path / "rank0.bin")
+
+
+def test_facts(engine: Engine, tokenizer: Path) -> None:
+    manifest = assemble_repository(engine, tokenizer, SPEC).manifest
+    assert manifest is not None
+    expected = {
+        "alias": "tiny",
+        "streaming": True,
+        "release": "1.2",
+        "all_releases": True,
+        "runtime": "openvino",
+        "compute_precision": "bf16",
+        "kv_precision": "u8",
+        "vocab_size": 320,
+    }
+    assert {key: manifest.facts[key] for key in expected} == expected
+    assert manifest.facts["limits"]["max_seq_len"] == 128
+    assert manifest.inputs == {"engine": "f" * 64}
+
+
+def test_release_is_exact(engine: Engine, tokenizer: Path) -> None:
+    repository = assemble_repository(engine, tokenizer, replace(SPEC, release="0.17.0")).path
+    names = {tensor.name for tensor in config(repository, "tensorrt_llm").input}
+    assert "min_length" in names
+    assert "min_tokens" not in names
+    assert parameters(repository, "tensorrt_llm")["executor_release"] == "0.17"
+
+
+def test_engine_of_tensorrt_llm(engine: Engine, tokenizer: Path) -> None:
+    content = json.loads((engine.path / "config.json").read_text())
+    del content["trtserve"]
+    (engine.path / "config.json").write_text(json.dumps(content))
+    repository = assemble_repository(engine, tokenizer, SPEC).path
+    assert config(repository, "tensorrt_llm").backend == "tensorrtllm"
+    assert "executor" not in parameters(repository, "tensorrt_llm")
+    assert "random_seed" not in {tensor.name for tensor in config(repository, "tensorrt_llm").input}
+
+
+def test_equal_inputs_are_reused_and_others_are_not(engine: Engine, tokenizer: Path) -> None:
+    first = assemble_repository(engine, tokenizer, SPEC)
+    assert plan_repository(engine, tokenizer, SPEC).reused
+    assert assemble_repository(engine, tokenizer, replace(SPEC, copy=True)).path == first.path
+    (tokenizer / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert not plan_repository(engine, tokenizer, SPEC).reused
+    assert not plan_repository(engine, tokenizer, replace(SPEC, streaming=False)).reused
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "ensemble"}, "every repository holds"),
+        ({"name": "a/b"}, "cannot be the name"),
+        ({"release": "0.9"}, "the table covers"),
+        ({"settings": {"max_beam_with": "2"}}, "has no parameter 'max_beam_with'"),
+    ],
+)
+def test_refused_specs(engine: Engine, tokenizer: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_repository(engine, tokenizer, replace(SPEC, **change))
+
+
+def test_refused_folders(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="holds no tokenizer files"):
+        plan_repository(engine, engine.path, SPEC)
+    with pytest.raises(RepositoryError, match=r"has no config\.json"):
+        plan_repository(Engine(path=tmp_path), tokenizer, SPEC)
+    with pytest.raises(RepositoryError, match="not an engine"):
+        plan_repository(Engine(path=tokenizer), tokenizer, SPEC)
+
+
+def test_broken_tokenizer_leaves_nothing_behind(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    (tokenizer / "tokenizer.json").write_text("{")
+    with pytest.raises(RepositoryError, match="tokenizer cannot be loaded"):
+        assemble_repository(engine, tokenizer, SPEC, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokenizer_of_another_model(engine: Engine, tokenizer: Path) -> None:
+    content = json.loads((engine.path / "config.json").read_text())
+    content["pretrained_config"]["vocab_size"] = 40
+    (engine.path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(RepositoryError, match="the engine's vocabulary has 40 tokens"):
+        assemble_repository(engine, tokenizer, SPEC)
+
+
+def test_default_name(engine: Engine, tmp_path: Path) -> None:
+    assert default_name(engine) == "tiny-engine"
+    foreign = tmp_path / "my engine (1)"
+    foreign.mkdir()
+    assert default_name(Engine(path=foreign)) == "my-engine-1"
+
+
+def test_tree(tmp_path: Path) -> None:
+    (tmp_path / "r" / "b" / "1").mkdir(parents=True)
+    (tmp_path / "r" / "a.txt").touch()
+    (tmp_path / "r" / "b" / "x").touch()
+    (tmp_path / "r" / ".hidden").touch()
+    assert tree(tmp_path / "r").splitlines() == ["r/", "├── b/", "│   ├── 1/", "│   └── x", "└── a.txt"]
+
+
+def test_command(engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["repo", str(engine.path), "--tokenizer", str(tokenizer), "--name", "tiny", "--set", "max_queue_size=4"]
+    assert run([*arguments, "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert planned.startswith("make ")
+    assert run(arguments) == 0
+    shown = capsys.readouterr()
+    path = Path(shown.out.strip())
+    assert str(path) in planned
+    assert (path / "manifest.json").exists()
+    assert "├── ensemble/" in shown.err
+    assert run([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["path"], result["reused"], result["alias"]) == (str(path), True, "tiny")
+
+
+def test_command_refuses(engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["repo", str(engine.path), "--tokenizer", str(tokenizer), "--set", "max_batchsize=4"]
+    assert run(arguments) == UsageError.code
+    assert issubclass(UsageError, TrtserveError)
+    assert "has no parameter 'max_batchsize'" in capsys.readouterr().err

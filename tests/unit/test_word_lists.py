@@ -1,0 +1,50 @@
+"""Layouts of bad words, stop words and logit bias in preprocessing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.model_modules import load
+
+IDS = {"cat": [5], "dogs": [7, 8], "": [], "a b c": [1, 2, 3]}
+
+
+@pytest.fixture
+def word_lists(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load(monkeypatch, "preprocessing", "word_lists")
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([["cat", "dogs"]], [[[5, 7, 8], [1, 3, -1]]]),
+        ([[""]], [[[0], [-1]]]),
+        ([[]], [[[0], [-1]]]),
+        ([["", "cat"]], [[[5], [1]]]),
+        ([["cat"], ["a b c"]], [[[5, 0, 0], [1, -1, -1]], [[1, 2, 3], [3, -1, -1]]]),
+    ],
+)
+def test_layout(word_lists: Any, rows: list[list[str]], expected: list[Any]) -> None:
+    result = word_lists.word_list(rows, IDS.__getitem__)
+    assert result.dtype == np.int32
+    assert result.tolist() == expected
+
+
+def test_absent(word_lists: Any) -> None:
+    assert word_lists.empty_word_list(3).shape == (3, 2, 0)
+
+
+def test_bias_adds_up(word_lists: Any) -> None:
+    weights = np.array([[1.5, -2.0]], dtype=np.float32)
+    bias = word_lists.embedding_bias([["cat", "dogs"]], weights, IDS.__getitem__, 10)
+    assert bias.tolist() == [[0, 0, 0, 0, 0, 1.5, 0, -2, -2, 0]]
+    repeated = word_lists.embedding_bias([["cat", "cat"]], weights, IDS.__getitem__, 10)
+    assert repeated[0, 5] == -0.5
+
+
+def test_bias_needs_a_weight_per_word(word_lists: Any) -> None:
+    with pytest.raises(ValueError, match="1 words and embedding_bias_weights has 2 weights"):
+        word_lists.embedding_bias([["cat"]], np.ones((1, 2), dtype=np.float32), IDS.__getitem__, 10)
