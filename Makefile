@@ -22,6 +22,11 @@ lint: $(READY) ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	for model in preprocessing postprocessing tensorrt_llm tensorrt_llm_bls; do \
+	    folder=trtserve/triton/models; \
+	    MYPYPATH=$$folder/shared:$$folder/$$model/1 \
+	        $(BIN)/mypy --exclude '^$$' $$folder/$$model/1/*.py $$folder/shared/*.py || exit 1; \
+	done
 
 bench: $(READY) $(VENV)/.bench ## the figures of docs/performance.md, as ratios of pairs in one run
 	$(BIN)/python -m tests.benchmarks --work $(BENCH_WORK) $(ARGS)
