@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -122,12 +123,16 @@ def test_commands_in_the_background(repository: Path, store: Store) -> None:
     assert_gone(server, store)
 
 
-def test_start_and_stop_again_and_again(repository: Path, store: Store) -> None:
-    for _ in range(3):
-        with running_server(repository, home=store.root) as server:
-            assert condition(server) == ("running", "")
-            assert len(server.stubs) == 1
-        assert_gone(server, store)
+def test_three_servers_start_and_stop_again_and_again(repository: Path, store: Store) -> None:
+    def live_twice(name: str) -> None:
+        for _ in range(2):
+            with running_server(repository, home=store.root, name=name) as server:
+                assert condition(server) == ("running", "")
+                assert len(server.stubs) == 1
+            assert_gone(server, store)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(live_twice, ("one", "two", "three")))
 
 
 def test_foreground_ends_with_a_signal(repository: Path, store: Store) -> None:
