@@ -118,5 +118,5 @@ def load_artifact(kind: type[Artifact], path: Path) -> Artifact:
     manifest = Manifest.read(path)
     expected = {Model: "model", Checkpoint: "checkpoint", Engine: "engine", ModelRepository: "repository"}[kind]
     if manifest.kind != expected:
-        raise ArtifactError(f"{path} is a {manifest.kind}; expected a {expected}.")
+        raise ArtifactError(f"{path} is of kind {manifest.kind}; expected {expected}.")
     return kind(path=path, manifest=manifest)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from trtserve.artifacts import MANIFEST, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
-from trtserve.errors import ArtifactError, LockedError
+from trtserve.errors import ArtifactError, LockedError, UsageError
 
 A = TypeVar("A", bound=Artifact)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 _FOLDERS: dict[type[Artifact], str] = {
     Model: "models",
@@ -140,7 +143,11 @@ class Store:
         self.root = (root if root is not None else default_root()).absolute()
 
     def destination(self, kind: type[Artifact], name: str, fingerprint: str) -> Path:
-        """Place of the artefact of `kind` with this name and fingerprint."""
+        """Place of the artefact of `kind`; UsageError for a name that is no folder name."""
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} cannot name an artefact.", hint="Use letters, digits, '.', '_' and '-': --name NAME"
+            )
         return self.root / _FOLDERS[kind] / f"{name}-{fingerprint[:12]}"
 
     def folder(self, kind: type[Artifact]) -> Path:

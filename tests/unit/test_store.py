@@ -1,0 +1,107 @@
+"""Artefacts appear whole or not at all, and are reused by fingerprint only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint, load_artifact
+from trtserve.errors import ArtifactError, LockedError, UsageError
+from trtserve.store import NameRecord, Store, link_or_copy, locked, publish, reusable
+
+
+def _manifest(number: int = 1) -> Manifest:
+    return Manifest(kind="engine", name="tiny", fingerprint=fingerprint(number=number), spec={"number": number})
+
+
+def _publish(destination: Path, number: int, content: str) -> Engine:
+    def produce(folder: Path) -> None:
+        (folder / "rank0.engine").write_text(content)
+
+    return publish(Engine, destination, _manifest(number), produce)
+
+
+def test_published_artefact_is_complete(tmp_path: Path) -> None:
+    engine = _publish(tmp_path / "engine", 1, "one")
+    assert (engine.path / "rank0.engine").read_text() == "one"
+    assert Manifest.read(engine.path).fingerprint == engine.fingerprint
+
+
+def test_equal_fingerprint_is_reused(tmp_path: Path) -> None:
+    _publish(tmp_path / "engine", 1, "one")
+    again = _publish(tmp_path / "engine", 1, "not written")
+    assert (again.path / "rank0.engine").read_text() == "one"
+
+
+def test_other_fingerprint_replaces(tmp_path: Path) -> None:
+    _publish(tmp_path / "engine", 1, "one")
+    other = _publish(tmp_path / "engine", 2, "two")
+    assert (other.path / "rank0.engine").read_text() == "two"
+    assert reusable(Engine, other.path, fingerprint(number=1)) is None
+
+
+def test_failure_leaves_the_old_artefact(tmp_path: Path) -> None:
+    _publish(tmp_path / "engine", 1, "one")
+
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        publish(Engine, tmp_path / "engine", _manifest(2), fail)
+    assert (tmp_path / "engine" / "rank0.engine").read_text() == "one"
+    assert {path.name for path in tmp_path.iterdir()} == {"engine", ".engine.lock"}
+
+
+def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("work of years")
+    with pytest.raises(ArtifactError, match="was not made by trtserve"):
+        _publish(tmp_path / "thesis", 1, "one")
+    assert (tmp_path / "thesis" / "chapter.tex").exists()
+
+
+def test_artefact_of_another_kind_is_refused(tmp_path: Path) -> None:
+    _publish(tmp_path / "engine", 1, "one")
+    with pytest.raises(ArtifactError, match="is of kind engine; expected checkpoint"):
+        load_artifact(Checkpoint, tmp_path / "engine")
+
+
+def test_folder_without_manifest_is_accepted_by_path(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    first = load_artifact(Checkpoint, tmp_path).fingerprint
+    (tmp_path / "config.json").write_text("{ }")
+    assert load_artifact(Checkpoint, tmp_path).fingerprint != first
+
+
+def test_lock_is_exclusive(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path / "a.lock"),
+        pytest.raises(LockedError, match="Another trtserve process"),
+        locked(tmp_path / "a.lock", wait=False),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b"])
+def test_names_stay_in_the_store(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="cannot name an artefact"):
+        Store(tmp_path).destination(Engine, name, "0" * 64)
+
+
+def test_newest_record_first(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for day in (1, 3, 2):
+        paths = dict.fromkeys(("model", "checkpoint", "engine", "repository"), "/x")
+        store.record(NameRecord(name=f"day{day}", source="demo", imported=f"2026-01-0{day}", **paths))
+    assert [record.name for record in store.recorded()] == ["day3", "day2", "day1"]
+
+
+def test_link_or_copy(tmp_path: Path) -> None:
+    source = tmp_path / "weights"
+    source.write_text("w")
+    link_or_copy(source, tmp_path / "linked" / "weights")
+    link_or_copy(source, tmp_path / "copied" / "weights", copy=True)
+    assert (tmp_path / "linked" / "weights").samefile(source)
+    assert not (tmp_path / "copied" / "weights").samefile(source)
