@@ -17,7 +17,7 @@ from trtserve.cli.endpoint import (
     find_endpoint,
 )
 from trtserve.cli.options import DryRunOption, JsonOption
-from trtserve.errors import UsageError
+from trtserve.errors import TrtserveError, UsageError
 from trtserve.specs import QuerySpec, Sampling
 
 if TYPE_CHECKING:
@@ -106,7 +106,12 @@ def _ask(spec: QuerySpec, endpoint: Endpoint, *, printing: bool, verbose: bool, 
 
     from trtserve.query import generate
 
-    answer = generate(spec, endpoint, on_text=_write if printing else None)
+    try:
+        answer = generate(spec, endpoint, on_text=_write if printing else None)
+    except (KeyboardInterrupt, TrtserveError):
+        if printing:
+            output.print_data("")
+        raise
     if json:
         output.print_json("query", {**asdict(answer), "tokens_per_second": answer.tokens_per_second})
     else:
