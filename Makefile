@@ -44,7 +44,7 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
 	touch $@
 
-$(VENV)/.bench: pyproject.toml
+$(VENV)/.bench: $(READY)
 	$(BIN)/python -m pip install --quiet '.[bench]'
 	touch $@
 

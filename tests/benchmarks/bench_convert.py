@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, measure, print the table, and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".bench"), help="folder for the model and the copies (8 GB)")
-    parser.add_argument("--out", type=Path, help="JSON file of the rows")
+    parser.add_argument("--out", type=Path, help="folder for convert.json; default: the work folder")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--case", choices=CASES, action="append", help="only these cases")
     parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)
@@ -233,8 +233,8 @@ def compare(work: Path, cases: Sequence[str], pairs: int, out: Path | None) -> N
         subprocess.run(_call("--generate", str(model)), check=True, timeout=TIMEOUT)
     rows = [run_case(case, model, work, pairs) for case in cases]
     print(table(rows))
-    if out is not None:
-        out.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    report = {"rows": [asdict(row) for row in rows]}
+    ((out or work) / "convert.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
