@@ -60,10 +60,17 @@ def test_answers_word_for_word(endpoint: Endpoint) -> None:
     assert not set(REQUIRED) & set(wrong)
 
 
+@pytest.mark.parametrize("model", [None, "ensemble"])
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_streamed_pieces_join_to_the_answer(endpoint: Endpoint, protocol: str) -> None:
+def test_streamed_pieces_join_to_the_answer(endpoint: Endpoint, protocol: str, model: str | None) -> None:
     pieces: list[str] = []
-    spec = QuerySpec(prompt=REQUIRED[0], max_tokens=MAX_TOKENS, stream=True, protocol=protocol)  # type: ignore[arg-type]
+    spec = QuerySpec(
+        prompt=REQUIRED[0],
+        model=model,
+        max_tokens=MAX_TOKENS,
+        stream=True,
+        protocol=protocol,  # type: ignore[arg-type]
+    )
     answer = generate(spec, endpoint, on_text=pieces.append)
     assert len(pieces) > 5
     assert "".join(pieces) == answer.text == _corpus()[REQUIRED[0]]

@@ -56,7 +56,8 @@ class TritonPythonModel:
 
 def _rows(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[list[int]]:
     """Ids [batch, beams, length] cut to lengths [batch, beams], row-major over (row, beam)."""
-    flat = tokens.reshape(-1, tokens.shape[-1])
+    # The last response of a stream may hold no token, and NumPy cannot infer an axis of an empty array.
+    flat = tokens.reshape(int(np.prod(tokens.shape[:-1])), tokens.shape[-1])
     if flat.shape[0] != lengths.size:
         raise ValueError(f"SEQUENCE_LENGTH has {lengths.size} entries for {flat.shape[0]} rows.")
     return [row[:length].tolist() for row, length in zip(flat, lengths.reshape(-1), strict=True)]
