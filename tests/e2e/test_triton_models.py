@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -403,3 +404,46 @@ def test_metric_families(streaming: ModelServer) -> None:
     assert streaming.metric("nv_trt_llm_request_metrics", 'request_type="max"') == 8
     assert streaming.metric("nv_trt_llm_general_metrics", "iteration_counter") > 0
     assert abs(streaming.metric("nv_trt_llm_general_metrics", "timestamp") - time.time()) < 3600
+
+
+def test_stop_request_on_a_model_that_answers_once(plain: ModelServer) -> None:
+    tensors = {**core_tensors([1, 70, 80], ENDLESS, stream=False), "end_id": integers(-1)}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(plain.infer, "tensorrt_llm", tensors, "long")
+        wait_until(lambda: plain.metric("nv_trt_llm_request_metrics", 'request_type="active"') > 0)
+        stopped = plain.infer("tensorrt_llm", {**core_tensors([1], 1, stream=False), "stop": flags(True)}, "long")
+        answer = asked.result(timeout=30)
+    assert stopped == {}
+    assert answer["sequence_length"].item() < ENDLESS
+    wait_until(lambda: is_idle(plain))
+
+
+def test_many_short_requests(streaming: ModelServer) -> None:
+    """Cancellation is checked while requests end; Triton 2.51 dies when the check meets a finished request."""
+
+    def ask(number: int) -> int:
+        return streaming.generate(TEXT_MODELS[number % 3], {"text_input": f"{number}", "max_tokens": 1 + number % 5})[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(ask, range(400))) == {200}
+
+
+def test_exact_release_with_accumulated_tokens(root: Path, model: Path, engine: Engine, tokenizer: Any) -> None:
+    spec = RepositorySpec(name=NAME, release="0.12", settings={"tensorrt_llm_bls.accumulate_tokens": "true"})
+    repository = assemble_repository(engine, model, spec, out=root / "old")
+    with serving(repository.path, root / "old-server") as server:
+        status, answer = server.generate("ensemble", {**SEED_BODY_WITH_IDS, "random_seed": 3, "min_length": 1})
+        # Through release 0.13 outputs that nobody asked for were sent as zeros, log probabilities per prompt token.
+        assert status == 200
+        assert answer["cum_log_probs"] == answer["context_logits"] == answer["generation_logits"] == 0.0
+        assert answer["output_log_probs"] == [0.0] * len(tokenizer.encode(PROMPT))
+        assert answer["batch_index"] == 0
+        with server.stream() as stream:
+            tensors = text_tensors(PROMPT, 12, stream=True)
+            del tensors["exclude_input_in_output"]  # an input of 0.16
+            pieces = [answer["text_output"].item().decode("utf-8") for answer in stream.all(NAME, tensors)]
+        events = server.generate_stream("ensemble", {"text_input": PROMPT, "max_tokens": 12, "stream": True})
+    assert len(pieces) >= 12
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(pieces))
+    assert PROMPT + pieces[-1] == answer["text_output"][: len(PROMPT + pieces[-1])]
+    assert len(events) >= 12
