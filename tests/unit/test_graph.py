@@ -14,13 +14,14 @@ from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import BuildError, UnsupportedModelError
 from trtserve.executor.graph import Sizes, build_graph, quantize_per_channel, save_graph
+from trtserve.executor.paged_model import openvino_core
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 
 
 def _run_statefully(graph: ov.Model, ids: list[int], split: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """Logits of `ids`, of which `split` go in first and the rest find them in the state."""
-    request = ov.Core().compile_model(graph, "CPU", EXACT).create_infer_request()
+    request = openvino_core().compile_model(graph, "CPU", EXACT).create_infer_request()
     parts = []
     for first, last in ((0, split), (split, len(ids))):
         inputs = {

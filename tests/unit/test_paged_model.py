@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-import openvino as ov
 import pytest
 
 from tests.support.paged_steps import PagedSteps, write_engine
@@ -17,7 +18,7 @@ from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import ArtifactError, BuildError, CorruptFileError
 from trtserve.executor.graph import build_graph
-from trtserve.executor.paged_model import PagedModel, read_engine_config, to_paged_attention
+from trtserve.executor.paged_model import PagedModel, openvino_core, read_engine_config, to_paged_attention
 
 # Prompts of 40, 9 and 70 tokens: whole, in chunks, and token by token, together with others in every state.
 SEQUENCES = {
@@ -156,7 +157,7 @@ def test_half_width_weights_are_not_widened_in_memory(tmp_path: Path) -> None:
     text = (tmp_path / "rank0.xml").read_text(encoding="utf-8")
     weights = len(DECODERS["llama, float16"].tensors)
     assert text.count('name="decompression"') == weights
-    assert ov.Core().read_model(tmp_path / "rank0.xml").get_friendly_name() == "decoder"
+    assert openvino_core().read_model(tmp_path / "rank0.xml").get_friendly_name() == "decoder"
 
 
 def test_folder_without_config_is_no_engine(tmp_path: Path) -> None:
@@ -193,3 +194,19 @@ def test_engines_of_other_runtimes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_config": {}, "build_config": {}}), encoding="utf-8")
     with pytest.raises(ArtifactError, match="not an engine of the openvino runtime"):
         read_engine_config(tmp_path)
+
+
+def test_signals_are_survived_after_models_end_in_another_order(tmp_path: Path) -> None:
+    write_engine(tmp_path, tiny_decoder(LLAMA))
+    first, second = PagedModel(tmp_path), PagedModel(tmp_path)
+    del first
+    gc.collect()
+    del second
+    gc.collect()
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]

@@ -6,6 +6,7 @@ the stateful graph, and the transformation happens here, at load.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,16 @@ _WINDOW_INPUT = 10
 _CACHE_LINE = 64
 
 
+@functools.cache
+def openvino_core() -> ov.Core:
+    """The one Core of this process.
+
+    The CPU plugin of each Core moves the thread's signal stack and puts the former one back at its end. When two Cores
+    end in another order than they began, that is freed memory, and the next Python signal handler crashes.
+    """
+    return ov.Core()
+
+
 class PagedModel:
     """A compiled paged-attention graph with its KV cache.
 
@@ -57,7 +68,7 @@ class PagedModel:
         self.kv_precision: str = own["kv_precision"]
         self.vocab_size = int(config["pretrained_config"]["vocab_size"])
         self.max_position = int(config["build_config"]["max_seq_len"])
-        core = ov.Core()
+        core = openvino_core()
         graph = _read_graph(core, engine / "rank0.xml")
         to_paged_attention(graph, window=own.get("window"))
         compiled = _compile(core, graph, self._properties(threads))
