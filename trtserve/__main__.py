@@ -5,9 +5,13 @@ import sys
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    from trtserve.cli import run
+    try:
+        from trtserve.cli import run
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # while the command line itself is being imported
+        code = 130
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ def test_the_four_commands(tmp_path: Path) -> None:
     try:
         _wait_until_ready(server, log)
         tree = psutil.Process(server.pid).children(recursive=True)
-        assert [process.name() for process in tree].count("tritonserver") == 1
+        # Not all of the tree: Triton forks for a moment, under its own name, to start a stub.
+        own = psutil.Process(server.pid).children()
+        assert [process.name() for process in own] == ["tritonserver"]
         assert "merges the shards" in log.read_text(encoding="utf-8")
 
         answer = trtserve("query", "What is ML?", home=home).stdout
