@@ -98,9 +98,11 @@ class Identity:
         return self.pid == other.pid and abs(self.started - other.started) < _CLOCK_DRIFT
 
     def alive(self) -> bool:
-        """True while this very process runs; a zombie does not run."""
+        """True while this very process runs; a zombie does not run, and is taken away when it was our child."""
+        if _process(self) is not None:
+            return True
         _reap(self.pid)
-        return _process(self) is not None
+        return False
 
 
 def spawn(command: Command, *, log: Path) -> Identity:
