@@ -98,11 +98,15 @@ class Identity:
         return self.pid == other.pid and abs(self.started - other.started) < _CLOCK_DRIFT
 
     def alive(self) -> bool:
-        """True while this very process runs; a zombie does not run, and is taken away when it was our child."""
-        if _process(self) is not None:
-            return True
-        _reap(self.pid)
-        return False
+        """True while this very process runs; a zombie does not run.
+
+        A child of ours is asked by waiting for it: it looks like a zombie as soon as its main thread is dead, and can be
+        taken away only when the other threads are.
+        """
+        child = _children.get(self.pid)
+        if child is not None and child.returncode is None:
+            return child.poll() is None
+        return _process(self) is not None
 
 
 def spawn(command: Command, *, log: Path) -> Identity:
@@ -291,9 +295,3 @@ def _wait_gone(members: set[Identity], seconds: float, urgent: Callable[[], bool
             return False
         time.sleep(POLL_INTERVAL)
     return True
-
-
-def _reap(pid: int) -> None:
-    child = _children.get(pid)
-    if child is not None:
-        child.poll()
