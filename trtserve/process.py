@@ -100,10 +100,13 @@ class Identity:
     def alive(self) -> bool:
         """True while this very process runs; a zombie does not run.
 
-        A child of ours is asked by waiting for it: it looks like a zombie as soon as its main thread is dead, and can be
+        A child of ours is asked by waiting for it: it looks like a zombie when its main thread is dead, and can be
         taken away only when the other threads are.
         """
         child = _children.get(self.pid)
+        now = Identity.of(self.pid)
+        if now is None or not now.matches(self):
+            return False
         if child is not None and child.returncode is None:
             return child.poll() is None
         return _process(self) is not None
