@@ -16,10 +16,13 @@ from trtserve.cli.output import print_error
 from trtserve.errors import TrtserveError
 
 INTERRUPTED = 130
+STAGES = "Stages, in order (import runs the first four)"
+UPKEEP = "Servers, store and machine"
 
 app = typer.Typer(
     name="trtserve",
     help="From a Hugging Face checkpoint to a served and measured endpoint on Triton Inference Server.",
+    epilog="Every option is also read from the environment, as TRTSERVE_COMMAND_OPTION: TRTSERVE_START_HTTP_PORT=9000.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "TRTSERVE"},
@@ -59,7 +62,7 @@ def command(
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     try:
-        app(args=list(arguments), prog_name="trtserve")
+        _command_line()(args=list(arguments), prog_name="trtserve")
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else 0
     except TrtserveError as error:
@@ -79,6 +82,20 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _command_line() -> Any:
+    """The command tree; its help does not repeat the name of an environment variable for every option."""
+    tree = typer.main.get_command(app)
+    _hide_variables(tree)
+    return tree
+
+
+def _hide_variables(node: Any) -> None:
+    for parameter in node.params:
+        parameter.show_envvar = False
+    for child in getattr(node, "commands", {}).values():
+        _hide_variables(child)
+
+
 def _unexpected(error: Exception) -> TrtserveError:
     return TrtserveError(
         f"Unexpected {type(error).__name__}: {error}",
@@ -86,17 +103,18 @@ def _unexpected(error: Exception) -> TrtserveError:
     )
 
 
-app.add_typer(bench.group, name="bench", help="Measure a served model.")
+# In the order in which a model goes through them.
+command(import_.import_, name="import", rich_help_panel=STAGES)
+command(convert.convert, rich_help_panel=STAGES)
+command(build.build, rich_help_panel=STAGES)
+command(repo.repo, rich_help_panel=STAGES)
+command(start.start, rich_help_panel=STAGES)
+command(query.query, rich_help_panel=STAGES)
+app.add_typer(bench.group, name="bench", help="Measure a served model.", rich_help_panel=STAGES)
 command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
-command(build.build)
-command(convert.convert)
-command(doctor.doctor)
-command(import_.import_, name="import")
-command(list_.list_models, name="list")
-command(logs.logs)
-command(query.query)
-command(remove.remove)
-command(repo.repo)
-command(start.start)
-command(status.status)
-command(stop.stop)
+command(stop.stop, rich_help_panel=UPKEEP)
+command(status.status, rich_help_panel=UPKEEP)
+command(logs.logs, rich_help_panel=UPKEEP)
+command(list_.list_models, name="list", rich_help_panel=UPKEEP)
+command(remove.remove, rich_help_panel=UPKEEP)
+command(doctor.doctor, rich_help_panel=UPKEEP)
