@@ -3,13 +3,13 @@
 set -euo pipefail
 
 show() {
-    printf '\n$ %s\n' "$*"
-    "$@"
+    printf '\n$ %s\n' "$1"
+    eval "$1"
 }
 
-show trtserve import demo
-show trtserve start --detach
-trap 'show trtserve stop' EXIT
-show trtserve query "What is ML?"
-show trtserve query --stream "What is machine learning?"
-show trtserve bench token-norm-dist
+show 'trtserve import demo'
+show 'trtserve start --detach'
+trap "show 'trtserve stop'" EXIT
+show 'trtserve query "What is ML?"'
+show 'trtserve query --stream "What is machine learning?"'
+show 'trtserve bench token-norm-dist'
