@@ -85,15 +85,19 @@ def run(arguments: Sequence[str]) -> int:
 def _command_line() -> Any:
     """The command tree; its help does not repeat the name of an environment variable for every option."""
     tree = typer.main.get_command(app)
-    _hide_variables(tree)
+    _simplify_help(tree)
     return tree
 
 
-def _hide_variables(node: Any) -> None:
+def _simplify_help(node: Any) -> None:
     for parameter in node.params:
         parameter.show_envvar = False
-    for child in getattr(node, "commands", {}).values():
-        _hide_variables(child)
+    children = getattr(node, "commands", {}).values()
+    if not children:
+        # Tables of Rich cut long option names at 80 columns; plain help prints every name whole.
+        node.rich_markup_mode = None
+    for child in children:
+        _simplify_help(child)
 
 
 def _unexpected(error: Exception) -> TrtserveError:

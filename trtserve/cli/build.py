@@ -26,7 +26,9 @@ from trtserve.specs import BuildSpec, KvPrecision, RuntimeName
 
 
 def build(
-    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder, or the name of an imported model.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder, or the name of an imported model.")
+    ],
     max_batch_size: MaxBatchSizeOption = None,
     max_input_len: MaxInputLenOption = None,
     max_seq_len: MaxSeqLenOption = None,

@@ -23,7 +23,9 @@ from trtserve.specs import ConvertSpec, DType, Quantization
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Hugging Face folder, or the name of an imported model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hugging Face folder, or the name of an imported model.")
+    ],
     tp_size: TpSizeOption = 1,
     pp_size: PpSizeOption = 1,
     dtype: DtypeOption = "auto",

@@ -40,7 +40,9 @@ from trtserve.store import Store
 if TYPE_CHECKING:
     from trtserve.pipeline import ImportPlan
 
-_SOURCE_HELP = "demo, an alias (llama-2-7b, llama-3-8b-instruct, gpt2 …), org/name[@revision] of the hub, or a folder."
+_SOURCE_HELP = (
+    "demo, an alias (llama-2-7b, llama-3-8b-instruct, gpt2 …), org/name or org/name@revision of the hub, or a folder."
+)
 
 
 def import_(

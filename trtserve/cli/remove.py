@@ -13,9 +13,7 @@ from trtserve.errors import UsageError
 
 
 def remove(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Names as `trtserve list` shows.")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names as `trtserve list` shows.")] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Everything in the store, unfinished pulls included.")
     ] = False,

@@ -27,7 +27,9 @@ StreamingOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="[MODEL.]KEY=VALUE", help="Parameter of a Triton model; default: the core model."),
+    typer.Option(
+        "--set", metavar="[MODEL.]KEY=VALUE", help="Parameter of a Triton model (default: the core model); repeatable."
+    ),
 ]
 ReleaseOption = Annotated[
     str | None,

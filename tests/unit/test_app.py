@@ -1,0 +1,30 @@
+"""The command line as a whole: help that shows every name in full, however narrow the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+
+from trtserve.cli.app import app, run
+
+
+def _commands() -> dict[str, Any]:
+    tree: Any = typer.main.get_command(app)
+    found = {name: child for name, child in tree.commands.items() if not hasattr(child, "commands")}
+    found |= {f"bench {name}": child for name, child in tree.commands["bench"].commands.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(_commands()))
+def test_help_names_every_option_in_full(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*name.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    for parameter in _commands()[name].params:
+        for option in (*parameter.opts, *parameter.secondary_opts):
+            assert option in text or not option.startswith("-")
