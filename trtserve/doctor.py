@@ -86,7 +86,8 @@ def raise_failed(checks: list[Check]) -> None:
     if wrong:
         raise MachineError(
             "This machine cannot run the server: " + "; ".join(f"{check.name}: {check.found}" for check in wrong) + ".",
-            hint=" ".join(check.fix for check in wrong),
+            # A line for each, so that a command can be copied; one command may mend several things.
+            hint="\n".join(dict.fromkeys(check.fix for check in wrong)),
         )
 
 
@@ -132,9 +133,11 @@ def check_triton() -> Check:
 
 def check_stub() -> Check:
     """The program that runs model.py is made for one minor version of Python."""
+    triton = next(iter(triton_server.installed()), None)
+    if triton is None:
+        return Check(name="stub", result="failed", found="none: it is a part of tritonserver", fix=check_triton().fix)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    found = next((triton.stub for triton in triton_server.installed()), None)
-    if found is None:
+    if triton.stub is None:
         return Check(
             name="stub", result="failed", found=f"none for Python {version}", fix="Use Python 3.10, 3.11 or 3.12."
         )

@@ -51,11 +51,17 @@ def test_the_first_python3_on_path_is_asked(tmp_path: Path, monkeypatch: pytest.
     assert wrong == {"python3", "numpy"}
 
 
-def test_missing_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    no_stub = server.Triton(executable=tmp_path / "tritonserver", backends=tmp_path / "backends")
+    monkeypatch.setattr(server, "installed", lambda: [no_stub])
+    stub = doctor.check_stub()
+    assert (stub.result, stub.fix) == ("failed", "Use Python 3.10, 3.11 or 3.12.")
+
+
+def test_without_triton_everything_that_it_brings_has_one_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "installed", list)
-    assert doctor.check_stub().result == "failed"
-    triton = doctor.check_triton()
-    assert (triton.result, triton.fix) == ("failed", "Install the package: pip install 'trtserve[cpu]'")
+    for check in (doctor.check_triton(), doctor.check_stub()):
+        assert (check.result, check.fix) == ("failed", "Install the package: pip install 'trtserve[cpu]'")
 
 
 def test_libpython(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,12 +102,13 @@ def test_failures_become_one_error_with_every_fix(monkeypatch: pytest.MonkeyPatc
     broken = [
         doctor.Check(name="glibc", result="failed", found="glibc 2.31", fix="Newer system."),
         doctor.Check(name="numpy", result="failed", found="2.1.0", fix="Older NumPy."),
+        doctor.Check(name="stub numpy", result="failed", found="2.1.0", fix="Older NumPy."),
         doctor.Check(name="ports", result="warning", found="taken", fix="Other ports."),
     ]
     monkeypatch.setattr(doctor, "quick_checks", lambda: broken)
     with pytest.raises(MachineError, match=r"glibc: glibc 2\.31; numpy: 2\.1\.0") as caught:
         doctor.require_machine(Store(tmp_path))
-    assert caught.value.hint == "Newer system. Older NumPy."
+    assert caught.value.hint == "Newer system.\nOlder NumPy."
 
 
 def test_command_reports_failures_as_data_and_exit_code(
