@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,7 +63,10 @@ class Manifest:
                 hint="Run the stage that makes it again; unfinished work is picked up.",
             ) from None
         except (json.JSONDecodeError, TypeError) as error:
-            raise ArtifactError(f"{path} cannot be read as a manifest: {error}.") from error
+            raise ArtifactError(
+                f"{path} cannot be read as a manifest: {error}.",
+                hint="The folder is damaged: remove it and run the stage that makes it again.",
+            ) from error
         if manifest.schema != SCHEMA:
             raise ArtifactError(
                 f"{path} has schema {manifest.schema}; this trtserve reads schema {SCHEMA}.",
@@ -89,8 +93,13 @@ class Artifact:
 
     @property
     def name(self) -> str:
-        """The name given by the user, else the folder's."""
-        return self.manifest.name if self.manifest is not None else self.path.resolve().name
+        """The name given by the user, else one made of the folder's."""
+        return self.manifest.name if self.manifest is not None else plain_name(self.path.resolve().name)
+
+
+def plain_name(text: str) -> str:
+    """`text` cut to the characters of a name, [A-Za-z0-9._-]."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
 
 
 class Model(Artifact):
@@ -109,6 +118,21 @@ class ModelRepository(Artifact):
     """Triton model repository."""
 
 
+KINDS: dict[type[Artifact], Kind] = {
+    Model: "model",
+    Checkpoint: "checkpoint",
+    Engine: "engine",
+    ModelRepository: "repository",
+}
+
+_TAKEN_BY: dict[str, str] = {
+    "model": "trtserve convert",
+    "checkpoint": "trtserve build",
+    "engine": "trtserve repo",
+    "repository": "trtserve start --model-repository",
+}
+
+
 def load_artifact(kind: type[Artifact], path: Path) -> Artifact:
     """Open `path` as an artefact of `kind`, with or without a manifest; ArtifactError when it is another kind."""
     if not path.is_dir():
@@ -116,7 +140,10 @@ def load_artifact(kind: type[Artifact], path: Path) -> Artifact:
     if not (path / MANIFEST).exists():
         return kind(path=path)
     manifest = Manifest.read(path)
-    expected = {Model: "model", Checkpoint: "checkpoint", Engine: "engine", ModelRepository: "repository"}[kind]
-    if manifest.kind != expected:
-        raise ArtifactError(f"{path} is of kind {manifest.kind}; expected {expected}.")
+    if manifest.kind != KINDS[kind]:
+        taken_by = _TAKEN_BY.get(manifest.kind, "another command")
+        raise ArtifactError(
+            f"{path} is of kind {manifest.kind}; expected {KINDS[kind]}.",
+            hint=f"A folder of this kind is for: {taken_by}. `trtserve list` shows what is here.",
+        )
     return kind(path=path, manifest=manifest)

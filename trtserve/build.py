@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trtserve.architectures.checkpoint import read_config
-from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint, load_artifact
-from trtserve.errors import DiskSpaceError, MemoryLimitError, ModelNotFoundError
+from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint
+from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.machine import describe, free_disk, free_memory, gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.runtimes import EnginePlan, Runtime, choose_runtime
@@ -29,16 +29,7 @@ class Plan:
 
 def find_checkpoint(name_or_folder: str, store: Store | None = None) -> Checkpoint:
     """The checkpoint in a folder, or that of an imported name; ModelNotFoundError when there is neither."""
-    folder = Path(name_or_folder).expanduser()
-    if folder.is_dir():
-        return Checkpoint(path=folder.absolute(), manifest=load_artifact(Checkpoint, folder).manifest)
-    records = {record.name: record for record in (store or Store()).recorded()}
-    if name_or_folder in records:
-        return find_checkpoint(records[name_or_folder].checkpoint)
-    raise ModelNotFoundError(
-        f"{name_or_folder} is neither a checkpoint folder nor the name of an imported model.",
-        hint=f"Imported names: {', '.join(records) or 'none'}. To make a checkpoint: trtserve convert MODEL",
-    )
+    return (store or Store()).find(Checkpoint, name_or_folder)
 
 
 def plan_build(
@@ -74,7 +65,7 @@ def _plan(
         compute_precision=engine.compute_precision,
         kv_precision=engine.kv_precision,
     )
-    path = out or (store or Store()).destination(Engine, name or checkpoint.name, identity)
+    path = (out or (store or Store()).destination(Engine, name or checkpoint.name, identity)).absolute()
     return Plan(engine=engine, fingerprint=identity, path=path, reused=reusable(Engine, path, identity) is not None)
 
 

@@ -18,8 +18,8 @@ from trtserve.architectures.sharding import check_parallel_sizes
 from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move, carry_out, created
 from trtserve.architectures.tensor_files import TensorFile
-from trtserve.artifacts import Checkpoint, Manifest, Model, fingerprint, load_artifact
-from trtserve.errors import ConversionError, DiskSpaceError, ModelNotFoundError
+from trtserve.artifacts import Checkpoint, Manifest, Model, fingerprint
+from trtserve.errors import ConversionError, DiskSpaceError
 from trtserve.machine import free_disk, gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import ConvertSpec
@@ -64,16 +64,7 @@ class Plan:
 
 def find_model(name_or_folder: str, store: Store | None = None) -> Model:
     """The model in a folder, or the one imported under a name; ModelNotFoundError when there is neither."""
-    folder = Path(name_or_folder).expanduser()
-    if folder.is_dir():
-        return Model(path=folder.absolute(), manifest=load_artifact(Model, folder).manifest)
-    records = {record.name: record for record in (store or Store()).recorded()}
-    if name_or_folder in records:
-        return find_model(records[name_or_folder].model)
-    raise ModelNotFoundError(
-        f"{name_or_folder} is neither a folder nor the name of an imported model.",
-        hint=f"Imported names: {', '.join(records) or 'none'}. To fetch a model: trtserve import {name_or_folder}",
-    )
+    return (store or Store()).find(Model, name_or_folder)
 
 
 def resolve_dtype(spec: ConvertSpec, hf: Mapping[str, Any]) -> Literal["float32", "float16", "bfloat16"]:
@@ -134,7 +125,7 @@ class Destination:
 
 def destination_of(plan: Plan, name: str, *, out: Path | None = None, store: Store | None = None) -> Destination:
     """Place of the checkpoint that `plan` makes."""
-    path = out or (store or Store()).destination(Checkpoint, name, plan.fingerprint)
+    path = (out or (store or Store()).destination(Checkpoint, name, plan.fingerprint)).absolute()
     return Destination(path=path, reused=reusable(Checkpoint, path, plan.fingerprint) is not None)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from trtserve.artifacts import MANIFEST, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.servers import Server, list_servers
-from trtserve.store import NameRecord, Store, locked
+from trtserve.store import NameRecord, Store, locked, writing
 
 _KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository)
 
@@ -91,10 +91,15 @@ def remove(removal: Removal, *, store: Store | None = None) -> None:
     for name in removal.names:
         (store.names / f"{name}.json").unlink(missing_ok=True)
     for folder in removal.folders:
-        with locked(folder.parent / f".{folder.name}.lock", wait=False):
-            # Without its manifest a folder is not complete, so a kill here leaves nothing that looks like an artefact.
-            (folder / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(folder)
+        with writing(folder), locked(folder.parent / f".{folder.name}.lock", wait=False):
+            # Hidden first, so that a kill here leaves nothing in the place where the artefact would be made again.
+            leaving = folder
+            if not folder.name.startswith("."):
+                leaving = folder.with_name(f".{folder.name}.old")
+                shutil.rmtree(leaving, ignore_errors=True)
+                folder.rename(leaving)
+            (leaving / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(leaving)
 
 
 def disk_usage(folders: Iterable[Path]) -> int:

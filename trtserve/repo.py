@@ -95,7 +95,7 @@ def plan_repository(
         tokenizer=_digest(files),
         models=_digest(_model_sources()),
     )
-    path = out or (store or Store()).destination(ModelRepository, spec.name, digest)
+    path = (out or (store or Store()).destination(ModelRepository, spec.name, digest)).absolute()
     reused = reusable(ModelRepository, path, digest) is not None
     return RepositoryPlan(
         spec=spec, profile=table, options=options, facts=facts, fingerprint=digest, path=path, reused=reused
@@ -132,7 +132,7 @@ def assemble_repository(
         _link_engine(engine.path, folder / CORE / VERSION, copy=spec.copy)
         for file in tokenizer_files(tokenizer):
             link_or_copy(file, folder / TOKENIZER / file.name, copy=True)
-        _probe_tokenizer(folder / TOKENIZER, plan.facts["vocab_size"], progress)
+        check_tokenizer(folder / TOKENIZER, plan.facts["vocab_size"], progress)
 
     return publish(ModelRepository, plan.path, manifest, produce)
 
@@ -292,8 +292,8 @@ def _digest(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _probe_tokenizer(folder: Path, vocab_size: int | None, progress: Progress) -> None:
-    """Load the copied tokenizer as the models will, and take one text there and back."""
+def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = SILENT) -> None:
+    """Load a tokenizer as the models will, and take one text there and back; RepositoryError when that fails."""
     from transformers import AutoTokenizer
 
     try:

@@ -9,21 +9,47 @@ $TRTSERVE_HOME (else $XDG_CACHE_HOME/trtserve, else ~/.cache/trtserve)
 
 from __future__ import annotations
 
+import difflib
+import errno
 import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
-from trtserve.artifacts import MANIFEST, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
-from trtserve.errors import ArtifactError, LockedError, UsageError
+from trtserve.artifacts import (
+    KINDS,
+    MANIFEST,
+    Artifact,
+    Checkpoint,
+    Engine,
+    Manifest,
+    Model,
+    ModelRepository,
+    load_artifact,
+)
+from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, UsageError
 
 A = TypeVar("A", bound=Artifact)
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REFUSED = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EEXIST,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+    }
+)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -35,46 +61,98 @@ _FOLDERS: dict[type[Artifact], str] = {
 }
 
 
+_MADE_BY: dict[type[Artifact], str] = {
+    Model: "import {name}",
+    Checkpoint: "convert MODEL",
+    Engine: "build CHECKPOINT",
+    ModelRepository: "import MODEL",
+}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Explain what the file system refuses while `path` is made or removed: DiskSpaceError or ArtifactError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise DiskSpaceError(
+                f"{path} cannot be written: the disk is full.",
+                hint="Free some space (`trtserve remove`), or choose another place with --out or TRTSERVE_HOME.",
+            ) from error
+        if error.errno in _REFUSED:
+            where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+            raise ArtifactError(
+                f"{path} cannot be written: {error.strerror}{where}.",
+                hint="Choose another place with --out or TRTSERVE_HOME, or correct the permissions.",
+            ) from error
+        raise
+
+
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the advisory lock file `path`; LockedError when it is taken and `wait` is False."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as handle:
+    """Hold the advisory lock file `path`, which exists no longer than that; LockedError when taken, if not `wait`."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = _lock_file(path, wait=wait)
+    with handle:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock_file(path: Path, *, wait: bool) -> TextIO:
+    while True:
+        handle = path.open("a")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # The owner that was waited for has removed its file: a lock on that file keeps nobody out.
+            if _is_open_at(handle, path):
+                return handle
         except BlockingIOError:
+            handle.close()
             raise LockedError(
                 f"Another trtserve process is working on {path.stem}.", hint="Wait for it to end, then try again."
             ) from None
-        yield
+        handle.close()
+
+
+def _is_open_at(handle: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def write_json(path: Path, content: object) -> None:
     """Replace `path` by `content` in one rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.{os.getpid()}")
-    staged.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    staged.replace(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        staged.replace(path)
 
 
 def publish(kind: type[A], destination: Path, manifest: Manifest, produce: Callable[[Path], Manifest | None]) -> A:
     """Make the artefact at `destination`, or reuse the one there when its fingerprint is equal.
 
     `produce` fills a staging folder, a sibling of the destination, and may return a manifest with more facts.
-    An artefact of another fingerprint at `destination` is replaced; a folder that is no artefact is refused.
+    An artefact of the same kind and another fingerprint at `destination` is replaced, anything else there is refused.
+    What lies beside it under another name with the same fingerprint is linked instead of being made again.
+    DiskSpaceError or ArtifactError when the file system refuses.
     """
     destination = destination.absolute()
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with locked(destination.parent / f".{destination.name}.lock"):
+    with writing(destination), locked(destination.parent / f".{destination.name}.lock"):
         existing = reusable(kind, destination, manifest.fingerprint)
         if existing is not None:
             return existing
-        _refuse_foreign(destination)
         staging = destination.parent / f".{destination.name}.partial"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         try:
-            final = produce(staging) or manifest
+            twin = _twin(destination, manifest)
+            final = (produce(staging) or manifest) if twin is None else _link_twin(twin, staging, manifest)
             final.write(staging)
             _swap(staging, destination)
         finally:
@@ -83,19 +161,50 @@ def publish(kind: type[A], destination: Path, manifest: Manifest, produce: Calla
 
 
 def reusable(kind: type[A], destination: Path, wanted: str) -> A | None:
-    """The complete artefact at `destination` if its fingerprint is `wanted`."""
-    if not (destination / MANIFEST).exists():
-        return None
+    """The complete artefact at `destination` if its fingerprint is `wanted`; None when it can be made there.
+
+    ArtifactError when something lies there that must not be replaced: no artefact, or one of another kind.
+    """
+    with writing(destination):
+        if not (destination / MANIFEST).exists():
+            _require_empty(destination)
+            return None
     manifest = Manifest.read(destination)
+    if manifest.kind != KINDS[kind]:
+        raise ArtifactError(
+            f"{destination} holds an artefact of kind {manifest.kind}; a {KINDS[kind]} does not replace it.",
+            hint="Choose another --out, or remove the folder.",
+        )
     return kind(path=destination, manifest=manifest) if manifest.fingerprint == wanted else None
 
 
-def _refuse_foreign(destination: Path) -> None:
-    if destination.exists() and not (destination / MANIFEST).exists() and any(destination.iterdir()):
+def _require_empty(destination: Path) -> None:
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ArtifactError(
             f"{destination} exists and was not made by trtserve; it is left alone.",
-            hint="Choose another --out, or remove the folder.",
+            hint="Choose another --out, or remove what lies there.",
         )
+
+
+def _twin(destination: Path, manifest: Manifest) -> Path | None:
+    """A folder of the store, beside `destination`, that holds the same under another name."""
+    for path in sorted(destination.parent.glob(f"[!.]*-{manifest.fingerprint[:12]}")):
+        with suppress(ArtifactError):
+            other = Manifest.read(path)
+            if (other.kind, other.fingerprint) == (manifest.kind, manifest.fingerprint):
+                return path
+    return None
+
+
+def _link_twin(twin: Path, staging: Path, manifest: Manifest) -> Manifest:
+    """Fill `staging` with links to the files of `twin`; the manifest gets the facts that were learned there."""
+    for path in sorted(twin.rglob("*")):
+        target = staging / path.relative_to(twin)
+        if path.is_symlink():
+            target.symlink_to(path.readlink())
+        elif path.is_file() and target != staging / MANIFEST:
+            link_or_copy(path, target)
+    return replace(manifest, facts={**Manifest.read(twin).facts, **manifest.facts})
 
 
 def _swap(staging: Path, destination: Path) -> None:
@@ -154,6 +263,37 @@ class Store:
         """Folder of all artefacts of `kind`."""
         return self.root / _FOLDERS[kind]
 
+    def find(self, kind: type[A], text: str) -> A:
+        """The artefact of `kind` in the folder `text`, else the one that `import` recorded under that name, else the
+        newest that was made under it; ModelNotFoundError, with close names, when there is none.
+        """
+        folder = Path(text).expanduser()
+        if folder.is_dir():
+            return kind(path=folder.absolute(), manifest=load_artifact(kind, folder).manifest)
+        made = self._made(kind)
+        if text in made:
+            return made[text]
+        close = difflib.get_close_matches(text, made, n=3, cutoff=0.5)
+        known = f"Did you mean {' or '.join(close)}?" if close else f"Names here: {', '.join(sorted(made)) or 'none'}."
+        raise ModelNotFoundError(
+            f"{text} is neither a folder nor the name of a {KINDS[kind]} that was made here.",
+            hint=f"{known} To make one: trtserve {_MADE_BY[kind].format(name=text)}",
+        )
+
+    def _made(self, kind: type[A]) -> dict[str, A]:
+        """Complete artefacts of `kind` by name: the recorded one of each name, else the newest."""
+        found = []
+        for path in self.folder(kind).glob(f"[!.]*/{MANIFEST}"):
+            with suppress(ArtifactError):
+                found.append(kind(path=path.parent, manifest=Manifest.read(path.parent)))
+        made = {artefact.name: artefact for artefact in sorted(found, key=_created)}
+        for record in self.recorded():
+            path = Path(getattr(record, KINDS[kind]))
+            if path.is_absolute():
+                with suppress(ArtifactError):
+                    made[record.name] = kind(path=path, manifest=load_artifact(kind, path).manifest)
+        return made
+
     @property
     def servers(self) -> Path:
         """Folder of state files and logs of servers."""
@@ -172,6 +312,10 @@ class Store:
         """All imported names, newest first."""
         records = [_read_record(path) for path in self.names.glob("*.json") if not path.name.startswith(".")]
         return sorted(records, key=lambda record: record.imported, reverse=True)
+
+
+def _created(artefact: Artifact) -> str:
+    return artefact.manifest.created if artefact.manifest is not None else ""
 
 
 def _read_record(path: Path) -> NameRecord:

@@ -272,8 +272,9 @@ def test_sharded_weights(hub: Hub, tiny: Path, tmp_path: Path) -> None:
     hub.add("acme/sharded", sharded)
     assert {path.name for path in import_model("acme/sharded").path.glob("*.safetensors")} == set(weight_map.values())
     (sharded / "model-00002-of-00002.safetensors").unlink()
+    hub.add("acme/incomplete", sharded)
     with pytest.raises(CorruptFileError, match="00002-of-00002"):
-        plan_model("acme/sharded")
+        plan_model("acme/incomplete")
 
 
 def test_offline_uses_what_is_here(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

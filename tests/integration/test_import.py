@@ -144,6 +144,41 @@ def test_download_only(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert Store().recorded() == []
 
 
+def test_another_name_pulls_and_builds_nothing_again(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    first = _import(capsys, ID, *FLOAT32)
+    hub.requests.clear()
+    second = _import(capsys, ID, *FLOAT32, "--name", "second")
+    assert hub.asked_for("model.safetensors") == []
+    for stage, file in (("model", "model.safetensors"), ("checkpoint", "rank0.safetensors"), ("engine", "rank0.bin")):
+        assert first[stage] != second[stage]
+        assert (Path(first[stage]) / file).samefile(Path(second[stage]) / file)
+    assert run(["remove", "tiny-llama"]) == 0
+    assert (Path(second["model"]) / "model.safetensors").is_file()
+    assert [record.name for record in Store().recorded()] == ["second"]
+
+
+def test_names_of_single_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What one stage made under a name, the next takes by that name; no folder has to be copied from the output."""
+    assert run(["import", str(tiny), "--download-only", "--name", "mine", "-q"]) == 0
+    assert run(["convert", "mine", "-q"]) == 0
+    assert run(["build", "mine", "-q", "--max-seq-len", "64"]) == 0
+    capsys.readouterr()
+    assert run(["repo", "mine", "--tokenizer", "mine", "-q"]) == 0
+    assert Path(capsys.readouterr().out.strip()).name.startswith("mine-")
+
+
+@pytest.mark.parametrize("fault", ["tokenizer", "out"])
+def test_late_stages_are_checked_before_the_long_work(tmp_path: Path, fault: str) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    out = tmp_path / "out"
+    out.mkdir()
+    broken = folder / "tokenizer.json" if fault == "tokenizer" else out / "thesis.tex"
+    broken.write_text("")
+    arguments = ["--out", str(out)] if fault == "out" else []
+    assert run(["import", str(folder), *arguments]) == (22 if fault == "tokenizer" else 23)
+    assert not list(Store().root.glob("checkpoints/*"))
+
+
 def test_dry_run_pulls_no_weights(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     plan = _import(capsys, ID, "--dry-run")
     assert [(stage["stage"], stage["action"]) for stage in plan["stages"]] == [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from pathlib import Path
 
 import pytest
 
 from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint, load_artifact
-from trtserve.errors import ArtifactError, LockedError, UsageError
+from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, UsageError
 from trtserve.store import NameRecord, Store, link_or_copy, locked, publish, reusable
 
 
@@ -51,7 +53,7 @@ def test_failure_leaves_the_old_artefact(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         publish(Engine, tmp_path / "engine", _manifest(2), fail)
     assert (tmp_path / "engine" / "rank0.engine").read_text() == "one"
-    assert {path.name for path in tmp_path.iterdir()} == {"engine", ".engine.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {"engine"}
 
 
 def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
@@ -73,6 +75,74 @@ def test_folder_without_manifest_is_accepted_by_path(tmp_path: Path) -> None:
     first = load_artifact(Checkpoint, tmp_path).fingerprint
     (tmp_path / "config.json").write_text("{ }")
     assert load_artifact(Checkpoint, tmp_path).fingerprint != first
+
+
+def test_what_must_not_be_replaced_is_told_before_any_work(tmp_path: Path) -> None:
+    engine = _publish(tmp_path / "engine", 1, "one")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ArtifactError, match="a checkpoint does not replace it"):
+        reusable(Checkpoint, engine.path, "0" * 64)
+    with pytest.raises(ArtifactError, match="was not made by trtserve"):
+        reusable(Engine, tmp_path / "file", "0" * 64)
+
+
+def test_the_same_under_another_name_is_linked(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    digest = _manifest().fingerprint
+    first = _publish(store.destination(Engine, "first", digest), 1, "one")
+    second = _publish(store.destination(Engine, "second", digest), 1, "not written")
+    assert (second.path / "rank0.engine").samefile(first.path / "rank0.engine")
+    assert not (second.path / "manifest.json").samefile(first.path / "manifest.json")
+
+
+@pytest.mark.parametrize("place", ["file/engine", "x" * 300, "/proc/engine"])
+def test_places_that_cannot_be_written_are_explained(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ArtifactError, match="cannot be written") as caught:
+        _publish(tmp_path / place, 1, "one")
+    assert "--out" in str(caught.value.hint)
+
+
+def test_a_full_disk_has_its_own_error(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DiskSpaceError, match="the disk is full"):
+        publish(Engine, tmp_path / "engine", _manifest(), fill)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_finds_the_newest_of_a_name_and_suggests_others(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for number in (1, 2):
+        _publish(store.destination(Engine, "tiny", _manifest(number).fingerprint), number, str(number))
+    assert (store.find(Engine, "tiny").path / "rank0.engine").read_text() == "2"
+    with pytest.raises(ModelNotFoundError) as caught:
+        store.find(Engine, "tinny")
+    assert caught.value.hint == "Did you mean tiny? To make one: trtserve build CHECKPOINT"
+
+
+def test_folder_names_become_names(tmp_path: Path) -> None:
+    folder = tmp_path / "mödel (v2)"
+    folder.mkdir()
+    assert load_artifact(Checkpoint, folder).name == "m-del-v2"
+
+
+def test_a_lock_outlives_nobody(tmp_path: Path) -> None:
+    turns: list[int] = []
+
+    def take(number: int) -> None:
+        with locked(tmp_path / "a.lock"):
+            turns.append(number)
+            assert len(turns) == 1
+            turns.clear()
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert not (tmp_path / "a.lock").exists()
 
 
 def test_lock_is_exclusive(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from trtserve.architectures import gpt2, llama, mistral
-from trtserve.architectures.base import Architecture, CheckpointConfig, Decoder, HfConfig, Target
+from trtserve.architectures.base import Architecture, CheckpointConfig, Decoder, HfConfig, Target, require_sizes
 from trtserve.errors import UnsupportedModelError
 
 __all__ = [
@@ -50,7 +50,9 @@ def supported(hf: HfConfig) -> Architecture:
             "only float32, float16 and bfloat16 weights can be converted.",
             hint="Choose the original model and quantise with --quantize int8.",
         )
-    module.decoder(module.checkpoint_config(hf))
+    config = module.checkpoint_config(hf)
+    require_sizes(config, "head_size", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
+    module.decoder(config)
     return module
 
 

@@ -93,14 +93,29 @@ class Architecture(Protocol):
 
 
 def required(hf: HfConfig, *keys: str) -> dict[str, Any]:
-    """The values of `keys` in a Hugging Face config; UnsupportedModelError that lists the absent ones."""
+    """The sizes `keys` in a Hugging Face config; UnsupportedModelError for absent ones and what is no size."""
     absent = [key for key in keys if hf.get(key) is None]
     if absent:
         raise UnsupportedModelError(
             f"config.json of this {hf.get('model_type', 'unknown')} model lacks {', '.join(absent)}.",
             hint="Take config.json from the model's own repository.",
         )
+    require_sizes(hf, *keys)
     return {key: hf[key] for key in keys}
+
+
+def require_sizes(config: Mapping[str, Any], *keys: str) -> None:
+    """UnsupportedModelError when one of `keys` is not a positive whole number."""
+    wrong = [f"{key} = {config.get(key)!r}" for key in keys if not _is_size(config.get(key))]
+    if wrong:
+        raise UnsupportedModelError(
+            f"config.json of the model gives {', '.join(wrong)}; expected positive whole numbers.",
+            hint="Take config.json from the model's own repository.",
+        )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def embedding_split(config: CheckpointConfig) -> Split:

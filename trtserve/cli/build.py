@@ -57,11 +57,11 @@ def build(
         engine = build_engine(source, spec, name=name, out=out, progress=TerminalProgress(quiet=quiet))
         facts = dict(engine.manifest.facts) if engine.manifest else {}
     if json:
-        print_json("build", {"path": str(plan.path.absolute()), "reused": plan.reused, **_described(plan), **facts})
+        print_json("build", {"path": str(plan.path), "reused": plan.reused, **_described(plan), **facts})
     elif dry_run:
         print_data("\n".join(_lines(plan)))
     else:
-        print_data(str(plan.path.absolute()))
+        print_data(str(plan.path))
 
 
 def _described(plan: Plan) -> dict[str, object]:
@@ -90,5 +90,5 @@ def _lines(plan: Plan) -> list[str]:
         "state     reused: it lies there already"
         if plan.reused
         else "state     to be made; no external command is run",
-        f"to        {plan.path.absolute()}",
+        f"to        {plan.path}",
     ]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
-from trtserve.artifacts import Engine, load_artifact
+from trtserve.artifacts import Engine, Model
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.repo import RepositoryPlan, assemble_repository, default_name, plan_repository, tree
 from trtserve.specs import RepositorySpec
+from trtserve.store import Store
 from trtserve.triton.profiles import MODELS
 from trtserve.triton.settings import parse_assignments
 
@@ -51,8 +51,11 @@ KvFractionOption = Annotated[
 
 
 def repo(
-    engine: Annotated[Path, typer.Argument(help="Folder of the engine, as `trtserve build` printed it.")],
-    tokenizer: Annotated[Path, typer.Option("--tokenizer", help="Hugging Face folder with the tokenizer.")],
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="Engine folder, or the name of an imported model.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option("--tokenizer", help="Hugging Face folder with the tokenizer, or the name of an imported model."),
+    ],
     name: NameOption = None,
     streaming: StreamingOption = True,
     settings: SetOption = None,
@@ -70,7 +73,9 @@ def repo(
     quiet: QuietOption = False,
 ) -> None:
     """Assemble the Triton model repository of an engine and print its path."""
-    source = cast(Engine, load_artifact(Engine, engine))
+    store = Store()
+    source = store.find(Engine, engine)
+    folder = store.find(Model, tokenizer).path
     spec = RepositorySpec(
         name=name or default_name(source),
         streaming=streaming,
@@ -84,9 +89,9 @@ def repo(
         settings=parse_assignments(settings or []),
         copy=copy,
     )
-    plan = plan_repository(source, tokenizer, spec, out=out)
+    plan = plan_repository(source, folder, spec, out=out)
     if not dry_run:
-        assemble_repository(source, tokenizer, spec, out=out, progress=TerminalProgress(quiet=quiet))
+        assemble_repository(source, folder, spec, out=out, progress=TerminalProgress(quiet=quiet))
     if json:
         print_json("repo", _described(plan))
     elif dry_run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,9 @@ def _plan_from_hub(source: Source, store: Store, token: str | None, progress: Pr
         return stored
     progress.step(f"Looking up {source.location} on {hub.endpoint()}")
     revision = _pinned_revision(source, token)
+    # Under another name, or as the answer to a branch, the commit may have been pulled before.
+    if (stored := stored_plan(replace(source, revision=revision.commit), store, offline=False)) is not None:
+        return replace(stored, source=source)
     with _download_folder(store, revision, progress) as folder:
 
         def read(file: hub.RemoteFile) -> Path:

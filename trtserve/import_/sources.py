@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trtserve.artifacts import plain_name
 from trtserve.errors import ModelNotFoundError, UsageError
 
 DEMO = "demo"
@@ -122,7 +123,9 @@ def _folder(text: str, path: str, name: str | None) -> Source:
             f"{path} is not a folder on this machine.",
             hint="Give an existing folder, or a hub id as org/name (hf:org/name when in doubt).",
         )
-    return Source(text=text, kind="folder", location=str(folder), name=served_name(name or _cut(folder.resolve().name)))
+    return Source(
+        text=text, kind="folder", location=str(folder), name=served_name(name or plain_name(folder.resolve().name))
+    )
 
 
 def _hub(text: str, identifier: str, name: str | None) -> Source:
@@ -131,7 +134,7 @@ def _hub(text: str, identifier: str, name: str | None) -> Source:
     repository = ALIASES.get(repository, repository)
     if not _HUB_ID.fullmatch(repository) or identifier.endswith("@"):
         raise ModelNotFoundError(f"{text!r} names no model.", hint=_suggest(repository))
-    derived = alias or _cut(repository.rpartition("/")[2])
+    derived = alias or plain_name(repository.rpartition("/")[2])
     return Source(
         text=text, kind="hub", location=repository, revision=revision or None, name=served_name(name or derived)
     )
@@ -141,7 +144,3 @@ def _suggest(text: str) -> str:
     close = difflib.get_close_matches(text.lower(), [DEMO, *ALIASES], n=3, cutoff=0.5)
     known = f"Did you mean {' or '.join(close)}? " if close else ""
     return f"{known}Expected {DEMO}, an alias ({', '.join(list(ALIASES)[:4])}, …), org/name[@revision] or a folder."
-
-
-def _cut(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "model"

@@ -21,7 +21,7 @@ from trtserve.import_.disk import require_disk
 from trtserve.machine import gibibytes
 from trtserve.pipeline.capacity import Wish, need_of, require_memory
 from trtserve.progress import SILENT, Progress
-from trtserve.repo import RepositoryPlan, assemble_repository, plan_repository
+from trtserve.repo import RepositoryPlan, assemble_repository, check_tokenizer, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import NameRecord, Store, reusable
 from trtserve.triton.profiles import profile
@@ -123,8 +123,9 @@ def plan_import(
     Raises what `plan_model` raises, and UsageError for sizes and limits that the model does not allow.
     """
     store = store or Store()
-    # The repository is assembled last, but a wrong setting of it is told first.
+    # The repository is assembled last, but what would stop it is told first.
     resolve_settings(spec.repository.settings, profile(spec.repository.release))
+    _require_replaceable(spec)
     model = plan_model(spec.source, name=spec.name, store=store, token=token, progress=progress)
     need = need_of(_wish(spec, model))
     path = model_destination(model, None, store)
@@ -140,6 +141,14 @@ def plan_import(
     )
     local = published or _model_in_place(model)
     return plan if local is None else _plan_further(spec, plan, local, store)
+
+
+def _require_replaceable(spec: ImportSpec) -> None:
+    """ArtifactError when something of the user's lies where engine or repository are to go."""
+    if spec.engine_out is not None:
+        reusable(Engine, spec.engine_out, "")
+    if spec.out is not None:
+        reusable(ModelRepository, spec.out, "")
 
 
 def _wish(spec: ImportSpec, model: ModelPlan) -> Wish:
@@ -245,6 +254,8 @@ def _make_engine(spec: ImportSpec, model: Model, conversion: Conversion, store: 
         progress.step(f"Checkpoint {place.path} is reused" if place.reused else "No checkpoint is needed any more")
         progress.step(f"Engine {build.path} is reused")
         return _engine(build)
+    # A tokenizer that does not work is told before the long work, not after it.
+    check_tokenizer(model.path, conversion.config["vocab_size"])
     checkpoint = convert_model(model, spec.convert, name=spec.name, store=store, progress=progress)
     return build_engine(checkpoint, spec.build, name=spec.name, out=spec.engine_out, store=store, progress=progress)
 
