@@ -1,10 +1,13 @@
 """Entry point of the `trtserve` command."""
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
+    # Of transformers only tokenizers are used; its advice to install PyTorch would mislead.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from trtserve.cli import run
 
