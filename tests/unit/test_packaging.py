@@ -1,0 +1,33 @@
+"""What an installed wheel must hold: every module, and every file that is data to the product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "trtserve"
+
+
+def test_every_file_of_the_package_is_in_the_wheel() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["trtserve"]
+    data = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    modules = {path for path in PACKAGE.rglob("*.py") if _is_package(path.parent)}
+    files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert sorted(str(path.relative_to(ROOT)) for path in files - data - modules) == []
+
+
+def test_every_pattern_of_package_data_finds_something() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for pattern in project["tool"]["setuptools"]["package-data"]["trtserve"]:
+        assert list(PACKAGE.glob(pattern)), pattern
+
+
+def _is_package(folder: Path) -> bool:
+    """True when `folder` and all above it, up to the package, have an `__init__.py`."""
+    above = [folder, *folder.parents]
+    return all((level / "__init__.py").exists() for level in above[: above.index(PACKAGE) + 1])
