@@ -169,7 +169,7 @@ def train(model: nn.Module, examples: Iterator[tuple[torch.Tensor, torch.Tensor]
         with autocast, noisy_outputs(model, PROJECTIONS, schedule.noise):
             loss = answer_loss(model, ids, labels)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if (step + 1) % 100 == 0 or step == 0:
