@@ -8,7 +8,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 
 from trtserve.errors import MachineError, UsageError
-from trtserve.process import Identity, describe, listener
+from trtserve.process import Identity, describe, listeners
 
 
 def is_free(host: str, port: int) -> bool:
@@ -49,7 +49,7 @@ def next_free(host: str, first: int, *, taken: Collection[int]) -> int:
 
 def owner(port: int) -> tuple[Identity | None, str]:
     """Who listens on `port`, as a process and as words for a message; (None, "") where the kernel does not tell us."""
-    identity = listener(port)
+    identity = next(iter(listeners(port)), None)
     return (None, "") if identity is None else (identity, f"process {identity.pid} ({describe(identity)})")
 
 

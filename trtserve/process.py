@@ -211,17 +211,17 @@ def program(name: str, path: str | None = None) -> Path | None:
     return None if found is None else Path(found)
 
 
-def listener(port: int) -> Identity | None:
-    """The process that listens on a TCP port, where the kernel tells us."""
+def listeners(port: int) -> list[Identity]:
+    """The processes that listen on a TCP port, on whatever address, as far as the kernel tells us."""
     import psutil
 
     try:
         connections = psutil.net_connections(kind="tcp")
     except (psutil.Error, OSError):
-        return None
+        return []
     listening = (c for c in connections if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port)
-    pids = [connection.pid for connection in listening if connection.pid is not None]
-    return Identity.of(pids[0]) if pids else None
+    pids = dict.fromkeys(connection.pid for connection in listening if connection.pid is not None)
+    return [identity for pid in pids if (identity := Identity.of(pid)) is not None]
 
 
 def describe(identity: Identity) -> str:

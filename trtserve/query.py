@@ -58,7 +58,8 @@ def generate(spec: QuerySpec, server: Endpoint, *, on_text: Callable[[str], None
     """Ask a model; `on_text` receives the pieces of the answer as they come.
 
     The call follows the model: a stream where its transaction policy is decoupled, else one response. An interrupt
-    (KeyboardInterrupt) cancels the call and stops the request in the engine before it is raised again.
+    (KeyboardInterrupt), or an OSError of `on_text`, cancels the call and stops the request in the engine before it is
+    raised again.
     Errors: ServerUnreachableError, RequestError (unknown model, refused request), UsageError (no such input).
     """
     with closing(connect(spec, server)) as client:
@@ -69,7 +70,8 @@ def generate(spec: QuerySpec, server: Endpoint, *, on_text: Callable[[str], None
         try:
             replies = client.infer(model, tensors, request_id=request_id, stream=spec.stream)
             answer.read(replies)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, OSError):
+            # OSError comes from `on_text` alone: the reader of our output went away.
             _stop(spec, server, model, request_id)
             raise
         return answer.finished(request_id)
@@ -86,7 +88,7 @@ def describe_text_model(client: Client, name: str | None) -> ModelDescription:
     model = client.describe(name if name is not None else _default_model(client.model_names()))
     if TEXT_INPUT not in model.inputs:
         raise RequestError(
-            f"The model {model.name!r} takes {', '.join(sorted(model.inputs))}, not a text.",
+            f"The model {model.name!r} takes no text: it has no input {TEXT_INPUT!r}.",
             hint="Ask the alias, `tensorrt_llm_bls` or `ensemble`.",
         )
     return model
@@ -122,9 +124,14 @@ def _chosen(spec: QuerySpec, model: ModelDescription) -> dict[str, Sequence[Any]
         "top_p": sampling.top_p,
         model.first_input("seed", "random_seed"): sampling.seed,
     }
-    lists: dict[str, Sequence[Any]] = {"stop_words": spec.stop_words, "bad_words": spec.bad_words}
+    lists: dict[str, Sequence[Any]] = {"stop_words": _spellings(spec.stop_words), "bad_words": spec.bad_words}
     given: dict[str, Sequence[Any]] = {name: [value] for name, value in scalars.items() if value is not None}
     return {**given, **{name: words for name, words in lists.items() if words}}
+
+
+def _spellings(words: Sequence[str]) -> list[str]:
+    """Each word also as it stands inside a sentence: the engine compares tokens, and " data" has others than "data"."""
+    return [spelling for word in words if word for spelling in dict.fromkeys((word, f" {word.lstrip(' ')}"))]
 
 
 def _switches(spec: QuerySpec, model: ModelDescription) -> dict[str, list[bool]]:

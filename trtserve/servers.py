@@ -122,7 +122,10 @@ def find_server(name: str | None = None, *, store: Store | None = None) -> Serve
         raise _none_running(store)
     if len(living) > 1:
         names = ", ".join(server.name for server in living)
-        raise ServerAmbiguousError(f"{len(living)} servers are running: {names}.", hint="Name one of them.")
+        raise ServerAmbiguousError(
+            f"{len(living)} servers are running: {names}.",
+            hint="Name one of them: --server NAME for query and bench, NAME alone for stop, status and logs.",
+        )
     return living[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -18,6 +19,14 @@ def _require_positive(owner: object, *names: str) -> None:
         value = getattr(owner, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+
+
+def _require_above_zero(owner: object, *names: str) -> None:
+    """For real numbers: NaN and infinity come through every parser of numbers, and mean nothing here."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be above 0.")
 
 
 def _require_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
@@ -115,6 +124,7 @@ class ServerSpec:
         if len(set(ports)) != len(ports):
             raise UsageError(f"The HTTP, gRPC and metrics ports must differ; got {', '.join(map(str, ports))}.")
         _require_positive(self, "world_size")
+        _require_above_zero(self, "ready_timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +154,7 @@ class QuerySpec:
 
     def __post_init__(self) -> None:
         _require_positive(self, "max_tokens")
+        _require_above_zero(self, "timeout")
         _require_choice("--protocol", self.protocol, ("grpc", "http"))
 
 
@@ -174,15 +185,10 @@ class BenchSpec:
     max_seq_len: int | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(
-            self, "input_mean", "output_mean", "num_requests", "concurrency", "vocab_size", "max_input_len"
-        )
-        _require_positive(self, "max_seq_len")
+        _require_above_zero(self, "input_mean", "output_mean", "request_rate", "timeout")
+        _require_positive(self, "input_mean", "output_mean", "num_requests", "concurrency", "vocab_size")
+        _require_positive(self, "max_input_len", "max_seq_len")
         _require_choice("--arrivals", self.arrivals, ("exponential", "constant"))
         for name in ("input_stdev", "output_stdev", "warmup_requests", "seed"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative.")
-        for name in ("request_rate", "timeout"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be above 0.")

@@ -116,7 +116,7 @@ def plan_server(repository: ModelRepository, spec: ServerSpec, *, store: Store |
     RepositoryError, MissingDependencyError and UnsupportedModelError say what stands in the way.
     """
     store = store or Store()
-    name = spec.name or repository.name
+    name = repository.name if spec.name is None else spec.name
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a server.", hint="Use letters, digits, '.', '_' and '-': --name NAME")
     served = inspect_repository(repository)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,17 @@ def test_single_arrival(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_requests": 0}, {"request_rate": 0.0}, {"input_stdev": -1}, {"timeout": 0}, {"arrivals": "poisson"}]
+    "wrong",
+    [
+        {"num_requests": 0},
+        {"request_rate": 0.0},
+        {"request_rate": math.inf},
+        {"input_mean": math.nan},
+        {"input_stdev": -1},
+        {"output_stdev": math.nan},
+        {"timeout": 0},
+        {"arrivals": "poisson"},
+    ],
 )
 def test_spec_is_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="--"):

@@ -103,6 +103,18 @@ def test_empty_prompt_is_refused(prompt: str) -> None:
         request_tensors(QuerySpec(prompt=prompt), describe())
 
 
+def test_stop_words_are_sent_as_they_stand_inside_a_sentence_too() -> None:
+    spec = QuerySpec(prompt="p", stop_words=("data", " rules", "", "\n"))
+    sent = values_of(spec, describe("stop_words STRING -1"))["stop_words"]
+    assert sent == ["data", " data", " rules", "\n", " \n"]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_time_for_an_answer_is_above_zero(seconds: float) -> None:
+    with pytest.raises(UsageError, match="--timeout"):
+        QuerySpec(prompt="p", timeout=seconds)
+
+
 def test_generate_body_has_scalars_and_lists() -> None:
     model = describe("stop_words STRING -1")
     body = generate_body([model.tensor("max_tokens", [5]), model.tensor("stop_words", ["a", "b"])], request_id="r")

@@ -146,6 +146,11 @@ def test_taken_socket() -> None:
     assert "127.0.0.1:18101' already in use" in str(server_log.failures(SOCKET)[0])
 
 
+def test_refused_flag_is_found_before_the_usage_text() -> None:
+    text = "/opt/bin/tritonserver: unrecognized option '--nope=1'\nUsage: tritonserver [options]\n  --help\n"
+    assert [str(failure) for failure in server_log.failures(text)] == ["unrecognized option '--nope=1'"]
+
+
 def test_other_error_lines_without_noise() -> None:
     text = LOG.replace("failed to load '", "something else '")
     assert [failure.message.split(":")[0] for failure in server_log.failures(text)] == [

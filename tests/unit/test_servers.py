@@ -74,8 +74,9 @@ def test_the_only_server_is_implied(store: Store) -> None:
 def test_several_servers_are_listed(store: Store) -> None:
     server(store, "one")
     server(store, "two")
-    with pytest.raises(ServerAmbiguousError, match="2 servers are running: one, two"):
+    with pytest.raises(ServerAmbiguousError, match="2 servers are running: one, two") as caught:
         find_server(store=store)
+    assert "--server NAME" in str(caught.value.hint)
 
 
 def test_without_a_server_it_is_said_how_to_start_one(store: Store) -> None:

@@ -89,6 +89,17 @@ def test_names_that_cannot_be_files_are_refused(repository: ModelRepository, nam
         plan_server(named, ServerSpec(), store=Store(tmp_path))
 
 
+def test_an_empty_server_name_is_not_the_default(repository: ModelRepository, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'' cannot name a server"):
+        plan_server(repository, ServerSpec(name=""), store=Store(tmp_path))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_time_to_become_ready_is_above_zero(seconds: float) -> None:
+    with pytest.raises(UsageError, match="--ready-timeout"):
+        ServerSpec(ready_timeout=seconds)
+
+
 def test_shards_of_the_openvino_runtime_need_one_process(repository: ModelRepository, tmp_path: Path) -> None:
     mapping = {"tp_size": 4, "pp_size": 1}
     with_engine(repository, pretrained_config={"mapping": mapping}, trtserve={"runtime": "openvino"})

@@ -101,7 +101,7 @@ def _measure(spec: BenchSpec, endpoint: Endpoint, model: ModelDescription, plan:
 def _core_model(model: ModelDescription) -> ModelDescription:
     if "input_ids" not in model.inputs:
         raise RequestError(
-            f"The model {model.name!r} takes {', '.join(sorted(model.inputs))}; this benchmark sends token ids.",
+            f"The model {model.name!r} has no input 'input_ids'; this benchmark sends token ids.",
             hint="Name a core model with --model; it is called `tensorrt_llm` by default.",
         )
     return model

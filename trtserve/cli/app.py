@@ -47,7 +47,10 @@ def _root(
 def command(
     function: Callable[..., None], *, name: str | None = None, group: typer.Typer = app, **settings: Any
 ) -> None:
-    """Register `function` as a command; Ctrl-C in it ends the process with code 130, without a traceback."""
+    """Register `function` as a command.
+
+    Ctrl-C in it ends the process with code 130, a reader of its output that goes away with 0; neither with a traceback.
+    """
 
     @functools.wraps(function)
     def body(*arguments: Any, **options: Any) -> None:
@@ -55,8 +58,15 @@ def command(
             function(*arguments, **options)
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            _discard_stdout()
 
     group.command(name=name or function.__name__, **settings)(body)
+
+
+def _discard_stdout() -> None:
+    """The reader of our stdout went away (`| head`): nothing is wrong. Keeps the interpreter's own flush quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -70,10 +80,6 @@ def run(arguments: Sequence[str]) -> int:
             raise
         print_error(error)
         return error.code
-    except BrokenPipeError:
-        # The reader of our stdout went away (`| head`): nothing is wrong here. Keep the interpreter's own flush quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         if os.environ.get("TRTSERVE_DEBUG"):
             raise

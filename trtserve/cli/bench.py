@@ -10,7 +10,7 @@ import typer
 from trtserve.cli import output
 from trtserve.cli.endpoint import GrpcPortOption, HostOption, ServerOption, UrlOption, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
-from trtserve.errors import BenchmarkError
+from trtserve.errors import BenchmarkError, UsageError
 from trtserve.specs import BenchSpec
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def token_norm_dist(
     )
     endpoint = find_endpoint(server=server, host=host, http_port=None, grpc_port=grpc_port, url=url)
     if dry_run:
-        _describe(spec, endpoint)
+        _describe(spec, endpoint, json=json)
         return
     _measure(spec, endpoint, out=out, quiet=quiet, json=json)
 
@@ -101,6 +101,7 @@ def token_norm_dist(
 def _measure(spec: BenchSpec, endpoint: Endpoint, *, out: Path | None, quiet: bool, json: bool) -> None:
     from trtserve.bench import run_benchmark
 
+    _require_folder(out)
     report = run_benchmark(spec, endpoint, progress=output.TerminalProgress(quiet=quiet))
     if out is not None:
         report.write(out)
@@ -110,6 +111,15 @@ def _measure(spec: BenchSpec, endpoint: Endpoint, *, out: Path | None, quiet: bo
     if report.interrupted:
         raise KeyboardInterrupt
     _check(report)
+
+
+def _require_folder(out: Path | None) -> None:
+    """A folder that cannot be written is said before the benchmark and not after it."""
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out is {out}; no folder can be made there: {error.strerror}.") from None
 
 
 def _print(report: Report, *, json: bool) -> None:
@@ -135,13 +145,19 @@ def _check(report: Report) -> None:
         )
 
 
-def _describe(spec: BenchSpec, endpoint: Endpoint) -> None:
+def _describe(spec: BenchSpec, endpoint: Endpoint, *, json: bool) -> None:
     """Say what would be sent; nothing is."""
     from trtserve.bench import plan_benchmark
 
     plan = plan_benchmark(spec, endpoint)
     requests = plan.traffic.requests
     tokens = sum(len(request.token_ids) for request in requests), sum(request.output_len for request in requests)
+    if json:
+        described = {"model": spec.model, "endpoint": endpoint.grpc, "requests": len(requests)}
+        described |= {"input_tokens": tokens[0], "output_tokens": tokens[1], "concurrency": plan.concurrency}
+        described |= {"request_rate": spec.request_rate, "notes": plan.notes, "dry_run": True}
+        output.print_json("bench token-norm-dist", described)
+        return
     loop = f"{spec.request_rate:g} requests/s, {spec.arrivals}" if spec.request_rate else "closed loop"
     cap = f"concurrency {plan.concurrency}" if plan.concurrency else "no cap on concurrency"
     output.print_data(

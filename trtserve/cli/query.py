@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -33,7 +34,10 @@ TopKOption = Annotated[int | None, typer.Option("--top-k", help="Sample among th
 TopPOption = Annotated[float | None, typer.Option("--top-p", help="Sample within this probability mass.")]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the sampling.")]
 StopWordsOption = Annotated[
-    list[str] | None, typer.Option("--stop-words", help="End the answer at this text; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--stop-words", help="End the answer after these tokens (a word, also inside a sentence); repeatable."
+    ),
 ]
 BadWordsOption = Annotated[
     list[str] | None, typer.Option("--bad-words", help="Never generate this text; may be repeated.")
@@ -94,11 +98,17 @@ def query(
 
 
 def _read_prompt(prompt: str | None) -> str:
-    if prompt is not None and prompt != "-":
-        return prompt
+    """The prompt's bytes as UTF-8, which is what models are asked in, whatever this terminal's encoding is."""
     if prompt is None and sys.stdin.isatty():
         raise UsageError("There is no prompt.", hint='Give one: trtserve query "What is ML?"')
-    return sys.stdin.read().rstrip("\n")
+    content = sys.stdin.buffer.read().rstrip(b"\r\n") if prompt is None or prompt == "-" else os.fsencode(prompt)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"The prompt is not UTF-8 text: {error.reason} at byte {error.start}.",
+            hint="Convert it, for example: iconv -f latin1 -t utf-8 FILE | trtserve query",
+        ) from None
 
 
 def _ask(spec: QuerySpec, endpoint: Endpoint, *, printing: bool, verbose: bool, json: bool) -> None:

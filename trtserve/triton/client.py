@@ -23,7 +23,7 @@ STOP_TIMEOUT = 2.0
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 _CONNECTION_LOST = re.compile(
-    r"failed to connect|connection (refused|reset)|socket closed|dns resolution", re.IGNORECASE
+    r"failed to connect|connection (refused|reset)|socket closed|dns resolution|errors resolving", re.IGNORECASE
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trtserve.errors import ServerStartError, ServerStopError
-from trtserve.process import Identity, exit_code, stop
+from trtserve.process import Identity, exit_code, listeners, stop, tree
 from trtserve.triton import server_log
 from trtserve.triton.server import EXIT_TIMEOUT, Address, is_ready, sweep_shared_memory
 
@@ -24,7 +24,7 @@ def wait_until_ready(
     ready; after `timeout` seconds with the models that are still loading.
     """
     deadline = time.monotonic() + timeout
-    while not is_ready(address):
+    while not (is_ready(address) and _answers_itself(identity, address)):
         if interrupted():
             raise KeyboardInterrupt
         if not identity.alive():
@@ -34,6 +34,13 @@ def wait_until_ready(
         if time.monotonic() > deadline:
             raise _timeout_error(timeout, log)
         time.sleep(_READY_POLL)
+
+
+def _answers_itself(identity: Identity, address: Address) -> bool:
+    """False when another server took the port after it was found free: that one is ready, ours is about to fail."""
+    holders = listeners(address.http_port)
+    own = {identity, *tree(identity)}
+    return not holders or any(holder.matches(member) for holder in holders for member in own)
 
 
 def stop_triton(identity: Identity, shm_prefix: str, *, urgent: Callable[[], bool] = lambda: False) -> None:

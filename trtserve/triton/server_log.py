@@ -21,6 +21,7 @@ _POLL_FAILED = re.compile(r"Poll failed for model directory '([^']+)': (.*)$")
 _STUB_FAILED = re.compile(r"Failed to preinitialize Python stub: (.*)$")
 _PROTO_ERROR = re.compile(r"Error parsing text-format inference\.ModelConfig: (.*)$")
 _SOCKET = re.compile(r"failed to start \w+ service: (.*)$")
+_USAGE = re.compile(r"^\S*tritonserver: (.*)$")
 _LOADING = re.compile(r"\bloading: ([^:\"]+):\d+")
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _ERROR_LINE = re.compile(r"^(E\d{4} |error:|Error:)")
@@ -110,7 +111,7 @@ def _failure(line: str) -> Failure | None:
     for pattern in (_LOAD_FAILED, _POLL_FAILED):
         if match := pattern.search(line):
             return Failure(model=match[1], message=_reason(match[2]))
-    if match := _SOCKET.search(line):
+    if match := _SOCKET.search(line) or _USAGE.match(line):
         return Failure(model=None, message=_reason(match[1]))
     return None
 

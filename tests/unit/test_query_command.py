@@ -1,0 +1,41 @@
+"""Where `trtserve query` takes its prompt from, and which bytes it accepts."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import command_line, environment
+
+LATIN1 = "café".encode("latin1")
+
+
+@pytest.mark.parametrize("way", ["argument", "stdin"])
+def test_prompt_that_is_not_utf8_is_a_usage_error(way: str, tmp_path: Path) -> None:
+    command = [part.encode() for part in command_line("query")] + ([LATIN1] if way == "argument" else [])
+    ended = subprocess.run(
+        command,
+        input=b"" if way == "argument" else LATIN1,
+        env=environment(tmp_path),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert b"not UTF-8 text: unexpected end of data at byte 3" in ended.stderr
+    assert ended.stdout == b""
+
+
+@pytest.mark.parametrize("text", ["What is ML?\n", "😀\r\n"])
+def test_good_prompt_gets_as_far_as_looking_for_a_server(text: str, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        command_line("query", "-"),
+        input=text.encode(),
+        env=environment(tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 33
