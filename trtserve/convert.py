@@ -162,10 +162,10 @@ def convert_model(
 
 def _write(plan: Plan, folder: Path, progress: Progress) -> None:
     _require_space(plan, folder)
-    progress.step(f"Converting to {plan.spec.dtype}, {len(plan.sizes)} rank(s), {gibibytes(plan.total_bytes)}")
+    text = f"Converting to {plan.spec.dtype}, {len(plan.sizes)} rank(s), {gibibytes(plan.total_bytes)}"
     with (
         created(folder, plan.headers, plan.sizes) as files,
-        progress.task("Converting", total=plan.source_bytes, unit="bytes") as task,
+        progress.task(text, total=plan.source_bytes, unit="bytes") as task,
     ):
         for move in plan.moves:
             carry_out(move, files, plan.spec.dtype)

@@ -378,4 +378,5 @@ def _explain_status(error: Exception, repository: str, status: int) -> TrtserveE
         )
     if status == 404:
         return ModelNotFoundError(f"The hub has no such file or repository: {repository} (HTTP 404).")
-    return NetworkError(f"The hub answered HTTP {status} for {repository}: {error}", hint="Try again later.")
+    reason = str(error).splitlines()[0]
+    return NetworkError(f"The hub answered HTTP {status} for {repository}: {reason}", hint="Try again later.")

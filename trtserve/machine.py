@@ -64,8 +64,10 @@ def differences(built: Mapping[str, str | int]) -> list[str]:
 
 
 def gibibytes(count: float) -> str:
-    """Bytes for people: `1.5 GiB`, `20 MiB`."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    """Bytes for people: `1.5 GiB`, `20 MiB`, `300 KiB`."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB" if count >= 2**20 or count == 0 else f"{count / 2**10:.0f} KiB"
 
 
 def _cgroup_limit() -> int | None:

@@ -80,6 +80,7 @@ def plan_repository(
     config = _engine_config(engine.path)
     files = tokenizer_files(tokenizer)
     embedded = config.get("trtserve", {}).get("runtime") == "openvino"
+    _require_engine_files(engine.path, config, embedded=embedded)
     release = spec.release if embedded or spec.release else "1.2"
     table = profile(release)
     settings = resolve_settings(spec.settings, table)
@@ -176,13 +177,25 @@ def _engine_config(folder: Path) -> dict[str, Any]:
             f"{folder} is no engine: it has no config.json.", hint="Give the folder that `trtserve build` printed."
         ) from None
     except json.JSONDecodeError as error:
-        raise RepositoryError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(content, dict) or "build_config" not in content:
+        raise RepositoryError(f"{path} is not valid JSON: {error}.", hint="Build the engine again.") from error
+    if not isinstance(content, dict) or not isinstance(content.get("build_config"), dict):
         raise RepositoryError(
             f"{path} has no build_config: this is a checkpoint or a model, not an engine.",
             hint="Run `trtserve build` on the checkpoint first.",
         )
     return content
+
+
+def _require_engine_files(folder: Path, config: dict[str, Any], *, embedded: bool) -> None:
+    """RepositoryError when a file of a rank is missing or empty: the server would tell it minutes later."""
+    ranks = int(config.get("pretrained_config", {}).get("mapping", {}).get("world_size", 1))
+    names = ["rank0.xml", "rank0.bin"] if embedded else [f"rank{rank}.engine" for rank in range(ranks)]
+    lacking = [name for name in names if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
+    if lacking:
+        raise RepositoryError(
+            f"{folder} is not a complete engine: {', '.join(lacking)} missing or empty.",
+            hint="Remove the folder and build the engine again: trtserve build CHECKPOINT",
+        )
 
 
 def _options(

@@ -92,7 +92,7 @@ def writing(path: Path) -> Iterator[None]:
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the advisory lock file `path`, which exists no longer than that; LockedError when taken, if not `wait`."""
-    with writing(path):
+    with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = _lock_file(path, wait=wait)
     with handle:

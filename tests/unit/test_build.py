@@ -26,6 +26,7 @@ from trtserve.errors import (
     MemoryLimitError,
     MissingDependencyError,
     ModelNotFoundError,
+    TrtserveError,
     UnsupportedModelError,
     UsageError,
 )
@@ -222,9 +223,32 @@ def test_too_little_memory_is_said_before_anything_is_written(
     assert not (tmp_path / "engine").exists()
 
 
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (RuntimeError("Exception from allocator.cpp:79:\nstd::bad_alloc"), MemoryLimitError),
+        (RuntimeError("Exception from node.cpp:1:\nno such kernel"), BuildError),
+    ],
+)
+def test_what_openvino_raises_is_explained(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception,
+    expected: type[TrtserveError],
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("trtserve.executor.graph.save_graph", fail)
+    with pytest.raises(expected):
+        build_engine(checkpoint, SPEC, out=tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
 def test_too_little_disk_is_said(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "free_disk", lambda _: 1024)
-    with pytest.raises(DiskSpaceError, match="0 MiB free"):
+    with pytest.raises(DiskSpaceError, match="has 1 KiB free"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
 
 

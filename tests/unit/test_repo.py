@@ -37,7 +37,8 @@ def engine(tmp_path: Path) -> Engine:
         "trtserve": {"runtime": "openvino", "compute_precision": "bf16", "kv_precision": "u8"},
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "rank0.bin").write_bytes(b"weights")
+    for name in ("rank0.xml", "rank0.bin", "rank0.engine"):
+        (folder / name).write_bytes(b"weights")
     manifest = Manifest(kind="engine", name="tiny-engine", fingerprint="f" * 64)
     manifest.write(folder)
     return Engine(path=folder, manifest=manifest)
@@ -158,6 +159,13 @@ def test_engine_of_tensorrt_llm(engine: Engine, tokenizer: Path) -> None:
     assert config(repository, "tensorrt_llm").backend == "tensorrtllm"
     assert "executor" not in parameters(repository, "tensorrt_llm")
     assert "random_seed" not in {tensor.name for tensor in config(repository, "tensorrt_llm").input}
+
+
+def test_incomplete_engine_is_refused(engine: Engine, tokenizer: Path) -> None:
+    (engine.path / "rank0.bin").write_bytes(b"")
+    (engine.path / "rank0.xml").unlink()
+    with pytest.raises(RepositoryError, match=r"rank0\.xml, rank0\.bin missing or empty"):
+        plan_repository(engine, tokenizer, SPEC)
 
 
 def test_equal_inputs_are_reused_and_others_are_not(engine: Engine, tokenizer: Path) -> None:

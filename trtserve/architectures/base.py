@@ -109,8 +109,8 @@ def require_sizes(config: Mapping[str, Any], *keys: str) -> None:
     wrong = [f"{key} = {config.get(key)!r}" for key in keys if not _is_size(config.get(key))]
     if wrong:
         raise UnsupportedModelError(
-            f"config.json of the model gives {', '.join(wrong)}; expected positive whole numbers.",
-            hint="Take config.json from the model's own repository.",
+            f"config.json gives {', '.join(wrong)}; expected positive whole numbers.",
+            hint="Take config.json from where the weights are from.",
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve.architectures import family
-from trtserve.architectures.base import Target
+from trtserve.architectures.base import Target, require_sizes
 from trtserve.architectures.sharding import matrix, name_in_stage, shard, stage_layers, stage_of
 from trtserve.architectures.tensor_files import TensorFile, numpy_dtype
 from trtserve.errors import ArtifactError, CorruptFileError
@@ -74,14 +74,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ArtifactError(f"{folder} has no config.json: it is not a checkpoint.") from None
+        raise ArtifactError(
+            f"{folder} has no config.json: it is not a checkpoint.",
+            hint="Give a folder that `trtserve convert` or TensorRT-LLM's convert_checkpoint.py wrote.",
+        ) from None
     except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON: {error}.") from error
+        raise CorruptFileError(f"{path} is not JSON: {error}.", hint="Convert the model again.") from error
     if not isinstance(config, dict) or "architecture" not in config:
         raise ArtifactError(
             f"{path} names no `architecture`: it is not the config of a TensorRT-LLM checkpoint.",
             hint="A Hugging Face folder must be converted first: trtserve convert FOLDER.",
         )
+    require_sizes(config, "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     return config
 
 

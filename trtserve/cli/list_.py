@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from trtserve.cli.options import JsonOption
 from trtserve.cli.output import print_json, print_table, say
@@ -22,6 +24,17 @@ def list_models(json: JsonOption = False) -> None:
         return
     columns = ("name", "source", "size", "engine", "repository", "server")
     rows = [
-        (e.name, e.source, gibibytes(e.size), e.precision or "-", e.repository or "-", e.server or "-") for e in entries
+        (e.name, e.source, gibibytes(e.size), e.precision or "-", _place(e.repository), e.server or "-")
+        for e in entries
     ]
     print_table(columns, rows)
+
+
+def _place(repository: str) -> str:
+    """A terminal shows the folder's name alone when it lies in the store; a pipe gets the whole path."""
+    from trtserve.artifacts import ModelRepository
+    from trtserve.store import Store
+
+    path = Path(repository)
+    in_store = path.parent == Store().folder(ModelRepository)
+    return path.name if repository and in_store and sys.stdout.isatty() else repository or "-"

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import TrtserveError
+from trtserve.machine import gibibytes
 from trtserve.progress import Task, Unit
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 ENVELOPE_VERSION = 1
+_LABEL = len("error: ")
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 def _stderr() -> Console:
@@ -44,7 +49,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*columns, title=title)
+    table = Table(title=title)
+    for column in columns:
+        # A cut path or version is of no use; a narrow terminal folds it.
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     Console().print(table)
@@ -57,15 +65,27 @@ def say(text: str) -> None:
 
 def print_error(error: TrtserveError) -> None:
     """Write what happened, what to do next and where the log is."""
-    console = _stderr()
-    console.print("[bold red]error:[/] ", end="")
-    console.print(error.message, markup=False)
+    _say_labelled("error:", "bold red", error.message)
     if error.hint:
-        console.print("[bold]next:[/]  ", end="")
-        console.print(error.hint, markup=False)
+        _say_labelled("next:", "bold", error.hint)
     if error.log is not None:
-        console.print("[bold]log:[/]   ", end="")
-        console.print(str(error.log), markup=False)
+        _say_labelled("log:", "bold", str(error.log))
+
+
+def _say_labelled(label: str, style: str, text: str) -> None:
+    """A label and its text; on a terminal the text is broken between words, under itself, and no word is cut."""
+    from rich.text import Text
+
+    console = _stderr()
+    if console.is_terminal:
+        room = max(20, console.width - _LABEL)
+        lines = [part for line in text.splitlines() for part in _wrapped(line, room)]
+        text = ("\n" + " " * _LABEL).join(lines)
+    console.print(Text.assemble((label.ljust(_LABEL), style), text))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 class TerminalProgress:
@@ -79,15 +99,16 @@ class TerminalProgress:
             say(text)
 
     def warn(self, text: str) -> None:
-        console = _stderr()
-        console.print("[bold yellow]warning:[/] ", end="")
-        console.print(text, markup=False)
+        _say_labelled("warning: ", "bold yellow", text)
 
     @contextmanager
     def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> Iterator[Task]:
-        if self._quiet or not sys.stderr.isatty():
-            self.step(text)
+        if self._quiet:
             yield _SilentTask()
+            return
+        if not sys.stderr.isatty():
+            say(text)
+            yield _LineTask(text, total=total, unit=unit, done=done)
             return
         from rich import progress as rich_progress
 
@@ -100,11 +121,34 @@ class TerminalProgress:
         with rich_progress.Progress(*columns, console=_stderr(), transient=True) as bar:
             identifier = bar.add_task(text, total=total, completed=done)
             yield _BarTask(bar, identifier)
+        say(text)
 
 
 class _SilentTask:
     def advance(self, amount: int) -> None:
         pass
+
+
+class _LineTask:
+    """Progress for a log: a line now and then, with rate and remaining time."""
+
+    def __init__(self, text: str, *, total: int, unit: Unit, done: int) -> None:
+        self._text = text
+        self._total = total
+        self._done = self._began_with = done
+        self._show = gibibytes if unit == "bytes" else str
+        self._began = self._said = time.monotonic()
+
+    def advance(self, amount: int) -> None:
+        self._done += amount
+        now = time.monotonic()
+        if now - self._said < _SECONDS_BETWEEN_LINES:
+            return
+        self._said = now
+        rate = max(1.0, (self._done - self._began_with) / (now - self._began))
+        left = max(0, self._total - self._done) / rate
+        amounts = f"{self._show(self._done)} of {self._show(self._total)}, {self._show(round(rate))}/s"
+        say(f"{self._text}: {amounts}, {left:.0f} s left")
 
 
 class _BarTask:

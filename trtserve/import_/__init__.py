@@ -145,7 +145,7 @@ def _staging(store: Store, revision: hub.Revision) -> Path:
 
 def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress) -> None:
     done = sum(hub.pulled_bytes(file, folder) for file in plan.files)
-    require_disk(folder, plan.total_bytes - done, f"the files of {revision.repository}")
+    require_disk(folder, plan.total_bytes - done, f"The files of {revision.repository}")
     text = f"Pulling {revision.repository} at {revision.commit[:12]}, {gibibytes(plan.total_bytes - done)}"
     with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
         for file in plan.files:

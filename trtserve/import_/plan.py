@@ -37,6 +37,7 @@ SMALL_FILES = frozenset(
     }
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_AGAIN = "Copy or pull the file again from where the model is from."
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -127,7 +128,10 @@ def planned_files(
     supported(config)
     weights = _weight_names(label, by_name, read)
     if not any(name in by_name for name in _TOKENIZERS):
-        raise UnsupportedModelError(f"{label} has no tokenizer; expected one of {', '.join(_TOKENIZERS)}.")
+        raise UnsupportedModelError(
+            f"{label} has no tokenizer; expected one of {', '.join(_TOKENIZERS)}.",
+            hint="Copy the tokenizer's files beside config.json, or choose a repository that has them.",
+        )
     wanted = SMALL_FILES | weights
     return tuple(by_name[name] for name in sorted(wanted & by_name.keys())), config
 
@@ -138,7 +142,9 @@ def _weight_names(label: str, files: Mapping[str, RemoteFile], read: Callable[[R
     if INDEX in files:
         shards = set(_read_json(read(files[INDEX]), label).get("weight_map", {}).values())
         if missing := sorted(shards - files.keys()):
-            raise CorruptFileError(f"{INDEX} of {label} names files that are not there: {', '.join(missing)}.")
+            raise CorruptFileError(
+                f"{INDEX} of {label} names files that are not there: {', '.join(missing)}.", hint=_AGAIN
+            )
         return shards | {INDEX}
     found = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".safetensors")))
     raise UnsupportedModelError(
@@ -151,9 +157,9 @@ def _read_json(path: Path, label: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptFileError(f"{path.name} of {label} cannot be read: {error}.") from error
+        raise CorruptFileError(f"{path.name} of {label} is not JSON: {error}.", hint=_AGAIN) from error
     if not isinstance(content, dict):
-        raise CorruptFileError(f"{path.name} of {label} is not a JSON object.")
+        raise CorruptFileError(f"{path.name} of {label} is not a JSON object.", hint=_AGAIN)
     return content
 
 
@@ -191,10 +197,10 @@ def require_whole(path: Path) -> None:
             header = json.loads(handle.read(length)) if length <= size else None
         ends = [entry["data_offsets"][1] for key, entry in (header or {}).items() if key != "__metadata__"]
     except (struct.error, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptFileError(f"{path} is not a safetensors file: {error}.") from error
+        raise CorruptFileError(f"{path} is not a safetensors file: {error}.", hint=_AGAIN) from error
     expected = 8 + length + max(ends, default=0)
     if header is None or size != expected:
-        raise CorruptFileError(f"{path} has {size} bytes; its header says {expected}.", hint="Copy the file again.")
+        raise CorruptFileError(f"{path} has {size} bytes; its header says {expected}.", hint=_AGAIN)
 
 
 def stored_plan(source: Source, store: Store, *, offline: bool) -> ModelPlan | None:

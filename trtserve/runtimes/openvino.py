@@ -15,7 +15,13 @@ from trtserve import machine
 from trtserve.architectures import family, parameter_count
 from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.artifacts import Checkpoint
-from trtserve.errors import BuildError, MissingDependencyError, UnsupportedModelError
+from trtserve.errors import (
+    BuildError,
+    MemoryLimitError,
+    MissingDependencyError,
+    TrtserveError,
+    UnsupportedModelError,
+)
 from trtserve.progress import Progress, Task
 from trtserve.runtimes.base import CheckpointConfig, EnginePlan, Limits, resolve_limits
 from trtserve.specs import BuildSpec
@@ -95,6 +101,27 @@ def is_int8(config: CheckpointConfig) -> bool:
 
 def build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
     """Write config.json, rank0.xml and rank0.bin, then load the engine and let it calculate once."""
+    try:
+        return _build(plan, checkpoint, folder, progress)
+    except (RuntimeError, MemoryError) as error:
+        raise _explained(error, plan) from error
+
+
+def _explained(error: Exception, plan: EnginePlan) -> TrtserveError:
+    """OpenVINO raises RuntimeError for everything, with the C++ place of it in the first line."""
+    if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+        return MemoryLimitError(
+            f"The memory ran out while the engine was built; it needs {machine.gibibytes(plan.memory_bytes)}.",
+            hint="Free some memory or raise its limit, or convert with --quantize int8.",
+        )
+    reason = " ".join(str(error).split())
+    return BuildError(
+        f"OpenVINO could not build the engine: {reason}",
+        hint="Run the command again as `trtserve --debug …` for the place; another --dtype may avoid it.",
+    )
+
+
+def _build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
     _write_graph(plan, checkpoint, folder, progress)
     decoder = family(plan.config["architecture"]).decoder(plan.config)
     (folder / "config.json").write_text(

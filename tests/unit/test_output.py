@@ -1,0 +1,46 @@
+"""How the command line speaks: messages keep their words whole, and a log shows that work goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtserve.cli import output
+from trtserve.errors import UsageError
+
+
+def _error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], **environment: str) -> list[str]:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    output.print_error(UsageError("kv_cache_free_gpu_mem_fraction " * 6 + "[x]", hint="Choose another."))
+    return capsys.readouterr().err.splitlines()
+
+
+def test_words_stay_whole_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _error(monkeypatch, capsys, FORCE_COLOR="1", TERM="dumb", COLUMNS="80")
+    assert len(lines) == 4
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[1] == "       " + " ".join(["kv_cache_free_gpu_mem_fraction"] * 2)
+
+
+def test_one_line_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _error(monkeypatch, capsys, COLUMNS="80")
+    assert lines[0].startswith("error: kv_cache_free")
+    assert lines[0].endswith(" [x]")
+    assert lines[1:] == ["next:  Choose another."]
+
+
+def test_a_log_gets_rate_and_remaining_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 1.0, 20.0])
+    monkeypatch.setattr("trtserve.cli.output.time.monotonic", lambda: next(clock))
+    with output.TerminalProgress().task("Pulling", total=400 * 2**20, unit="bytes") as task:
+        task.advance(10 * 2**20)
+        task.advance(190 * 2**20)
+    assert capsys.readouterr().err.splitlines() == ["Pulling", "Pulling: 200 MiB of 400 MiB, 10 MiB/s, 20 s left"]
+
+
+def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.TerminalProgress(quiet=True).task("Pulling", total=1) as task:
+        task.advance(1)
+    assert capsys.readouterr().err == ""
