@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -127,7 +128,7 @@ def _is_open_at(handle: TextIO, path: Path) -> bool:
 
 def write_json(path: Path, content: object) -> None:
     """Replace `path` by `content` in one rename."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # of its own, for each thread too
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         staged.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,21 @@ def test_the_wheel_gets_a_linked_stub_of_this_python(tmp_path: Path) -> None:
         "triton_python_backend_utils.py",
     }
     assert server.prepare_backends(triton, Store(tmp_path)) == folder
+
+
+def test_threads_prepare_the_same_backends(tmp_path: Path) -> None:
+    triton = server.find_triton()
+    together = threading.Barrier(8)
+
+    def prepare(store: Store) -> Path:
+        together.wait(timeout=10)
+        return server.prepare_backends(triton, store)
+
+    with ThreadPoolExecutor(8) as pool:
+        for attempt in range(20):
+            store = Store(tmp_path / str(attempt))
+            (folder,) = set(pool.map(prepare, [store] * 8))
+            assert [entry.name for entry in (folder / "python").iterdir() if entry.name.startswith(".")] == []
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

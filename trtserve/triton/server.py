@@ -238,8 +238,7 @@ def _link(source: Path, target: Path) -> None:
     if target.is_symlink() and target.readlink() == source:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    staged = target.with_name(f".{target.name}.{os.getpid()}")
-    staged.unlink(missing_ok=True)
+    staged = target.with_name(f".{target.name}.{secrets.token_hex(4)}")  # threads start servers too, not only processes
     staged.symlink_to(source)
     staged.replace(target)
 
