@@ -11,6 +11,23 @@ from trtserve.errors import MachineError, UsageError
 from trtserve.process import Identity, describe, listeners
 
 
+def ipv4_address(host: str) -> str:
+    """The IPv4 address of `host`, a name or an address; UsageError when it has none.
+
+    Triton 2.51 takes neither names (its HTTP service never answers) nor IPv6 (its gRPC service cannot bind).
+    """
+    try:
+        # getaddrinfo takes an empty name for localhost.
+        found = socket.getaddrinfo(host or ".", 0, socket.AF_INET, socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else "no host name"
+        raise UsageError(
+            f"Triton cannot listen on {host}: {reason}; it takes IPv4 addresses.",
+            hint="Give an IPv4 address of this machine, or its name: --host 127.0.0.1, or 0.0.0.0 for all interfaces.",
+        ) from error
+    return str(found[0][4][0])
+
+
 def is_free(host: str, port: int) -> bool:
     """True when a server can listen on `port` of `host` now; connections in TIME_WAIT do not matter.
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -192,9 +193,13 @@ def stop_signals() -> Iterator[Callable[[], int]]:
     """Count SIGINT, SIGTERM and SIGHUP instead of being ended by them; yields a function that returns the count.
 
     The handlers do nothing else, so that a second signal cannot re-enter a stop that is under way. What our parent
-    made us ignore (nohup, a shell's background job) stays ignored.
+    made us ignore (nohup, a shell's background job) stays ignored. Only the main thread receives signals: in any other
+    the count stays 0.
     """
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: 0
+        return
     known = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     wanted = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda caught, _frame: received.append(caught)) for number in wanted}

@@ -148,7 +148,7 @@ def recorded_server(name: str, store: Store) -> Server | None:
 def last_words(log: Path, count: int = 5) -> str:
     """The last significant lines of a log, indented for a message."""
     lines = server_log.significant(server_log.read(log))[-count:]
-    return "\n".join(f"  {server_log.plain(line)}" for line in lines)
+    return "\n".join(f"  {words}" for line in lines if (words := server_log.plain(line)))
 
 
 def _read(path: Path) -> Server | None:

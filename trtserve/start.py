@@ -19,7 +19,7 @@ from trtserve.errors import (
     UsageError,
 )
 from trtserve.machine import differences
-from trtserve.ports import is_free, next_free, owner
+from trtserve.ports import ipv4_address, is_free, next_free, owner
 from trtserve.process import Command, Identity, children, spawn, stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.servers import (
@@ -123,7 +123,7 @@ def plan_server(repository: ModelRepository, spec: ServerSpec, *, store: Store |
     _require_one_process(served, spec)
     triton = find_triton(served.backends | {"python"})
     address = Address(
-        host=spec.host, http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port
+        host=ipv4_address(spec.host), http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port
     )
     prefix = unique_prefix(name)
     command = server_command(
@@ -151,9 +151,11 @@ def start_server(
 ) -> Server:
     """Start a server that outlives this process, and wait until all its models are ready.
 
-    When it does not come up, nothing stays behind but its log; ServerStartError, PortInUseError, MachineError.
+    When it does not come up, nothing stays behind but its log; ServerStartError, PortInUseError, MachineError. SIGINT,
+    SIGTERM and SIGHUP meanwhile stop it again and end in KeyboardInterrupt.
     """
-    return _launch(repository, spec, store or Store(), progress, lambda: 0)
+    with stop_signals() as signals:
+        return _launch(repository, spec, store or Store(), progress, signals)
 
 
 def serve_foreground(
@@ -199,7 +201,7 @@ def with_free_ports(spec: ServerSpec) -> ServerSpec:
     """The spec with each taken port replaced by the next free one."""
     taken: list[int] = []
     for port in (spec.http_port, spec.grpc_port, spec.metrics_port):
-        taken.append(next_free(spec.host, port, taken=taken))
+        taken.append(next_free(ipv4_address(spec.host), port, taken=taken))
     return replace(spec, http_port=taken[0], grpc_port=taken[1], metrics_port=taken[2])
 
 

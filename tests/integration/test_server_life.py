@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -251,6 +252,33 @@ def test_port_taken_between_check_and_bind(repository: Path, store: Store, monke
         spec = ServerSpec(http_port=free_spec().http_port, grpc_port=taken.getsockname()[1])
         with pytest.raises(ServerStartError, match="already in use"):
             start_server(ModelRepository(path=repository), spec, store=store)
+
+
+def test_two_starts_that_found_the_same_ports_free(
+    repository: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtserve.start.is_free", lambda _host, _port: True)
+    with running_server(repository, home=store.root) as first:
+        spec = replace(free_spec("second"), http_port=first.http_port)
+        with pytest.raises(ServerStartError, match="already in use"):
+            start_server(ModelRepository(path=repository), spec, store=store)
+        assert condition(first) == ("running", "")
+    assert recorded_server("second", store) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_detached_start_that_is_ended_early_leaves_nothing(
+    repository: Path, store: Store, number: signal.Signals
+) -> None:
+    add_model(repository, "endless", "time.sleep(60)")
+    line = [sys.executable, "-m", "trtserve", *start_line(repository, free_spec()), "--detach"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert eventually(lambda: recorded_server("probe", store) is not None)
+        server = recorded_server("probe", store)
+        assert server is not None
+        process.send_signal(number)
+        assert process.wait(15) == 130
+    assert_gone(server, store)
 
 
 def _serves(process: psutil.Process, repository: Path) -> bool:

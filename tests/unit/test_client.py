@@ -8,7 +8,7 @@ import pytest
 from trtserve.errors import RequestError, UsageError
 from trtserve.query import request_tensors
 from trtserve.specs import QuerySpec, Sampling
-from trtserve.triton.client import ModelDescription, Tensor, infer_request, plain, reply_values
+from trtserve.triton.client import ModelDescription, Tensor, infer_request, plain, refused, reply_values
 from trtserve.triton.http_client import generate_body
 
 
@@ -131,6 +131,11 @@ def test_generate_body_has_scalars_and_lists() -> None:
 )
 def test_server_texts_lose_their_stack(message: str, expected: str) -> None:
     assert plain(message) == expected
+
+
+def test_dead_stub_has_a_hint() -> None:
+    assert "trtserve status" in str(refused("Stub process 'demo_0_0' is not healthy.").hint)
+    assert refused("prompt too long").hint is None
 
 
 def test_flags_of_a_model() -> None:

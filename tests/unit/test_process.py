@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_signals_are_counted_and_handlers_restored() -> None:
         signal.raise_signal(signal.SIGINT)
         assert signals() == 2
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_other_threads_count_no_signals() -> None:
+    counts: list[int] = []
+
+    def count() -> None:
+        with stop_signals() as signals:
+            counts.append(signals())
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    thread.join()
+    assert counts == [0]
 
 
 def test_ignored_signals_stay_ignored() -> None:

@@ -177,6 +177,18 @@ def test_a_host_that_is_not_ours_is_no_taken_port(host: str) -> None:
         is_free(host, 9999)
 
 
+def test_a_name_is_served_under_its_address(repository: ModelRepository, tmp_path: Path) -> None:
+    plan = plan_server(repository, ServerSpec(host="localhost"), store=Store(tmp_path))
+    assert plan.address.host == "127.0.0.1"
+    assert "--grpc-address=127.0.0.1" in plan.command.argv
+
+
+@pytest.mark.parametrize("host", ["::1", "host.invalid", "", "a" * 70])
+def test_a_host_without_ipv4_address_is_refused(repository: ModelRepository, host: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"cannot listen on {host}: .*IPv4"):
+        plan_server(repository, ServerSpec(host=host), store=Store(tmp_path))
+
+
 def test_auto_ports_take_the_next_free_ones() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]

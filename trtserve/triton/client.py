@@ -25,6 +25,7 @@ CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_mess
 _CONNECTION_LOST = re.compile(
     r"failed to connect|connection (refused|reset)|socket closed|dns resolution|errors resolving", re.IGNORECASE
 )
+_STUB_DEAD = re.compile(r"Stub process '[^']*' is not healthy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,16 +226,23 @@ def _decode(datatype: str, content: bytes) -> list[Any]:
     return texts
 
 
+def refused(message: str) -> RequestError:
+    """Error for a request that the server answered with an error text."""
+    dead = _STUB_DEAD.search(message)
+    hint = "A process of the server has died; `trtserve status` names the server: stop it and start it again."
+    return RequestError(plain(message), hint=hint if dead else None)
+
+
 def explain_rpc_error(error: Any, where: str) -> RequestError | ServerUnreachableError:
     """Map a failed call to the error that the user sees."""
     import grpc
 
     details = str(error.details() or "")
     if error.code() is grpc.StatusCode.UNAVAILABLE and _CONNECTION_LOST.search(details):
-        return unreachable(where, details.rsplit(": ", 1)[-1])
+        return unreachable(where, details.rsplit(": ", 1)[-1].rstrip("]"))
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestError(f"No answer from {where} within the time allowed.", hint="Raise it with --timeout.")
-    return RequestError(plain(details) or f"The call failed with {error.code().name}.")
+    return refused(details or f"The call failed with {error.code().name}.")
 
 
 class GrpcClient:
@@ -293,7 +301,7 @@ class GrpcClient:
         try:
             for response in call:
                 if response.error_message:
-                    raise RequestError(plain(response.error_message))
+                    raise refused(response.error_message)
                 yield response.infer_response
         finally:
             call.cancel()

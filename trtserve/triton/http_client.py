@@ -17,7 +17,7 @@ from trtserve.triton.client import (
     ModelDescription,
     Reply,
     Tensor,
-    plain,
+    refused,
     unknown_model,
     unreachable,
 )
@@ -93,7 +93,7 @@ def _checked(status: int, text: str) -> Any:
     except json.JSONDecodeError:
         raise RequestError(f"The server answered with status {status} and no JSON: {text[:200]!r}.") from None
     if isinstance(content, Mapping) and "error" in content:
-        raise RequestError(plain(str(content["error"])))
+        raise refused(str(content["error"]))
     if status >= http.client.BAD_REQUEST:
         raise RequestError(f"The server answered with status {status}: {text[:200]}.")
     return content
