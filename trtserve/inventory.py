@@ -159,8 +159,10 @@ def _recorded_entry(record: NameRecord, folders: list[Path], servers: dict[Path,
 
 
 def _loose_entry(name: str, folders: list[Path]) -> Entry:
-    sources = [Manifest.read(folder).spec.get("source") for folder in folders]
-    source = next((str(source) for source in sources if source), "")
+    specs = [Manifest.read(folder).spec for folder in folders]
+    # A folder may have been typed relative to another working directory.
+    keys = [(spec, "location" if spec.get("kind") == "folder" else "source") for spec in specs]
+    source = next((str(spec[key]) for spec, key in keys if spec.get(key)), "")
     return Entry(
         name=name, source=source, size=disk_usage(folders), precision="", repository="", imported="", server=None
     )

@@ -157,6 +157,13 @@ def test_another_name_pulls_and_builds_nothing_again(hub: Hub, capsys: pytest.Ca
     assert [record.name for record in Store().recorded()] == ["second"]
 
 
+def test_a_name_that_changes_its_meaning_is_told(hub: Hub, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _import(capsys, ID, *FLOAT32)
+    capsys.readouterr()
+    assert run(["import", str(tiny), *FLOAT32, "--name", "tiny-llama", "--quiet"]) == 0
+    assert f"The name tiny-llama meant {ID} until now" in capsys.readouterr().err
+
+
 def test_names_of_single_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What one stage made under a name, the next takes by that name; no folder has to be copied from the output."""
     assert run(["import", str(tiny), "--download-only", "--name", "mine", "-q"]) == 0

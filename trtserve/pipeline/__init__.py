@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -16,6 +17,7 @@ from trtserve.build import Plan as BuildPlan
 from trtserve.build import build_engine, plan_build
 from trtserve.convert import Plan as Conversion
 from trtserve.convert import convert_model, destination_of, plan_conversion
+from trtserve.errors import ArtifactError
 from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
 from trtserve.import_.disk import require_disk
 from trtserve.machine import gibibytes
@@ -241,7 +243,9 @@ def import_to_repository(
     engine = _make_engine(spec, model, conversion, store, progress)
     repository = _make_repository(spec, model, engine, store, progress)
     checkpoint = destination_of(conversion, spec.name, store=store).path
-    store.record(_record(spec, plan.model, model.path, checkpoint, engine.path, repository.path))
+    record = _record(spec, plan.model, model.path, checkpoint, engine.path, repository.path)
+    _tell_new_meaning(record, store, progress)
+    store.record(record)
     if spec.discard_intermediate:
         _discard(checkpoint, store, progress)
     return repository
@@ -267,6 +271,14 @@ def _make_repository(
     if plan.reused:
         progress.step(f"Model repository {plan.path} is reused")
     return assemble_repository(engine, model.path, spec.repository, out=spec.out, store=store, progress=progress)
+
+
+def _tell_new_meaning(record: NameRecord, store: Store, progress: Progress) -> None:
+    # A record that cannot be read is no reason against the one that replaces it.
+    with suppress(ArtifactError):
+        for old in store.recorded():
+            if old.name == record.name and old.source != record.source:
+                progress.warn(f"The name {record.name} meant {old.source} until now; --name keeps two models apart.")
 
 
 def _record(
