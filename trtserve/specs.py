@@ -13,12 +13,20 @@ Quantization = Literal["none", "int8"]
 KvPrecision = Literal["auto", "f32", "f16", "u8"]
 RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "openvino"]
 
+# Triton's configuration and TensorRT-LLM's SizeType32 are 32-bit numbers.
+_LARGEST = 2**31 - 1
+
 
 def _require_positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+        if value is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if value < 1:
+            raise UsageError(f"{flag} is {value}; it must be at least 1.")
+        if value > _LARGEST:
+            raise UsageError(f"{flag} is {value}; it must be at most {_LARGEST}.")
 
 
 def _require_above_zero(owner: object, *names: str) -> None:

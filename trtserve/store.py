@@ -174,7 +174,7 @@ def reusable(kind: type[A], destination: Path, wanted: str) -> A | None:
     if manifest.kind != KINDS[kind]:
         raise ArtifactError(
             f"{destination} holds an artefact of kind {manifest.kind}; a {KINDS[kind]} does not replace it.",
-            hint="Choose another --out, or remove the folder.",
+            hint="Choose another place (--out, ENGINE_DEST_PATH), or remove the folder.",
         )
     return kind(path=destination, manifest=manifest) if manifest.fingerprint == wanted else None
 
@@ -183,7 +183,7 @@ def _require_empty(destination: Path) -> None:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ArtifactError(
             f"{destination} exists and was not made by trtserve; it is left alone.",
-            hint="Choose another --out, or remove what lies there.",
+            hint="Choose another place (--out, ENGINE_DEST_PATH), or remove what lies there.",
         )
 
 

@@ -17,6 +17,17 @@ def _commands() -> dict[str, Any]:
     return found
 
 
+def test_debug_adds_the_traceback_and_keeps_the_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRTSERVE_DEBUG", "1")
+    assert run(["import", "nope-nope"]) == 10
+    captured = capsys.readouterr()
+    assert "Traceback" in captured.err
+    assert captured.err.splitlines()[-2].startswith("error: 'nope-nope' names no model.")
+    assert captured.out == ""
+
+
 @pytest.mark.parametrize("name", sorted(_commands()))
 def test_help_names_every_option_in_full(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

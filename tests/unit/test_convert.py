@@ -326,6 +326,14 @@ def test_folders_that_are_no_models_are_refused_with_advice(tmp_path: Path) -> N
         convert(folder, tmp_path / "out")
 
 
+def test_weights_that_went_away_are_named(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    (folder / "model.safetensors").rename(tmp_path / "moved")
+    (folder / "model.safetensors").symlink_to(tmp_path / "gone.safetensors")
+    with pytest.raises(CorruptFileError, match=r"refers to .*gone\.safetensors, which is gone"):
+        plan_conversion(Model(path=folder), ConvertSpec())
+
+
 def test_an_imported_name_is_found(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "hf")
     store = Store(tmp_path / "store")

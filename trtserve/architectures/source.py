@@ -73,6 +73,11 @@ def _weight_files(folder: Path) -> list[Path]:
         return _indexed_files(folder)
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
+    if (folder / SINGLE).is_symlink():
+        raise CorruptFileError(
+            f"{folder / SINGLE} refers to {(folder / SINGLE).readlink()}, which is gone.",
+            hint="Put the file back, or import the model again from where it is now.",
+        )
     if any(folder.glob("*.bin")):
         raise UnsupportedModelError(
             f"{folder} has its weights only as .bin files (pickles); {SINGLE} is expected.",

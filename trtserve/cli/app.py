@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,16 +76,12 @@ def run(arguments: Sequence[str]) -> int:
         _command_line()(args=list(arguments), prog_name="trtserve")
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else 0
-    except TrtserveError as error:
+    except Exception as error:  # noqa: BLE001 - the one place where every error becomes a message
         if os.environ.get("TRTSERVE_DEBUG"):
-            raise
-        print_error(error)
-        return error.code
-    except Exception as error:
-        if os.environ.get("TRTSERVE_DEBUG"):
-            raise
-        print_error(_unexpected(error))
-        return TrtserveError.code
+            traceback.print_exc()
+        explained = error if isinstance(error, TrtserveError) else _unexpected(error)
+        print_error(explained)
+        return explained.code
     return 0
 
 

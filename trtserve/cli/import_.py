@@ -89,9 +89,6 @@ def import_(
     from trtserve.triton.settings import parse_assignments
 
     progress = TerminalProgress(quiet=quiet)
-    if download_only:
-        _download(source, name, out, progress, json=json, dry_run=dry_run)
-        return
     served = parse_source(source, name=name).name
     spec = ImportSpec(
         source=source,
@@ -123,6 +120,9 @@ def import_(
         out=out,
         discard_intermediate=discard_intermediate,
     )
+    if download_only:
+        _download(source, name, out, progress, json=json, dry_run=dry_run)
+        return
     if dry_run:
         _print_plan(plan_import(spec, progress=progress), json=json)
         return
