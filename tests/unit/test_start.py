@@ -38,6 +38,7 @@ def with_engine(repository: ModelRepository, **config: object) -> ModelRepositor
     engine = repository.path / "tensorrt_llm" / "1"
     engine.mkdir(parents=True)
     (engine / "config.json").write_text(json.dumps(config))
+    (engine / "rank0.xml").touch()
     (engine / "rank0.bin").write_bytes(bytes(100))
     return repository
 
@@ -131,6 +132,13 @@ def test_missing_program(repository: ModelRepository) -> None:
     (repository.path / "probe" / "1" / "model.py").unlink()
     with pytest.raises(RepositoryError, match=r"The model probe has no .*1/model\.py"):
         inspect_repository(repository)
+
+
+def test_engine_without_its_weights(repository: ModelRepository) -> None:
+    with_engine(repository, trtserve={"runtime": "openvino"})
+    (repository.path / "tensorrt_llm" / "1" / "rank0.bin").unlink()
+    with pytest.raises(RepositoryError, match=r"tensorrt_llm/1 has no rank0\.bin"):
+        plan_server(repository, ServerSpec(), store=Store(repository.path / "home"))
 
 
 def test_folder_without_models(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_mess
 _CONNECTION_LOST = re.compile(
     r"failed to connect|connection (refused|reset)|socket closed|dns resolution|errors resolving", re.IGNORECASE
 )
+_REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
 _STUB_DEAD = re.compile(r"Stub process '[^']*' is not healthy")
 
 
@@ -186,7 +187,8 @@ def unreachable(where: str, reason: str) -> ServerUnreachableError:
 
 
 def plain(message: str) -> str:
-    """The server's error text without the stack that the python backend adds."""
+    """The server's error text without its request id and without the stack that the python backend adds."""
+    message = _REQUEST_ID.sub("", message)
     if "Traceback (most recent call last)" in message:
         return message.strip().splitlines()[-1].strip()
     return message.split("\n\nAt:\n", maxsplit=1)[0].strip()

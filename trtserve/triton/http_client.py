@@ -59,7 +59,7 @@ class HttpClient:
             if verb == "generate":
                 yield _reply(_checked(response.status, response.read().decode()))
                 return
-            for line in response:
+            for line in _lines(response):
                 text = line.decode().strip()
                 if text:
                     yield _reply(_checked(response.status, text.removeprefix(_EVENT)))
@@ -80,10 +80,24 @@ class HttpClient:
         except TimeoutError as error:
             message = f"No answer from {self._where} within {self._timeout:g} s."
             raise RequestError(message, hint="Raise the bound with --timeout.") from error
+        except http.client.IncompleteRead as error:
+            raise unreachable(self._where, "the connection ended in the middle of the answer") from error
         except (OSError, http.client.HTTPException) as error:
             raise unreachable(self._where, str(error) or type(error).__name__) from error
         finally:
             connection.close()
+
+
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Lines as they come; IncompleteRead when the connection ends before the answer does.
+
+    Iterating over the response itself takes a lost connection for the end (its `peek` swallows the error).
+    """
+    pending = b""
+    while received := response.read1(1 << 16):
+        *lines, pending = (pending + received).split(b"\n")
+        yield from lines
+    yield pending
 
 
 def _checked(status: int, text: str) -> Any:

@@ -117,6 +117,18 @@ def _require_program(folder: Path, config: Any) -> None:
         )
 
 
+def require_engine(repository: ModelRepository) -> None:
+    """RepositoryError for an openvino engine without its files, which Triton would miss only when it loads them."""
+    engine = repository.path / CORE / "1"
+    runtime = _json(engine / "config.json").get("trtserve", {}).get("runtime")
+    lacking = [name for name in ("rank0.xml", "rank0.bin") if not (engine / name).is_file()]
+    if runtime == "openvino" and lacking:
+        raise RepositoryError(
+            f"The engine of the model {CORE} is incomplete: {engine} has no {' and no '.join(lacking)}.",
+            hint="Make the repository again with `trtserve repo` or `trtserve import`.",
+        )
+
+
 def _default_model(configs: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> str:
     wanted = (facts.get("alias"), name, BLS, ENSEMBLE)
     return next((str(model) for model in wanted if model in configs), next(iter(configs)))

@@ -14,6 +14,7 @@ _NOISE = (
     "Failed to initialize NVML",
     "DCGM unable to start",
     "Collecting CPU metrics",
+    "Non-graceful termination detected",
 )
 _HEADER = re.compile(r"^[IWEF]\d{4} [\d:.]+\s+\d+ [\w.]+:\d+\]\s*")
 _LOAD_FAILED = re.compile(r"failed to load '([^']+)' version \d+: (.*)$")
@@ -117,7 +118,9 @@ def _failure(line: str) -> Failure | None:
 
 
 def _reason(text: str) -> str:
-    lines = plain(text.rstrip().removesuffix('"')).removeprefix("Internal: ").splitlines()
+    """What a model said, without the stack that the python backend adds behind "At:"; the log has it."""
+    message = plain(text.rstrip().removesuffix('"')).removeprefix("Internal: ")
+    lines = message.split("\n\nAt:\n", maxsplit=1)[0].splitlines()
     return "\n".join(line for line in lines if line.strip())
 
 
