@@ -34,23 +34,13 @@ from trtserve.artifacts import (
     ModelRepository,
     load_artifact,
 )
-from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, UsageError
+from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, TrtserveError, UsageError
 
 A = TypeVar("A", bound=Artifact)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_REFUSED = frozenset(
-    {
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.EEXIST,
-        errno.ENAMETOOLONG,
-        errno.ENOENT,
-    }
-)
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_PLACE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT})
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -76,18 +66,30 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise DiskSpaceError(
-                f"{path} cannot be written: the disk is full.",
-                hint="Free some space (`trtserve remove`), or choose another place with --out or TRTSERVE_HOME.",
-            ) from error
-        if error.errno in _REFUSED:
-            where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
-            raise ArtifactError(
-                f"{path} cannot be written: {error.strerror}{where}.",
-                hint="Choose another place with --out or TRTSERVE_HOME, or correct the permissions.",
-            ) from error
-        raise
+        explained = file_error(error, path, "written")
+        if explained is None and error.errno in _NO_PLACE:
+            explained = _refused(error, path, "written")
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def file_error(error: OSError, path: Path, verb: str = "read or written") -> TrtserveError | None:
+    """What a full disk or missing permissions mean to the user; None for what is something else."""
+    if error.errno in _FULL:
+        return DiskSpaceError(
+            f"{path} cannot be {verb}: the disk is full.",
+            hint="Free some space (`trtserve remove`), or choose another place with --out or TRTSERVE_HOME.",
+        )
+    return _refused(error, path, verb) if error.errno in _FORBIDDEN else None
+
+
+def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
+    where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+    return ArtifactError(
+        f"{path} cannot be {verb}: {error.strerror}{where}.",
+        hint="Choose another place with --out or TRTSERVE_HOME, or correct the permissions.",
+    )
 
 
 @contextmanager

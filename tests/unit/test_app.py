@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -26,6 +27,25 @@ def test_debug_adds_the_traceback_and_keeps_the_code(
     assert "Traceback" in captured.err
     assert captured.err.splitlines()[-2].startswith("error: 'nope-nope' names no model.")
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "words"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/closed/x"), 23, "error: /closed/x cannot be read or"),
+        (OSError(errno.ENOSPC, "No space left on device", "/full/x"), 13, "the disk is full"),
+        (ValueError("odd"), 1, "Unexpected ValueError: odd"),
+    ],
+)
+def test_what_the_file_system_refuses_is_no_defect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception, code: int, words: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("trtserve.inventory.list_imported", fail)
+    assert run(["list"]) == code
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(_commands()))

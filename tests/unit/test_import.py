@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
-from trtserve.errors import ArtifactError, CorruptFileError, DiskSpaceError, UnsupportedModelError
+from trtserve.artifacts import Manifest
+from trtserve.errors import (
+    ArtifactError,
+    CorruptFileError,
+    DiskSpaceError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from trtserve.import_ import import_model, plan_model
 from trtserve.import_.disk import require_disk
 from trtserve.machine import free_disk
@@ -115,3 +122,21 @@ def test_disk_check_tells_numbers(tmp_path: Path) -> None:
     with pytest.raises(DiskSpaceError, match=r"GiB.*free") as caught:
         require_disk(tmp_path, free_disk(tmp_path) + 1, "weights")
     assert "TRTSERVE_HOME" in str(caught.value.hint)
+
+
+def test_artefacts_of_other_kinds_are_named(folder: Path) -> None:
+    Manifest(kind="checkpoint", name="x", fingerprint="0" * 64).write(folder)
+    with pytest.raises(ArtifactError, match="is of kind checkpoint; expected model") as caught:
+        import_model(str(folder))
+    assert "trtserve build" in str(caught.value.hint)
+
+
+def test_a_manifest_of_another_tool_says_nothing(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"files": 3}')
+    assert import_model(str(folder)).path.is_dir()
+
+
+def test_a_file_is_no_model_and_never_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(ModelNotFoundError, match="is a file; a model is a folder"):
+        import_model(f"{folder.name}/config.json")

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,6 +16,7 @@ from trtserve import __version__
 from trtserve.cli import bench, build, convert, doctor, import_, list_, logs, query, remove, repo, start, status, stop
 from trtserve.cli.output import print_error
 from trtserve.errors import TrtserveError
+from trtserve.store import file_error
 
 INTERRUPTED = 130
 STAGES = "Stages, in order (import runs the first four)"
@@ -79,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the one place where every error becomes a message
         if os.environ.get("TRTSERVE_DEBUG"):
             traceback.print_exc()
-        explained = error if isinstance(error, TrtserveError) else _unexpected(error)
+        explained = _explained(error)
         print_error(explained)
         return explained.code
     return 0
@@ -101,6 +103,13 @@ def _simplify_help(node: Any) -> None:
         node.rich_markup_mode = None
     for child in children:
         _simplify_help(child)
+
+
+def _explained(error: Exception) -> TrtserveError:
+    if isinstance(error, TrtserveError):
+        return error
+    refused = file_error(error, Path(error.filename or "A file")) if isinstance(error, OSError) else None
+    return refused or _unexpected(error)
 
 
 def _unexpected(error: Exception) -> TrtserveError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve import hub
-from trtserve.artifacts import MANIFEST, Manifest, Model, fingerprint
+from trtserve.artifacts import MANIFEST, Manifest, Model, fingerprint, load_artifact
 from trtserve.errors import ArtifactError, CorruptFileError, UnsupportedModelError
 from trtserve.hub import RemoteFile, Revision
 from trtserve.import_.sources import Source
@@ -166,6 +166,7 @@ def _read_json(path: Path, label: str) -> dict[str, Any]:
 def folder_plan(source: Source) -> ModelPlan:
     """Plan of a model in a folder, the demo's included; CorruptFileError when a file of weights is cut."""
     folder = Path(source.location)
+    _require_model(folder)
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     listed = [RemoteFile(name=name, size=(folder / name).stat().st_size, digest="") for name in names]
     files, config = planned_files(str(folder), listed, lambda file: folder / file.name)
@@ -173,6 +174,15 @@ def folder_plan(source: Source) -> ModelPlan:
     return ModelPlan(
         source=source, folder=folder, config=config, files=tuple(_local_file(folder / f.name, hashed) for f in files)
     )
+
+
+def _require_model(folder: Path) -> None:
+    """ArtifactError for a checkpoint, engine or repository of ours; a manifest.json of another tool says nothing."""
+    try:
+        Manifest.read(folder)
+    except ArtifactError:
+        return
+    load_artifact(Model, folder)
 
 
 def _local_file(path: Path, hashed: bool) -> RemoteFile:

@@ -79,6 +79,8 @@ def parse_source(text: str, *, name: str | None = None) -> Source:
         return _folder(text, text.removeprefix("local:"), name)
     if text.startswith("hf:"):
         return _hub(text, text.removeprefix("hf:"), name)
+    if Path(text).expanduser().is_file():
+        raise ModelNotFoundError(f"{text} is a file; a model is a folder.", hint="Give the folder that holds it.")
     if _is_folder_source(text):
         return _folder(text, text, name)
     if text == DEMO:
