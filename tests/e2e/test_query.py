@@ -74,7 +74,7 @@ def test_inputs_arrive(server: Endpoint, protocol: str) -> None:
         "top_k": [3],
         "top_p": [0.25],
         "seed": [11],
-        "stop_words": ["a", "b c"],
+        "stop_words": ["a", " a", "b c", " b c"],
         "bad_words": ["é"],
         "stream": [False],
         "exclude_input_in_output": [True],
@@ -111,7 +111,7 @@ def test_unknown_model_lists_those_there(server: Endpoint, protocol: str) -> Non
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_core_model_takes_no_text(server: Endpoint, protocol: str) -> None:
-    with pytest.raises(RequestError, match="takes input_ids"):
+    with pytest.raises(RequestError, match="takes no text"):
         generate(spec("x", protocol, model="tensorrt_llm"), server)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ENVELOPE_VERSION = 1
 _LABEL = len("error: ")
+_LONG_WORD = 24
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -41,7 +42,10 @@ def print_json(command: str, result: object) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
-    """Write a table to stdout; plain tab-separated lines when stdout is not a terminal."""
+    """Write a table to stdout; plain tab-separated lines when stdout is not a terminal.
+
+    On a terminal too narrow for its words, each row becomes a block of `column  cell` lines.
+    """
     if not sys.stdout.isatty():
         for row in rows:
             print_data("\t".join(str(cell) for cell in row))
@@ -49,13 +53,29 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
     from rich.console import Console
     from rich.table import Table
 
+    widths = _least_widths(columns, rows)
+    if sum(widths) + 3 * len(widths) + 1 > Console().width:
+        print_data("\n\n".join(_block(columns, row) for row in rows))
+        return
     table = Table(title=title)
-    for column in columns:
+    for column, width in zip(columns, widths, strict=True):
         # A cut path or version is of no use; a narrow terminal folds it.
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", min_width=width)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     Console().print(table)
+
+
+def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[int]:
+    """Width of each column's longest word; words that no table has room for, such as paths, count less."""
+    cells = zip(columns, *rows, strict=True)
+    longest = (max(len(word) for cell in column for word in (str(cell).split() or [""])) for column in cells)
+    return [min(width, _LONG_WORD) for width in longest]
+
+
+def _block(columns: Sequence[str], row: Sequence[object]) -> str:
+    width = max(map(len, columns))
+    return "\n".join(f"{column:<{width}}  {cell}" for column, cell in zip(columns, row, strict=True))
 
 
 def say(text: str) -> None:

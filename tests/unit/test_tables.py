@@ -1,0 +1,41 @@
+"""Tables for a reader at a terminal: side by side where they fit, one line per cell where they do not."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from trtserve.cli.output import print_table
+
+COLUMNS = ("name", "http", "policy", "kv cache")
+ROWS = [("demo", "127.0.0.1:19000", "no-streaming", "0 of 1024 blocks"), ("b", "0.0.0.0:8000", "streaming", "-")]
+
+
+def printed(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_table(COLUMNS, ROWS)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [30, 52, 53, 60, 120])
+def test_no_word_is_cut(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(width, monkeypatch, capsys)
+    for cell in (cell for row in (COLUMNS, *ROWS) for cell in row):
+        assert all(word in text for word in cell.split())
+
+
+def test_narrow_terminal_gets_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(40, monkeypatch, capsys).splitlines()
+    assert lines[:2] == ["name      demo", "http      127.0.0.1:19000"]
+    assert lines[4:6] == ["", "name      b"]
+
+
+def test_long_paths_do_not_make_a_table_narrow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_table(("name", "path"), [("demo", "/a" * 60)])
+    assert capsys.readouterr().out.startswith("┏━━━━━━┳━")
