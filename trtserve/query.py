@@ -58,8 +58,8 @@ def generate(spec: QuerySpec, server: Endpoint, *, on_text: Callable[[str], None
     """Ask a model; `on_text` receives the pieces of the answer as they come.
 
     The call follows the model: a stream where its transaction policy is decoupled, else one response. An interrupt
-    (KeyboardInterrupt), or an OSError of `on_text`, cancels the call and stops the request in the engine before it is
-    raised again.
+    (KeyboardInterrupt), a timeout or an OSError of `on_text` cancels the call and stops the request in the engine
+    before it is raised again.
     Errors: ServerUnreachableError, RequestError (unknown model, refused request), UsageError (no such input).
     """
     with closing(connect(spec, server)) as client:
@@ -70,8 +70,9 @@ def generate(spec: QuerySpec, server: Endpoint, *, on_text: Callable[[str], None
         try:
             replies = client.infer(model, tensors, request_id=request_id, stream=spec.stream)
             answer.read(replies)
-        except (KeyboardInterrupt, OSError):
-            # OSError comes from `on_text` alone: the reader of our output went away.
+        except (KeyboardInterrupt, OSError, RequestError):
+            # OSError comes from `on_text` alone: the reader of our output went away. A RequestError may be a timeout,
+            # whose cancellation does not reach the engine through every door; for a refused request nothing happens.
             _stop(spec, server, model, request_id)
             raise
         return answer.finished(request_id)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from trtserve.errors import ServerUnreachableError
+from trtserve.errors import RequestError, ServerUnreachableError
 from trtserve.triton.client import Endpoint, ModelDescription
 from trtserve.triton.http_client import HttpClient
 
@@ -59,4 +59,15 @@ def test_lost_connection_is_no_end(serving: Callable[[bytes], HttpClient], end: 
     answer = texts(serving(HEADER + chunks(EVENTS[0]) + end))
     assert next(answer) == " M"
     with pytest.raises(ServerUnreachableError, match="in the middle of the answer"):
+        next(answer)
+
+
+def test_time_limit_holds_for_the_whole_stream(
+    serving: Callable[[bytes], HttpClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 9.0, 9.5, 10.5])
+    monkeypatch.setattr("trtserve.triton.http_client.time.monotonic", lambda: next(clock))
+    answer = texts(serving(HEADER + chunks(*EVENTS) + b"0\r\n\r\n"))
+    assert next(answer) == " M"
+    with pytest.raises(RequestError, match=r"No answer from .* within 10 s"):
         next(answer)

@@ -128,8 +128,21 @@ def _ask(spec: QuerySpec, endpoint: Endpoint, *, printing: bool, verbose: bool, 
         output.print_data("" if printing else answer.text)
     if printing and not answer.streamed:
         output.say(f"The model {answer.model!r} does not stream (it is served with --no-streaming).")
+    _say_limit(spec, endpoint)
     if verbose:
         output.say(_timing(answer))
+
+
+def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
+    """Say that more was asked for than any answer of this engine can have, where its limits are known."""
+    from trtserve.bench.traffic import limits_of_repository
+    from trtserve.triton.client import CORE_MODEL
+
+    limit = None if endpoint.repository is None else limits_of_repository(endpoint.repository, CORE_MODEL).max_seq_len
+    if limit is not None and spec.max_tokens >= limit:
+        output.say(
+            f"note: --max-tokens {spec.max_tokens} is cut by the engine: prompt and answer have {limit} tokens at most."
+        )
 
 
 def _write(piece: str) -> None:

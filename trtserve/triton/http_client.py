@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,11 +56,15 @@ class HttpClient:
     ) -> Iterator[Reply]:
         verb = "generate_stream" if stream and model.decoupled else "generate"
         body = generate_body(tensors, request_id=request_id)
+        # The socket's own timeout bounds one read, and a stream has many.
+        deadline = time.monotonic() + self._timeout
         with self._response("POST", f"/v2/models/{model.name}/{verb}", body) as response:
             if verb == "generate":
                 yield _reply(_checked(response.status, response.read().decode()))
                 return
             for line in _lines(response):
+                if time.monotonic() > deadline:
+                    raise TimeoutError
                 text = line.decode().strip()
                 if text:
                     yield _reply(_checked(response.status, text.removeprefix(_EVENT)))
