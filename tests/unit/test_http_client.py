@@ -23,7 +23,7 @@ def chunks(*contents: bytes) -> bytes:
 
 @pytest.fixture
 def serving() -> Iterator[Callable[[bytes], HttpClient]]:
-    """A client of a server that sends the given bytes to its one request and closes the connection."""
+    """A client of a server that answers its one request with the given bytes and ends there."""
     listener = socket.create_server(("127.0.0.1", 0))
     threads: list[threading.Thread] = []
 
@@ -31,8 +31,11 @@ def serving() -> Iterator[Callable[[bytes], HttpClient]]:
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.recv(1 << 16)
                 connection.sendall(answer)
+                connection.shutdown(socket.SHUT_WR)
+                # Closing with unread bytes would reset the connection instead of ending it.
+                while connection.recv(1 << 16):
+                    pass
 
         threads.append(threading.Thread(target=serve))
         threads[-1].start()
