@@ -273,6 +273,39 @@ def test_a_failed_step_ends_the_active_requests_and_nothing_else(
     assert not _one(executor, Request([1], 3)).has_error()
 
 
+@pytest.mark.parametrize("place", ["_end", "_collect", "_fail_all"])
+def test_a_broken_executor_answers_everybody_and_says_why(
+    start: Start, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor, model = start(batch=1)
+    worker = executor._worker
+    assert worker is not None
+    model.gate.clear()
+    ids = executor.enqueue_requests([Request([n], 2, client_id=n, streaming=True) for n in (1, 2, 3)])
+    _until(lambda: len(worker._queue) == 2)
+    model.failures = int(place == "_fail_all")
+    monkeypatch.setattr(worker, place, _boom)
+    model.gate.set()
+    cause = "The executor has stopped working: ValueError: boom"
+    for number, responses in _collect(executor, ids).items():
+        assert (responses[-1].error_msg, responses[-1].client_id) == (cause, number)
+    for attempt in (
+        lambda: executor.await_responses(timeout=5.0),
+        lambda: executor.await_responses(ids[-1] + 1),
+        lambda: executor.enqueue_request(Request([1], 2)),
+    ):
+        with pytest.raises(RuntimeError, match=cause):
+            attempt()
+    (ended,) = executor.await_responses(ids[0])
+    assert isinstance(ended, Response)
+    assert "already been processed" in ended.error_msg
+    assert "The executor has stopped: ValueError('boom')" in caplog.text
+
+
+def _boom(*_: object) -> None:
+    raise ValueError("boom")
+
+
 # Queue
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 from trtserve.executor.results import Response
 
@@ -15,16 +15,16 @@ class Mailbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._ready: dict[int, list[Response]] = {}
-        self._open: set[int] = set()
+        self._open: dict[int, int | None] = {}
         self._highest = 0
         self._closed = False
+        self._failure: str | None = None
 
-    def expect(self, ids: Iterable[int]) -> None:
-        """Open `ids`, which count upwards: only their responses are fetched by id."""
+    def expect(self, clients: Mapping[int, int | None]) -> None:
+        """Open ids (with their clients' ids), which count upwards: only their responses are fetched by id."""
         with self._changed:
-            for number in ids:
-                self._open.add(number)
-                self._highest = max(self._highest, number)
+            self._open.update(clients)
+            self._highest = max(self._highest, *clients, 0)
 
     def deliver(self, responses: list[Response]) -> None:
         """Make `responses` ready, waking whoever waits."""
@@ -39,6 +39,19 @@ class Mailbox:
             self._closed = True
             self._changed.notify_all()
 
+    def fail(self, message: str) -> None:
+        """End every request that is open with an error, and let fetching raise RuntimeError when those are handed out.
+
+        The ids come from here and not from who failed, whose lists may be in any state.
+        """
+        with self._changed:
+            for number, client in self._open.items():
+                responses = self._ready.setdefault(number, [])
+                if not (responses and _is_last(responses[-1])):
+                    responses.append(Response(number, message, client))
+            self._failure = message
+        self.close()
+
     def count(self, number: int | None) -> int:
         """Responses that are ready: of request `number`, or of all."""
         with self._changed:
@@ -47,7 +60,10 @@ class Mailbox:
             return len(self._ready.get(number, ()))
 
     def fetch(self, number: int | None, timeout: float | None) -> list[Response]:
-        """What is ready of request `number` (None: of all), waiting up to `timeout` seconds (None: for ever)."""
+        """What is ready of request `number` (None: of all), waiting up to `timeout` seconds (None: for ever).
+
+        RuntimeError with the cause when nothing can become ready any more.
+        """
         with self._changed:
             if number is None:
                 self._wait(lambda: bool(self._ready), timeout)
@@ -67,6 +83,8 @@ class Mailbox:
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
         self._changed.wait_for(lambda: self._closed or ready(), timeout)
+        if self._failure is not None and not ready():
+            raise RuntimeError(self._failure)
 
     def _has_ended(self, number: int) -> bool:
         """True when the last response was handed out; an id never given is not ended, it is waited for."""
@@ -74,9 +92,13 @@ class Mailbox:
 
     def _take(self, number: int) -> list[Response]:
         responses = self._ready.pop(number, [])
-        if responses and (responses[-1].has_error() or responses[-1].result.is_final):
-            self._open.discard(number)
+        if responses and _is_last(responses[-1]):
+            del self._open[number]
         return responses
+
+
+def _is_last(response: Response) -> bool:
+    return bool(response.has_error() or response.result.is_final)
 
 
 def _already_processed(number: int) -> Response:

@@ -55,6 +55,7 @@ class Worker:
         self._cancelled: set[int] = set()
         self._next_id = 1
         self._terminating = False
+        self._failure: str | None = None
 
     def enqueue(self, requests: list[Request]) -> list[int]:
         """Queue `requests`; RuntimeError when the queue cannot take all of them. Refused ones are answered at once."""
@@ -62,17 +63,19 @@ class Worker:
             self._require_room(len(requests))
             ids = list(range(self._next_id, self._next_id + len(requests)))
             self._next_id += len(requests)
-            self.mailbox.expect(ids)
+            self.mailbox.expect({id_: request.client_id for request, id_ in zip(requests, ids, strict=True)})
             checked = [self._admit(request, id_) for request, id_ in zip(requests, ids, strict=True)]
             with self._wake:
                 self._queue.extend(each for each in checked if isinstance(each, Sequence))
                 self._wake.notify()
-        refused = [each for each in checked if isinstance(each, Response)]
-        if refused:
-            self.mailbox.deliver(refused)
+            refused = [each for each in checked if isinstance(each, Response)]
+            if refused:
+                self.mailbox.deliver(refused)
         return ids
 
     def _require_room(self, count: int) -> None:
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
         if self._terminating:
             raise RuntimeError("Shutdown called")
         limit = self._max_queue_size
@@ -98,13 +101,22 @@ class Worker:
             self._wake.notify()
 
     def run(self) -> None:
-        """Work until terminated; however that ends, nobody is left waiting."""
+        """Work until terminated; however that ends, every request is answered and nobody is left waiting."""
         try:
             while self._collect():
                 self._step()
-        finally:
-            self._terminating = True
+        except BaseException as error:
+            logger.critical("The executor has stopped: %r", error, exc_info=error)
+            self._die(f"The executor has stopped working: {type(error).__name__}: {error}")
+        else:
             self.mailbox.close()
+
+    def _die(self, message: str) -> None:
+        """Refuse what comes from now on and answer what is here."""
+        with self._entrance:  # no request is half enqueued
+            self._failure = message
+            self._queue.clear()
+            self.mailbox.fail(message)
 
     def _collect(self) -> bool:
         """Take new requests and cancels, sleeping while there is nothing to do; False when it is time to return."""
