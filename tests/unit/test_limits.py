@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from trtserve.executor.api import ExecutorConfig, KvCacheConfig
+from trtserve.executor.admission import admit
+from trtserve.executor.api import ExecutorConfig, KvCacheConfig, Request
 from trtserve.executor.limits import Limits, fit_to_cache, kv_cache_blocks, resolve_limits
 
 ENGINE: dict[str, Any] = {
@@ -48,6 +49,19 @@ def test_more_tokens_per_step_than_the_engine_is_a_warning(caplog: pytest.LogCap
 def test_the_longest_prompt_depends_on_chunking() -> None:
     assert LIMITS.max_input_len == 64
     assert resolve_limits(ENGINE, ExecutorConfig(enable_chunked_context=True)).max_input_len == 99
+
+
+@pytest.mark.parametrize(
+    ("built", "chunked", "longest"), [(16, False, 16), (80, False, 64), (80, True, 80), (100, True, 99)]
+)
+def test_the_engine_bounds_the_prompt(built: int, chunked: bool, longest: int) -> None:
+    engine = {**ENGINE, "build_config": {**ENGINE["build_config"], "max_input_len": built}}
+    limits = resolve_limits(engine, ExecutorConfig(enable_chunked_context=chunked))
+    assert limits.max_input_len == longest
+    admit(Request([1] * longest, 1), 1, limits)
+    message = rf"Prompt length \({longest + 1}\) exceeds maximum input length \({longest}\)"
+    with pytest.raises(RuntimeError, match=message):
+        admit(Request([1] * (longest + 1), 1), 2, limits)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,10 @@ MOST_FREE_FRACTION = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Tokens per sequence (`max_seq_len`), per step (`max_num_tokens`), requests per step (`max_batch_size`)."""
+    """Tokens per sequence (`max_seq_len`), per step (`max_num_tokens`), requests per step (`max_batch_size`).
+
+    `built_input_len` is the longest prompt that the engine was built for, where its config says one.
+    """
 
     max_batch_size: int
     max_seq_len: int
@@ -28,11 +31,17 @@ class Limits:
     vocab_size: int
     max_beam_width: int = 1
     chunked: bool = False
+    built_input_len: int | None = None
 
     @property
     def max_input_len(self) -> int:
-        """The longest prompt: reference section 2.8, packed input with paged attention."""
+        """The longest prompt: reference section 2.8, packed input with paged attention, and what the engine says.
+
+        Upstream has nothing but the former, since its engines take packed input whatever `max_input_len` was.
+        """
         longest = self.max_seq_len - 1
+        if self.built_input_len is not None:
+            longest = min(longest, self.built_input_len)
         return longest if self.chunked else min(longest, self.max_num_tokens)
 
 
@@ -54,6 +63,7 @@ def resolve_limits(engine: Mapping[str, Any], config: ExecutorConfig) -> Limits:
         vocab_size=int(engine["pretrained_config"]["vocab_size"]),
         max_beam_width=beams,
         chunked=config.enable_chunked_context,
+        built_input_len=int(build["max_input_len"]) if "max_input_len" in build else None,
     )
 
 
