@@ -27,6 +27,7 @@ from trtserve.executor.api import (
     OutputConfig,
     Request,
     RequestStage,
+    RequestStats,
     Response,
     SamplingConfig,
     SchedulerConfig,
@@ -273,6 +274,28 @@ def test_a_failed_step_ends_the_active_requests_and_nothing_else(
     assert not _one(executor, Request([1], 3)).has_error()
 
 
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=5, temperature=0.7)])
+def test_logits_that_are_no_numbers_end_their_request_alone(
+    start: Start, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor, model = start()
+    forward = model.forward
+
+    def broken(**inputs: Any) -> Any:
+        logits = forward(**inputs)
+        logits[inputs["token_ids"][inputs["rows"]] == 90, 7] = float("nan")
+        return logits
+
+    monkeypatch.setattr(model, "forward", broken)
+    assert 90 not in greedy_continuation([3], 8)
+    ids = executor.enqueue_requests([Request([90], 8, sampling_config=sampling), Request([3], 8)])
+    bad, good = (responses[-1] for _, responses in sorted(_collect(executor, ids).items()))
+    assert bad.error_msg.endswith("the logits for token 1 of the answer are not finite")
+    assert good.result.output_token_ids == [[3, *greedy_continuation([3], 8)]]
+    assert "are not finite" in caplog.text
+    assert _free_blocks(executor) == model.blocks
+
+
 @pytest.mark.parametrize("place", ["_end", "_collect", "_fail_all"])
 def test_a_broken_executor_answers_everybody_and_says_why(
     start: Start, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -459,17 +482,32 @@ def test_statistics_of_the_iterations(start: Start) -> None:
 
 def test_statistics_of_the_requests_when_asked_for(start: Start) -> None:
     executor, _ = start(batch=1, request_stats_max_iterations=100, iter_stats_max_iterations=2)
-    ids = executor.enqueue_requests([Request([1, 2], 3), Request([3], 2)])
+    ids = executor.enqueue_requests([Request([1, 2], 3), Request([3], 6)])
     _collect(executor, ids)
     records = executor.get_latest_request_stats()
     first = {stats.id: stats for stats in records[0].request_stats}
     assert first[ids[0]].scheduled
     assert first[ids[0]].context_prefill_position == 2
     assert first[ids[1]].stage is RequestStage.QUEUED
+    # Blocks of 4 tokens: a prompt of 2 fills one, and so it stays for 3 tokens more, of which the last is not computed.
+    assert _blocks_of(first[ids[0]]) == (1, 1, 0, 1)
+    assert _blocks_of(first[ids[1]]) == (0, 0, 0, 0)
+    last = {stats.id: stats for record in records for stats in record.request_stats}
+    assert _blocks_of(last[ids[0]]) == (1, 1, 0, 1)
+    assert _blocks_of(last[ids[1]]) == (2, 2, 0, 2)
     stages = {stats.stage for record in records for stats in record.request_stats if stats.id == ids[0]}
     assert stages == {RequestStage.GENERATION_IN_PROGRESS, RequestStage.GENERATION_COMPLETE}
     assert '"requestStats"' in records[0].to_json_str()
     assert len(executor.get_latest_iteration_stats()) <= 2
+
+
+def _blocks_of(stats: RequestStats) -> tuple[int, int, int, int]:
+    return (
+        stats.alloc_total_blocks_per_request,
+        stats.alloc_new_blocks_per_request,
+        stats.reused_blocks_per_request,
+        stats.missed_blocks_per_request,
+    )
 
 
 # Beginning and ending

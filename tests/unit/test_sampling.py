@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trtserve.executor.api import SamplingConfig
-from trtserve.executor.sampling import SamplingParameters, choose_tokens, uniform
+from trtserve.executor.sampling import UNDEFINED, SamplingParameters, choose_tokens, uniform
 
 VOCAB = 3000
 MASK = 2**64 - 1
@@ -114,3 +114,16 @@ def test_min_tokens_keeps_the_end_token_away() -> None:
 
 def test_equal_logits_give_the_first_token() -> None:
     assert choose_tokens(np.zeros((1, 5), np.float32), [SamplingParameters()], [0], [-1]) == [0]
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_rows_without_numbers_yield_no_token(wrong: float) -> None:
+    logits = _logits(6)
+    logits[[1, 4], 5] = wrong
+    logits[5] = -np.inf
+    logits[0, 5] = -np.inf
+    for configs in ([SamplingConfig()] * 6, [SamplingConfig(top_k=3)] * 3 + [SamplingConfig(top_p=0.5)] * 3):
+        parameters = [SamplingParameters.of(config) for config in configs]
+        tokens = choose_tokens(logits, parameters, [0] * 6, [-1] * 6)
+        assert [token == UNDEFINED for token in tokens] == [False, True, False, False, True, True]
+        assert tokens[0] == choose_tokens(logits[:1], parameters[:1], [0], [-1])[0]

@@ -118,27 +118,32 @@ class Recorder:
 
     def _request_records(self, plan: Plan, waiting: list[Sequence]) -> RequestStatsPerIteration:
         scheduled = {sequence.id for sequence, _ in plan.chunks} | {sequence.id for sequence in plan.generations}
-        records = [_request_record(sequence, _stage(sequence), scheduled) for sequence in self._scheduler.active]
-        records += [_request_record(sequence, RequestStage.QUEUED, scheduled) for sequence in waiting]
+        records = [self._request_record(sequence, _stage(sequence), scheduled) for sequence in self._scheduler.active]
+        records += [self._request_record(sequence, RequestStage.QUEUED, scheduled) for sequence in waiting]
         records += [
-            _request_record(sequence, RequestStage.GENERATION_COMPLETE, scheduled) for sequence in self._completed
+            self._request_record(sequence, RequestStage.GENERATION_COMPLETE, scheduled) for sequence in self._completed
         ]
         return RequestStatsPerIteration(self._iteration, records)
+
+    def _request_record(self, sequence: Sequence, stage: RequestStage, scheduled: set[int]) -> RequestStats:
+        """Blocks are those of the whole life so far; nothing is reused, so that each was new and missed."""
+        blocks = sequence.capacity // self._scheduler.cache.tokens_per_block
+        iterations, generated = sequence.iterations, len(sequence.generated)
+        return RequestStats(
+            id=sequence.id,
+            stage=stage,
+            context_prefill_position=min(sequence.computed, sequence.prompt_length),
+            num_generated_tokens=generated,
+            avg_num_decoded_tokens_per_iter=generated / iterations if iterations else 0.0,
+            scheduled=sequence.id in scheduled,
+            alloc_total_blocks_per_request=blocks,
+            alloc_new_blocks_per_request=blocks,
+            missed_blocks_per_request=blocks,
+        )
 
 
 def _stage(sequence: Sequence) -> RequestStage:
     return RequestStage.GENERATION_IN_PROGRESS if sequence.generating else RequestStage.CONTEXT_IN_PROGRESS
-
-
-def _request_record(sequence: Sequence, stage: RequestStage, scheduled: set[int]) -> RequestStats:
-    return RequestStats(
-        id=sequence.id,
-        stage=stage,
-        context_prefill_position=min(sequence.computed, sequence.prompt_length),
-        num_generated_tokens=len(sequence.generated),
-        avg_num_decoded_tokens_per_iter=len(sequence.generated) / sequence.iterations if sequence.iterations else 0.0,
-        scheduled=sequence.id in scheduled,
-    )
 
 
 def _drain(records: deque[IterationStats] | deque[RequestStatsPerIteration]) -> list:  # type: ignore[type-arg]

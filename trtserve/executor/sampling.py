@@ -19,6 +19,8 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 MAX_TOP_K = 1024
+UNDEFINED = -1
+"""The token of a row whose logits are not numbers."""
 _TEMPERATURE_EPSILON = 1e-6
 # Candidates sorted at first for a nucleus over the whole vocabulary; nearly always enough.
 _FIRST_CANDIDATES = 1024
@@ -64,17 +66,28 @@ def choose_tokens(
 ) -> list[int]:
     """The next token of each row of `logits` f32[r, vocab].
 
-    `positions` counts the tokens that each row's sequence has generated, `end_ids` holds its end token or −1.
+    `positions` counts the tokens that each row's sequence has generated, `end_ids` holds its end token or −1. A row
+    with NaN or +∞, or with −∞ alone, yields UNDEFINED.
     """
     if all(each.plain for each in parameters):
-        return logits.argmax(axis=1).tolist()  # type: ignore[no-any-return]
+        return _largest(logits)
     logits = _without_early_ends(logits, parameters, positions, end_ids)
-    tokens: list[int] = logits.argmax(axis=1).tolist()
-    rows = [row for row, each in enumerate(parameters) if not each.greedy]
+    tokens = _largest(logits)
+    rows = [row for row, each in enumerate(parameters) if not each.greedy and tokens[row] != UNDEFINED]
     if rows:
         sampled = _sample(logits[rows], [parameters[row] for row in rows], [positions[row] for row in rows])
         for row, token in zip(rows, sampled, strict=True):
             tokens[row] = token
+    return tokens
+
+
+def _largest(logits: npt.NDArray[Any]) -> list[int]:
+    """The index of each row's largest logit. NumPy takes the first NaN for the largest, so that one look finds it."""
+    indices = logits.argmax(axis=1)
+    tokens: list[int] = indices.tolist()
+    finite = np.isfinite(logits[np.arange(len(tokens)), indices])
+    if not finite.all():
+        tokens = [token if good else UNDEFINED for token, good in zip(tokens, finite.tolist(), strict=True)]
     return tokens
 
 

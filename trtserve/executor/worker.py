@@ -18,7 +18,7 @@ from trtserve.executor.model import Model
 from trtserve.executor.recorder import Recorder
 from trtserve.executor.requests import Request
 from trtserve.executor.results import Response
-from trtserve.executor.sampling import choose_tokens
+from trtserve.executor.sampling import UNDEFINED, choose_tokens
 from trtserve.executor.scheduler import Plan, Scheduler
 from trtserve.executor.sequence import Sequence
 
@@ -172,6 +172,10 @@ class Worker:
         """Append the chosen tokens and deliver what is due, all with one notification."""
         responses, finished = [], []
         for sequence, token in zip(sampled, tokens, strict=True):
+            if token == UNDEFINED:
+                responses.append(_undefined(sequence))
+                finished.append(sequence)
+                continue
             reason = sequence.accept(token)
             response = sequence.respond(reason)
             if response is not None:
@@ -205,6 +209,13 @@ class Worker:
         message = f"Encountered an error in forwardAsync function: {error}"
         self._end(active, [sequence.failed(message) for sequence in active])
         self._record_if_idle()
+
+
+def _undefined(sequence: Sequence) -> Response:
+    """The end of a request for which the model computed no numbers; its neighbours are not concerned."""
+    place = f"token {len(sequence.generated) + 1} of the answer"
+    logger.error("Request %d: the logits for %s are not finite", sequence.id, place)
+    return sequence.failed(f"Encountered an error in forwardAsync function: the logits for {place} are not finite")
 
 
 def _advance(plan: Plan) -> None:
