@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trtserve.progress import SILENT, Progress
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy, publish, reusable
 from trtserve.triton.config import ConfigOptions, config_text
+from trtserve.triton.embedded import require_startable
 from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, Profile, profile
 from trtserve.triton.settings import Settings, resolve_settings
 
@@ -79,15 +81,10 @@ def plan_repository(
     served_name(spec.name)
     config = _engine_config(engine.path)
     files = tokenizer_files(tokenizer)
-    embedded = config.get("trtserve", {}).get("runtime") == "openvino"
-    _require_engine_files(engine.path, config, embedded=embedded)
-    release = spec.release if embedded or spec.release else "1.2"
-    table = profile(release)
-    settings = resolve_settings(spec.settings, table)
-    limits = {name: config.get("build_config", {}).get(name) for name in _LIMITS}
-    options = _options(spec, table, settings, limits, embedded=embedded)
+    _require_engine_files(engine.path, config, embedded=_is_embedded(config))
+    table, options = resolve_options(spec, config)
     built = engine.manifest.facts if engine.manifest is not None else {}
-    facts = {**_facts(spec, table, options, config, limits), "machine": built.get("machine", {})}
+    facts = {**_facts(spec, table, options, config), "machine": built.get("machine", {})}
     digest = fingerprint(
         stage="repo",
         schema=SCHEMA,
@@ -101,6 +98,34 @@ def plan_repository(
     return RepositoryPlan(
         spec=spec, profile=table, options=options, facts=facts, fingerprint=digest, path=path, reused=reused
     )
+
+
+def resolve_options(spec: RepositorySpec, config: Mapping[str, Any]) -> tuple[Profile, ConfigOptions]:
+    """What the models of a repository will say, for an engine whose `config.json` is `config`.
+
+    UsageError for a release or setting that cannot work; the engine need not exist yet.
+    """
+    embedded = _is_embedded(config)
+    table = profile(spec.release if embedded or spec.release else "1.2")
+    settings = resolve_settings(spec.settings, table)
+    options = _options(spec, table, settings, _limits(config), embedded=embedded)
+    if embedded:
+        require_startable(
+            options.parameters[CORE],
+            config,
+            release=table.release,
+            settings=settings.parameters.get(CORE, {}),
+            max_queue_size=options.max_queue_size,
+        )
+    return table, options
+
+
+def _is_embedded(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("trtserve", {}).get("runtime") == "openvino")
+
+
+def _limits(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: config.get("build_config", {}).get(name) for name in _LIMITS}
 
 
 def assemble_repository(
@@ -243,9 +268,7 @@ def _core_parameters(spec: RepositorySpec, table: Profile, limits: dict[str, Any
     return {key: str(value) for key, value in values.items() if value is not None}
 
 
-def _facts(
-    spec: RepositorySpec, table: Profile, options: ConfigOptions, config: dict[str, Any], limits: dict[str, Any]
-) -> dict[str, Any]:
+def _facts(spec: RepositorySpec, table: Profile, options: ConfigOptions, config: Mapping[str, Any]) -> dict[str, Any]:
     own = config.get("trtserve", {})
     model = config.get("pretrained_config", {})
     return {
@@ -255,7 +278,7 @@ def _facts(
         "all_releases": table.union,
         "runtime": own.get("runtime", "tensorrt_llm"),
         "triton_max_batch_size": options.max_batch_size,
-        "limits": limits,
+        "limits": _limits(config),
         "dtype": model.get("dtype"),
         "compute_precision": own.get("compute_precision", model.get("dtype")),
         "kv_precision": own.get("kv_precision"),

@@ -33,7 +33,13 @@ def engine(tmp_path: Path) -> Engine:
     folder.mkdir()
     config = {
         "pretrained_config": {"dtype": "float16", "vocab_size": 320, "mapping": {"world_size": 1}},
-        "build_config": {"max_batch_size": 12, "max_input_len": 64, "max_seq_len": 128, "max_beam_width": 1},
+        "build_config": {
+            "max_batch_size": 12,
+            "max_input_len": 64,
+            "max_seq_len": 128,
+            "max_num_tokens": 64,
+            "max_beam_width": 1,
+        },
         "trtserve": {"runtime": "openvino", "compute_precision": "bf16", "kv_precision": "u8"},
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -109,14 +115,18 @@ def test_options(engine: Engine, tokenizer: Path) -> None:
         bls_instance_count=2,
         max_tokens_in_paged_kv_cache=4096,
         kv_cache_free_gpu_mem_fraction=0.25,
-        settings={"tensorrt_llm_bls.accumulate_tokens": "true", "batching_strategy": "v1", "max_queue_size": "9"},
+        settings={
+            "tensorrt_llm_bls.accumulate_tokens": "true",
+            "batching_strategy": "inflight_batching",
+            "max_queue_size": "9",
+        },
         copy=True,
     )
     made = assemble_repository(engine, tokenizer, spec)
     core = parameters(made.path, "tensorrt_llm")
     assert core["max_tokens_in_paged_kv_cache"] == "4096"
     assert core["kv_cache_free_gpu_mem_fraction"] == "0.25"
-    assert core["gpt_model_type"] == "v1"
+    assert core["gpt_model_type"] == "inflight_batching"
     assert config(made.path, "tensorrt_llm").dynamic_batching.default_queue_policy.max_queue_size == 9
     for model in ("tensorrt_llm_bls", "tiny"):
         assert parameters(made.path, model)["accumulate_tokens"] == "true"
@@ -184,11 +194,24 @@ def test_equal_inputs_are_reused_and_others_are_not(engine: Engine, tokenizer: P
         ({"name": "a/b"}, "cannot be the name"),
         ({"release": "0.9"}, "the table covers"),
         ({"settings": {"max_beam_with": "2"}}, "has no parameter 'max_beam_with'"),
+        ({"settings": {"max_beam_width": "2"}}, "--set max_beam_width=2 cannot start on the openvino runtime"),
+        ({"settings": {"max_queue_size": str(2**40)}}, "cannot start with these settings"),
     ],
 )
 def test_refused_specs(engine: Engine, tokenizer: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan_repository(engine, tokenizer, replace(SPEC, **change))
+
+
+def test_an_engine_of_tensorrt_llm_takes_what_the_embedded_executor_refuses(engine: Engine, tokenizer: Path) -> None:
+    content = json.loads((engine.path / "config.json").read_text())
+    del content["trtserve"]
+    (engine.path / "config.json").write_text(json.dumps(content))
+    spec = replace(SPEC, settings={"batch_scheduler_policy": "max_utilization", "max_attention_window_size": "64"})
+    core = plan_repository(engine, tokenizer, spec).options.parameters["tensorrt_llm"]
+    assert core["batch_scheduler_policy"] == "max_utilization"
+    with pytest.raises(UsageError, match="expected a whole number"):
+        plan_repository(engine, tokenizer, replace(SPEC, settings={"max_tokens_in_paged_kv_cache": "abc"}))
 
 
 def test_refused_folders(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from trtserve.errors import UsageError
-from trtserve.triton.profiles import profile
+from trtserve.triton.parameter_values import VALUES
+from trtserve.triton.profiles import CORE, RELEASES, profile
 from trtserve.triton.settings import parse_assignments, resolve_settings
 
 
@@ -54,6 +57,69 @@ def test_unknown_keys_are_refused_with_a_suggestion(key: str, value: str, hint: 
 def test_values_of_variables_are_checked(key: str, value: str) -> None:
     with pytest.raises(UsageError, match=key):
         resolve_settings({key: value}, profile())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("max_tokens_in_paged_kv_cache", "abc", "a whole number of 1 or more"),
+        ("max_tokens_in_paged_kv_cache", "1_000", "a whole number"),
+        ("max_beam_width", "0", "a whole number of 1 or more"),
+        ("kv_cache_free_gpu_mem_fraction", "0", r"a number in \(0, 1\]"),
+        ("kv_cache_free_gpu_mem_fraction", "nan", "a number in"),
+        ("gpu_weights_percent", "1.5", r"a number in \[0, 1\]"),
+        ("enable_trt_overlap", "yes", "one of true, false"),
+        ("exclude_input_in_output", "tRuE", "one of true, false"),
+        ("batch_scheduler_policy", "bogus", "one of guaranteed_no_evict, max_utilization"),
+        ("batching_strategy", "inflight", "one of inflight_fused_batching"),
+        ("guided_decoding_backend", "llguidance", "one of xgrammar"),
+        ("max_attention_window_size", "64,", "whole numbers of 1 or more, separated"),
+        ("gpu_device_ids", "gpu0", "numbers such as"),
+        ("medusa_choices", "[[0]]", "a tree such as"),
+        ("tensorrt_llm_bls.accumulate_tokens", "on", "one of true, 1, t"),
+        ("preprocessing.max_num_images", "-1", "a whole number"),
+    ],
+)
+def test_values_are_read_strictly(key: str, value: str, expected: str) -> None:
+    with pytest.raises(UsageError, match=rf"--set {key}={re.escape(value)}: expected {expected}"):
+        resolve_settings({key: value}, profile())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_attention_window_size", "64,128"),
+        ("kv_cache_free_gpu_mem_fraction", ".5"),
+        ("kv_cache_free_gpu_mem_fraction", "5e-1"),
+        ("enable_trt_overlap", "TRUE"),
+        ("batching_strategy", "V1"),
+        ("gpu_device_ids", "0,1;2,3"),
+        ("medusa_choices", "{0},{0,1}"),
+        ("preprocessing.add_special_tokens", "No"),
+        ("max_beam_width", ""),
+    ],
+)
+def test_values_that_the_models_read_are_taken(key: str, value: str) -> None:
+    name = {"batching_strategy": "gpt_model_type"}.get(key, key).rpartition(".")[2]
+    (parameters,) = resolve_settings({key: value}, profile()).parameters.values()
+    assert parameters == {name: value}
+
+
+def test_values_follow_the_release() -> None:
+    for key, value in (("decoding_mode", "eagle"), ("max_attention_window_size", "64,128")):
+        resolve_settings({key: value}, profile("0.16"))
+        with pytest.raises(UsageError, match="expected"):
+            resolve_settings({key: value}, profile("0.12"))
+
+
+def test_what_the_core_model_needs_cannot_be_emptied() -> None:
+    with pytest.raises(UsageError, match="does not load without it"):
+        resolve_settings({"batching_strategy": ""}, profile())
+
+
+def test_every_parameter_of_the_core_model_has_its_values() -> None:
+    table = {parameter.name for release in RELEASES for parameter in profile(release).models[CORE].parameters}
+    assert table == set(VALUES[CORE])
 
 
 def test_release_decides_what_is_known() -> None:

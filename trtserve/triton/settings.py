@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtserve.errors import UsageError
+from trtserve.triton.parameter_values import require_value
 from trtserve.triton.profiles import CORE, Profile
 
 # Variables of the core model's template that are no parameters, and how their text is read.
@@ -36,7 +37,10 @@ class Settings:
 
 
 def resolve_settings(given: Mapping[str, str], table: Profile) -> Settings:
-    """Sort `model.parameter` and `parameter` (of the core model) keys; UsageError with a suggestion for others."""
+    """Sort `model.parameter` and `parameter` (of the core model) keys.
+
+    UsageError for a key that is none, with a suggestion, and for a value that the parameter does not take.
+    """
     parameters: dict[str, dict[str, str]] = {}
     variables: dict[str, Any] = {}
     for key, value in given.items():
@@ -47,6 +51,7 @@ def resolve_settings(given: Mapping[str, str], table: Profile) -> Settings:
         else:
             name = _RENAMED.get(name, name) if model == CORE else name
             _check(key, model, name, table)
+            require_value(key, value, model=model, name=name, release=table.release)
             parameters.setdefault(model, {})[name] = value
     return Settings(parameters=parameters, variables=variables)
 
@@ -58,7 +63,7 @@ def parse_assignments(texts: list[str]) -> dict[str, str]:
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise UsageError(
-                f"--set {text!r} is not KEY=VALUE.", hint="For example: --set batch_scheduler_policy=max_utilization"
+                f"--set {text!r} is not KEY=VALUE.", hint="For example: --set kv_cache_free_gpu_mem_fraction=0.5"
             )
         if key in result:
             raise UsageError(f"--set gives {key} twice.")

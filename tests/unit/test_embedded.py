@@ -1,0 +1,73 @@
+"""Settings that the embedded executor refuses are refused when the repository is made, by its own code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from trtserve.errors import UsageError
+from trtserve.triton.embedded import _core_modules, require_startable
+from trtserve.triton.profiles import RELEASES
+
+ENGINE: dict[str, Any] = {
+    "pretrained_config": {"vocab_size": 320},
+    "build_config": {"max_batch_size": 8, "max_seq_len": 128, "max_num_tokens": 64, "max_beam_width": 1},
+}
+DEFAULTS = {
+    "gpt_model_type": "inflight_fused_batching",
+    "gpt_model_path": "tensorrt_llm/1",
+    "max_beam_width": "1",
+    "enable_chunked_context": "true",
+}
+
+
+def check(settings: dict[str, str], *, release: str = "1.2", queue: int = 0) -> None:
+    parameters = {**DEFAULTS, **settings}
+    require_startable(parameters, ENGINE, release=release, settings=settings, max_queue_size=queue)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("max_beam_width", "2", "max_beam_width"),
+        ("enable_trt_overlap", "true", "works without overlap only"),
+        ("decoding_mode", "medusa", "not supported by the embedded executor; use auto"),
+        ("decoding_mode", "beam_search", "needs a beam width above 1"),
+        ("gpt_model_type", "V1", "not supported"),
+        ("guided_decoding_backend", "xgrammar", "cannot carry it out"),
+        ("max_attention_window_size", "64", r"below max_seq_len \(128\)"),
+        ("batch_scheduler_policy", "max_utilization", "not supported"),
+        ("sink_token_length", "4", "not supported"),
+        ("encoder_model_path", "/encoder", "cannot carry it out"),
+        ("lookahead_window_size", "4", "must be given together"),
+        ("max_tokens_in_paged_kv_cache", "4000000000", "outside"),
+        ("max_tokens_in_paged_kv_cache", "abc", "not a number"),
+        ("gpt_model_path", "elsewhere", "neither tensorrt_llm/1 nor"),
+    ],
+)
+def test_refused_by_name(name: str, value: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=rf"--set {name}={value} cannot start on the openvino runtime: .*{reason}"):
+        check({"kv_cache_free_gpu_mem_fraction": "0.5", name: value})
+
+
+def test_the_queue_is_checked_too() -> None:
+    check({}, queue=9)
+    with pytest.raises(UsageError, match="cannot start with these settings: .* max_queue_size"):
+        check({}, queue=2**40)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_defaults_of_every_release_start(release: str) -> None:
+    settings = {"kv_cache_free_gpu_mem_fraction": "0.5", "max_attention_window_size": "128", "decoding_mode": "top_k"}
+    check({}, release=release)
+    check(settings, release=release)
+
+
+def test_the_models_modules_do_not_stay_importable() -> None:
+    before = dict(sys.modules)
+    _core_modules.cache_clear()
+    check({})
+    for name in ("core_settings", "executor_module", "model_parameters"):
+        assert sys.modules.get(name) is before.get(name)

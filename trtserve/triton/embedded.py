@@ -1,0 +1,113 @@
+"""Whether the embedded executor starts with the parameters of a core model, asked of the code that will start it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trtserve.errors import UsageError
+from trtserve.triton.profiles import CORE
+
+_MODELS = Path(__file__).parent / "models"
+# Each module comes after those that it imports by their bare names, as it will in the repository.
+_SOURCES = (
+    _MODELS / "shared" / "model_parameters.py",
+    _MODELS / CORE / "1" / "executor_module.py",
+    _MODELS / CORE / "1" / "core_settings.py",
+)
+
+_ENGINE_FOLDER = f"{CORE}/1"
+_NEEDED = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": _ENGINE_FOLDER}
+
+
+def require_startable(
+    parameters: Mapping[str, str],
+    engine: Mapping[str, Any],
+    *,
+    release: str,
+    settings: Mapping[str, str],
+    max_queue_size: int = 0,
+) -> None:
+    """UsageError when the embedded executor refuses `parameters` on an engine whose `config.json` is `engine`.
+
+    `settings` are those of `parameters` that the user set; the error names the one that is refused. `max_queue_size`
+    is that of the model's `dynamic_batching`.
+    """
+
+    def refused(chosen: Mapping[str, str]) -> str | None:
+        return _refusal(chosen, engine, release, max_queue_size)
+
+    reason = refused(parameters)
+    if reason is None:
+        return
+    others = _NEEDED | {name: value for name, value in parameters.items() if name not in settings}
+    for name, value in settings.items():
+        if (own := refused({**others, name: value})) is not None:
+            raise UsageError(
+                f"--set {name}={value} cannot start on the openvino runtime: {own}",
+                hint=f"Leave {name} out, or serve the model with a runtime for GPUs.",
+            )
+    raise UsageError(f"The openvino runtime cannot start with these settings: {reason}")
+
+
+def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: str, max_queue_size: int) -> str | None:
+    """What the core model or its executor says against `parameters`; None when they start."""
+    from trtserve.executor.limits import resolve_limits
+    from trtserve.executor.unbuilt import refuse_unbuilt_config
+
+    modules = _core_modules()
+    module = modules["executor_module"].load_executor_module("openvino", release)
+    model = {
+        "parameters": {name: {"string_value": value} for name, value in parameters.items()},
+        "dynamic_batching": {"default_queue_policy": {"max_queue_size": max_queue_size}},
+    }
+    ignored: list[str] = []
+    reader = modules["model_parameters"].ModelParameters(model, Path(), ignored.append)
+    try:
+        config = modules["core_settings"].executor_config(module, reader, model)
+        _refuse_beam_search(config)
+        _refuse_missing_engine(parameters.get("gpt_model_path", ""))
+        refuse_unbuilt_config(config)
+        resolve_limits(engine, config)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return ignored[0] if ignored else None
+
+
+def _refuse_beam_search(config: Any) -> None:
+    """The executor replaces this mode with a warning in its log, as TensorRT-LLM does; nobody wants that served."""
+    mode = config.decoding_config and config.decoding_config.decoding_mode
+    if mode and mode.isBeamSearch():
+        raise ValueError("decoding_mode beam_search needs a beam width above 1, which the embedded executor has not")
+
+
+def _refuse_missing_engine(folder: str) -> None:
+    """A relative folder is one of the repository, which holds its engine in one place."""
+    if folder != _ENGINE_FOLDER and not (Path(folder).is_absolute() and Path(folder).is_dir()):
+        raise ValueError(f"gpt_model_path {folder!r} is neither {_ENGINE_FOLDER} nor the absolute path of a folder")
+
+
+@cache
+def _core_modules() -> dict[str, ModuleType]:
+    """The modules with which the core model reads its parameters, by name; `sys.modules` is left as it was."""
+    before = {path.stem: sys.modules.get(path.stem) for path in _SOURCES}
+    loaded: dict[str, ModuleType] = {}
+    try:
+        for path in _SOURCES:
+            spec = spec_from_file_location(path.stem, path)
+            assert spec is not None  # a path that ends in .py has a loader
+            assert spec.loader is not None
+            loaded[path.stem] = sys.modules[path.stem] = module_from_spec(spec)
+            spec.loader.exec_module(loaded[path.stem])
+    finally:
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+    return loaded
