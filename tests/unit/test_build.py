@@ -57,6 +57,23 @@ def engine(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> 
     return build_engine(checkpoint, SPEC, out=tmp_path_factory.mktemp("built") / "engine")
 
 
+# Interface reference of conversion and build, section 4: keys in their order, and flags of 0.16 that are still there.
+BUILD_KEYS = (
+    "max_input_len max_seq_len opt_batch_size max_batch_size max_beam_width max_num_tokens opt_num_tokens "
+    "max_prompt_embedding_table_size kv_cache_type gather_context_logits gather_generation_logits strongly_typed "
+    "force_num_profiles profiling_verbosity enable_debug_output max_draft_len speculative_decoding_mode use_refit "
+    "input_timing_cache output_timing_cache lora_config auto_parallel_config weight_sparsity weight_streaming "
+    "plugin_config use_strip_plan max_encoder_input_len use_fused_mlp monitor_memory use_mrope"
+)
+PLUGIN_KEYS = (
+    "dtype bert_attention_plugin gpt_attention_plugin gemm_plugin gemm_swiglu_plugin fp8_rowwise_gemm_plugin "
+    "nccl_plugin lora_plugin moe_plugin mamba_conv1d_plugin low_latency_gemm_plugin "
+    "low_latency_gemm_swiglu_plugin context_fmha bert_context_fmha_fp32_acc paged_kv_cache remove_input_padding "
+    "reduce_fusion tokens_per_block use_paged_context_fmha use_fp8_context_fmha multiple_profiles paged_state "
+    "streamingllm use_fused_mlp pp_reduce_scatter user_buffer"
+)
+
+
 class _Lines(SilentProgress):
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -96,6 +113,21 @@ def test_config_follows_tensorrt_llm(engine: Engine, checkpoint: Checkpoint) -> 
     own = config["trtserve"]
     assert (own["runtime"], own["compute_precision"], own["kv_precision"]) == ("openvino", "f32", "f32")
     assert own["openvino"] == metadata.version("openvino")
+
+
+def test_build_config_has_every_key_of_tensorrt_llm(engine: Engine) -> None:
+    build = _engine_config(engine)["build_config"]
+    assert list(build) == BUILD_KEYS.split()
+    assert list(build["lora_config"])[-1] == "trtllm_modules_to_hf_modules"
+    plugins = build["plugin_config"]
+    assert set(plugins) >= set(PLUGIN_KEYS.split())
+    assert {key for key, value in plugins.items() if value} == {
+        "dtype",
+        "remove_input_padding",
+        "paged_kv_cache",
+        "tokens_per_block",
+    }
+    assert plugins["tokens_per_block"] == _manifest(engine).facts["tokens_per_block"]
 
 
 def test_manifest_records_what_the_proof_measured(engine: Engine) -> None:

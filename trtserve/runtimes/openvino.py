@@ -6,7 +6,6 @@ import ctypes
 import gc
 import json
 import time
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +44,40 @@ _DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_
 # half width; a build takes 1.2 – 1.4, the graph plus one copy of the largest tensor.
 _MEMORY_FACTOR = 1.4
 _MEMORY_BASE = 300 * 2**20
+
+# Keys of TensorRT-LLM's plugin_config beside dtype and tokens_per_block: kernels that are plugins, and switches.
+_PLUGINS = (
+    "bert_attention_plugin",
+    "gpt_attention_plugin",
+    "gemm_plugin",
+    "gemm_swiglu_plugin",
+    "fp8_rowwise_gemm_plugin",
+    "nccl_plugin",
+    "lora_plugin",
+    "moe_plugin",
+    "mamba_conv1d_plugin",
+    "low_latency_gemm_plugin",
+    "low_latency_gemm_swiglu_plugin",
+    "gemm_allreduce_plugin",
+)
+_FEATURES = (
+    "dora_plugin",
+    "context_fmha",
+    "bert_context_fmha_fp32_acc",
+    "paged_kv_cache",
+    "remove_input_padding",
+    "reduce_fusion",
+    "use_paged_context_fmha",
+    "use_fp8_context_fmha",
+    "fuse_fp4_quant",
+    "norm_quant_fusion",
+    "multiple_profiles",
+    "paged_state",
+    "streamingllm",
+    "use_fused_mlp",
+    "pp_reduce_scatter",
+    "user_buffer",
+)
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _WEIGHT_ONLY_INT8 = "W8A16"
@@ -124,21 +157,28 @@ def _explained(error: Exception, plan: EnginePlan) -> TrtserveError:
 def _build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
     _write_graph(plan, checkpoint, folder, progress)
     decoder = family(plan.config["architecture"]).decoder(plan.config)
-    (folder / "config.json").write_text(
-        json.dumps(engine_config(plan, window=decoder.window), indent=4) + "\n", encoding="utf-8"
-    )
+    _write_config(folder, engine_config(plan, window=decoder.window))
     _give_memory_back()
     progress.step(f"Loading the engine: {plan.compute_precision} arithmetic, {plan.kv_precision} KV cache")
-    return _prove(folder)
+    facts = _prove(folder)
+    # OpenVINO chooses the size of a block when it compiles, and compiling takes the rest of the config.
+    _write_config(folder, engine_config(plan, window=decoder.window, tokens_per_block=facts["tokens_per_block"]))
+    return facts
 
 
-def engine_config(plan: EnginePlan, *, window: int | None) -> dict[str, Any]:
-    """`config.json` of the engine: TensorRT-LLM's keys, and ours under `trtserve`."""
-    limits = asdict(plan.limits)
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
+
+
+def engine_config(plan: EnginePlan, *, window: int | None, tokens_per_block: int | None = None) -> dict[str, Any]:
+    """`config.json` of the engine: TensorRT-LLM's keys, and ours under `trtserve`.
+
+    `tokens_per_block` of the KV cache is None until the engine was compiled.
+    """
     return {
         "version": _CONFIG_RELEASE,
         "pretrained_config": dict(plan.config),
-        "build_config": {**limits, **_build_constants(plan)},
+        "build_config": _build_config(plan, tokens_per_block),
         "trtserve": {
             "runtime": NAME,
             "openvino": plan.tools["openvino"],
@@ -150,22 +190,57 @@ def engine_config(plan: EnginePlan, *, window: int | None) -> dict[str, Any]:
     }
 
 
-def _build_constants(plan: EnginePlan) -> dict[str, Any]:
-    """Keys of TensorRT-LLM's build_config that are the same for every engine of this runtime."""
+def _build_config(plan: EnginePlan, tokens_per_block: int | None) -> dict[str, Any]:
+    """TensorRT-LLM's build_config, key by key in its order; what only TensorRT has is off or empty."""
+    limits = plan.limits
     return {
-        "opt_batch_size": min(8, plan.limits.max_batch_size),
+        "max_input_len": limits.max_input_len,
+        "max_seq_len": limits.max_seq_len,
+        "opt_batch_size": min(8, limits.max_batch_size),
+        "max_batch_size": limits.max_batch_size,
         "max_beam_width": 1,
-        "opt_num_tokens": plan.limits.max_batch_size,
+        "max_num_tokens": limits.max_num_tokens,
+        "opt_num_tokens": limits.max_batch_size,
         "max_prompt_embedding_table_size": 0,
         "kv_cache_type": "PAGED",
         "gather_context_logits": False,
         "gather_generation_logits": False,
         "strongly_typed": True,
+        "force_num_profiles": None,
+        "profiling_verbosity": "layer_names_only",
+        "enable_debug_output": False,
         "max_draft_len": 0,
         "speculative_decoding_mode": 1,
-        "lora_config": {"lora_dir": [], "lora_ckpt_source": "hf", "max_lora_rank": 64, "lora_target_modules": []},
+        "use_refit": False,
+        "input_timing_cache": None,
+        "output_timing_cache": None,
+        "lora_config": {
+            "lora_dir": [],
+            "lora_ckpt_source": "hf",
+            "max_lora_rank": 64,
+            "lora_target_modules": [],
+            "trtllm_modules_to_hf_modules": {},
+        },
+        "auto_parallel_config": {"world_size": 1},
+        "weight_sparsity": False,
+        "weight_streaming": False,
+        "plugin_config": _plugin_config(plan, tokens_per_block),
+        "use_strip_plan": False,
         "max_encoder_input_len": 1024,
-        "plugin_config": {"dtype": plan.config["dtype"], "remove_input_padding": True, "paged_kv_cache": True},
+        "use_fused_mlp": False,
+        "monitor_memory": False,
+        "use_mrope": False,
+    }
+
+
+def _plugin_config(plan: EnginePlan, tokens_per_block: int | None) -> dict[str, Any]:
+    """No plugin is used (None), and of the features only packed input and the paged KV cache (bool)."""
+    features = dict.fromkeys(_FEATURES, False) | {"remove_input_padding": True, "paged_kv_cache": True}
+    return {
+        "dtype": plan.config["dtype"],
+        **dict.fromkeys(_PLUGINS),
+        **features,
+        "tokens_per_block": tokens_per_block,
     }
 
 
