@@ -52,9 +52,25 @@ def test_refused_by_name(name: str, value: str, reason: str) -> None:
         check({"kv_cache_free_gpu_mem_fraction": "0.5", name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("max_beam_width", "2", ", or set it to 1."),
+        ("batch_scheduler_policy", "max_utilization", ", or set it to guaranteed_no_evict."),
+        ("gpt_model_type", "V1", ", or set it to inflight_fused_batching or inflight_batching."),
+        ("decoding_mode", "medusa", ", or set it to auto or top_k or top_p or top_k_top_p."),
+        ("guided_decoding_backend", "xgrammar", "."),
+    ],
+)
+def test_what_would_start_is_named(name: str, value: str, accepted: str) -> None:
+    with pytest.raises(UsageError) as error:
+        check({name: value})
+    assert error.value.hint == f"Leave {name} out{accepted}"
+
+
 def test_the_queue_is_checked_too() -> None:
     check({}, queue=9)
-    with pytest.raises(UsageError, match="cannot start with these settings: .* max_queue_size"):
+    with pytest.raises(UsageError, match=r"cannot start with these settings: .* max_queue_size"):
         check({}, queue=2**40)
 
 

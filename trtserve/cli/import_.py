@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -34,11 +35,13 @@ from trtserve.cli.repo import (
     TritonBatchOption,
 )
 from trtserve.machine import gibibytes
-from trtserve.specs import BuildSpec, ConvertSpec, DType, KvPrecision, Quantization, RepositorySpec, RuntimeName
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
-    from trtserve.pipeline import ImportPlan
+    from trtserve.pipeline import ImportSpec
+
+S = TypeVar("S", ConvertSpec, BuildSpec, RepositorySpec)
 
 _SOURCE_HELP = (
     "demo, an alias (llama-2-7b, llama-3-8b-instruct, gpt2 …), org/name or org/name@revision of the hub, or a folder."
@@ -64,6 +67,13 @@ def import_(
     max_num_tokens: MaxNumTokensOption = None,
     kv_precision: KvPrecisionOption = "auto",
     runtime: RuntimeOption = "auto",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            help="Hugging Face folder with the tokenizer, or the name of an imported model; default: the model's own.",
+        ),
+    ] = None,
     streaming: StreamingOption = True,
     settings: SetOption = None,
     release: ReleaseOption = None,
@@ -83,52 +93,49 @@ def import_(
 
     The engine goes to $ENGINE_DEST_PATH/NAME where that variable is set.
     """
-    from trtserve.import_.sources import parse_source
-    from trtserve.pipeline import ImportSpec, engine_destination, import_to_repository, plan_import
-    from trtserve.repo import tree
-    from trtserve.triton.settings import parse_assignments
-
+    options = locals()  # before anything else has a name here
     progress = TerminalProgress(quiet=quiet)
-    served = parse_source(source, name=name).name
-    spec = ImportSpec(
-        source=source,
-        convert=ConvertSpec(
-            tp_size=tp_size, pp_size=pp_size, dtype=cast(DType, dtype), quantize=cast(Quantization, quantize)
-        ),
-        build=BuildSpec(
-            max_batch_size=max_batch_size,
-            max_input_len=max_input_len,
-            max_seq_len=max_seq_len,
-            max_num_tokens=max_num_tokens,
-            kv_precision=cast(KvPrecision, kv_precision),
-            runtime=cast(RuntimeName, runtime),
-        ),
-        repository=RepositorySpec(
-            name=served,
-            streaming=streaming,
-            release=release,
-            triton_max_batch_size=triton_max_batch_size,
-            preprocessing_instance_count=preprocessing_instance_count,
-            postprocessing_instance_count=postprocessing_instance_count,
-            bls_instance_count=bls_instance_count,
-            max_tokens_in_paged_kv_cache=max_tokens_in_paged_kv_cache,
-            kv_cache_free_gpu_mem_fraction=kv_cache_free_gpu_mem_fraction,
-            settings=parse_assignments(settings or []),
-            copy=copy,
-        ),
-        engine_out=engine_destination(served),
-        out=out,
-        discard_intermediate=discard_intermediate,
-    )
+    spec = _import_spec(options)
     if download_only:
         _download(source, name, out, progress, json=json, dry_run=dry_run)
-        return
-    if dry_run:
-        _print_plan(plan_import(spec, progress=progress), json=json)
-        return
+    elif dry_run:
+        _print_plan(spec, progress, json=json)
+    else:
+        _run(spec, progress, json=json)
+
+
+def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
+    """What the options ask for; each option has the name of the field that it fills."""
+    from trtserve.artifacts import Model
+    from trtserve.import_.sources import parse_source
+    from trtserve.pipeline import ImportSpec, engine_destination
+    from trtserve.triton.settings import parse_assignments
+
+    def filled(spec: type[S]) -> S:
+        return spec(**{field.name: options[field.name] for field in fields(spec)})
+
+    name = parse_source(options["source"], name=options["name"]).name
+    tokenizer = options["tokenizer"]
+    options = {**options, "name": name, "settings": parse_assignments(options["settings"] or [])}
+    return ImportSpec(
+        source=options["source"],
+        convert=filled(ConvertSpec),
+        build=filled(BuildSpec),
+        repository=filled(RepositorySpec),
+        tokenizer=Store().find(Model, tokenizer).path if tokenizer else None,
+        engine_out=engine_destination(name),
+        out=options["out"],
+        discard_intermediate=options["discard_intermediate"],
+    )
+
+
+def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> None:
+    from trtserve.pipeline import import_to_repository
+    from trtserve.repo import tree
+
     repository = import_to_repository(spec, progress=progress)
     if json:
-        record = next(record for record in Store().recorded() if record.name == served)
+        record = next(record for record in Store().recorded() if record.name == spec.name)
         print_json("import", {"path": str(repository.path), **asdict(record)})
     else:
         # The first line is the repository's path, the rest is what lies in it.
@@ -156,7 +163,10 @@ def _download(
         print_data(f"pull      {gibibytes(missing)} of {gibibytes(plan.total_bytes)} to {path}")
 
 
-def _print_plan(plan: ImportPlan, *, json: bool) -> None:
+def _print_plan(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> None:
+    from trtserve.pipeline import plan_import
+
+    plan = plan_import(spec, progress=progress)
     stages = plan.stages()
     if json:
         print_json("import", {"name": plan.model.name, "memory_bytes": plan.memory_bytes, "stages": stages})

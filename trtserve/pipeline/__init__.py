@@ -23,7 +23,14 @@ from trtserve.import_.disk import require_disk
 from trtserve.machine import gibibytes
 from trtserve.pipeline.capacity import Wish, need_of, require_memory
 from trtserve.progress import SILENT, Progress
-from trtserve.repo import RepositoryPlan, assemble_repository, check_tokenizer, plan_repository
+from trtserve.repo import (
+    RepositoryPlan,
+    assemble_repository,
+    check_tokenizer,
+    plan_repository,
+    resolve_options,
+    tokenizer_files,
+)
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import NameRecord, Store, reusable
 from trtserve.triton.profiles import profile
@@ -93,14 +100,15 @@ class ImportPlan:
 class ImportSpec:
     """Everything that `import` can be asked for; the repository's name is the name of all artefacts.
 
-    `engine_out` and `out` are the folders of engine and repository, None for the store; `discard_intermediate`
-    removes the checkpoint when the repository is there.
+    `tokenizer` is a Hugging Face folder, None for the model's own. `engine_out` and `out` are the folders of engine and
+    repository, None for the store; `discard_intermediate` removes the checkpoint when the repository is there.
     """
 
     source: str
     convert: ConvertSpec
     build: BuildSpec
     repository: RepositorySpec
+    tokenizer: Path | None = None
     engine_out: Path | None = None
     out: Path | None = None
     discard_intermediate: bool = False
@@ -109,6 +117,10 @@ class ImportSpec:
     def name(self) -> str:
         """The name under which everything is filed and served."""
         return self.repository.name
+
+    def tokenizer_of(self, model: Model) -> Path:
+        """The folder whose tokenizer is served with `model`."""
+        return self.tokenizer or model.path
 
 
 def engine_destination(name: str) -> Path | None:
@@ -128,8 +140,10 @@ def plan_import(
     # The repository is assembled last, but what would stop it is told first.
     resolve_settings(spec.repository.settings, profile(spec.repository.release))
     _require_replaceable(spec)
+    _require_tokenizer(spec)
     model = plan_model(spec.source, name=spec.name, store=store, token=token, progress=progress)
     need = need_of(_wish(spec, model))
+    resolve_options(spec.repository, need.engine.config_outline())
     path = model_destination(model, None, store)
     published = reusable(Model, path, model.fingerprint)
     plan = ImportPlan(
@@ -151,6 +165,12 @@ def _require_replaceable(spec: ImportSpec) -> None:
         reusable(Engine, spec.engine_out, "")
     if spec.out is not None:
         reusable(ModelRepository, spec.out, "")
+
+
+def _require_tokenizer(spec: ImportSpec) -> None:
+    """RepositoryError when the folder of another tokenizer holds none."""
+    if spec.tokenizer is not None:
+        tokenizer_files(spec.tokenizer)
 
 
 def _wish(spec: ImportSpec, model: ModelPlan) -> Wish:
@@ -181,7 +201,7 @@ def _plan_further(spec: ImportSpec, plan: ImportPlan, model: Model, store: Store
     repository = None
     if build.reused:
         engine = _engine(build)
-        repository = plan_repository(engine, model.path, spec.repository, out=spec.out, store=store)
+        repository = plan_repository(engine, spec.tokenizer_of(model), spec.repository, out=spec.out, store=store)
     return replace(
         plan,
         checkpoint_bytes=conversion.total_bytes,
@@ -259,7 +279,7 @@ def _make_engine(spec: ImportSpec, model: Model, conversion: Conversion, store: 
         progress.step(f"Engine {build.path} is reused")
         return _engine(build)
     # A tokenizer that does not work is told before the long work, not after it.
-    check_tokenizer(model.path, conversion.config["vocab_size"])
+    check_tokenizer(spec.tokenizer_of(model), conversion.config["vocab_size"])
     checkpoint = convert_model(model, spec.convert, name=spec.name, store=store, progress=progress)
     return build_engine(checkpoint, spec.build, name=spec.name, out=spec.engine_out, store=store, progress=progress)
 
@@ -267,10 +287,11 @@ def _make_engine(spec: ImportSpec, model: Model, conversion: Conversion, store: 
 def _make_repository(
     spec: ImportSpec, model: Model, engine: Engine, store: Store, progress: Progress
 ) -> ModelRepository:
-    plan = plan_repository(engine, model.path, spec.repository, out=spec.out, store=store)
+    tokenizer = spec.tokenizer_of(model)
+    plan = plan_repository(engine, tokenizer, spec.repository, out=spec.out, store=store)
     if plan.reused:
         progress.step(f"Model repository {plan.path} is reused")
-    return assemble_repository(engine, model.path, spec.repository, out=spec.out, store=store, progress=progress)
+    return assemble_repository(engine, tokenizer, spec.repository, out=spec.out, store=store, progress=progress)
 
 
 def _tell_new_meaning(record: NameRecord, store: Store, progress: Progress) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +47,14 @@ class EnginePlan:
     memory_bytes: int = 0
     disk_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
+
+    def config_outline(self) -> dict[str, Any]:
+        """What decides the settings of a server in the `config.json` that the engine will have."""
+        return {
+            "pretrained_config": dict(self.config),
+            "build_config": {**asdict(self.limits), "max_beam_width": 1},
+            "trtserve": {"runtime": self.runtime},
+        }
 
 
 class Runtime(Protocol):

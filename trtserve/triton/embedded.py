@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from trtserve.errors import UsageError
+from trtserve.triton.parameter_values import values_of
 from trtserve.triton.profiles import CORE
 
 _MODELS = Path(__file__).parent / "models"
@@ -48,9 +49,11 @@ def require_startable(
     others = _NEEDED | {name: value for name, value in parameters.items() if name not in settings}
     for name, value in settings.items():
         if (own := refused({**others, name: value})) is not None:
+            choices = values_of(CORE, name, release).choices
+            starting = " or ".join(word for word in choices if refused({**others, name: word}) is None)
             raise UsageError(
                 f"--set {name}={value} cannot start on the openvino runtime: {own}",
-                hint=f"Leave {name} out, or serve the model with a runtime for GPUs.",
+                hint=f"Leave {name} out{f', or set it to {starting}' if starting else ''}.",
             )
     raise UsageError(f"The openvino runtime cannot start with these settings: {reason}")
 

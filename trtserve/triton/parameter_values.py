@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtserve.errors import UsageError
 from trtserve.triton.profiles import BLS, CORE, POSTPROCESSING, PREPROCESSING, Row
@@ -20,18 +20,23 @@ _DEVICES = re.compile(r"[0-9]+(,[0-9]+)*(;[0-9]+(,[0-9]+)*)*")
 
 @dataclass(frozen=True)
 class Values:
-    """`accepts` tells whether a text is one of them, `expected` says in words which they are."""
+    """`accepts` tells whether a text is one of them, `expected` says in words which they are.
+
+    `choices` are those among which a runtime may have fewer: every word of an enumeration, or the neutral number.
+    """
 
     expected: str
     accepts: Callable[[str], bool]
+    choices: tuple[str, ...] = ()
 
 
 def _is_integer(text: str, least: int) -> bool:
     return text.isascii() and text.isdigit() and int(text) >= least
 
 
-def _integer(least: int) -> Values:
-    return Values(f"a whole number of {least} or more", lambda text: _is_integer(text, least))
+def _integer(least: int, *, neutral: int | None = None) -> Values:
+    choices = () if neutral is None else (str(neutral),)
+    return Values(f"a whole number of {least} or more", lambda text: _is_integer(text, least), choices)
 
 
 def _integers(least: int) -> Values:
@@ -50,7 +55,7 @@ def _share(*, zero: bool) -> Values:
 
 
 def _one_of(*words: str) -> Values:
-    return Values(f"one of {', '.join(words)}", lambda text: text in words)
+    return Values(f"one of {', '.join(words)}", lambda text: text in words, words)
 
 
 def _matching(pattern: re.Pattern[str], expected: str) -> Values:
@@ -59,7 +64,7 @@ def _matching(pattern: re.Pattern[str], expected: str) -> Values:
 
 _TEXT = Values("any text", lambda _: True)
 # The words that the C++ backend and the Python core model read alike.
-_SWITCH = _one_of("true", "false", "True", "False", "TRUE", "FALSE", "1", "0")
+_SWITCH = replace(_one_of("true", "false", "True", "False", "TRUE", "FALSE", "1", "0"), choices=("true", "false"))
 _WORDS = ("true", "1", "t", "y", "yes", "false", "0", "f", "n", "no")
 _CHOICE = Values(f"one of {', '.join(_WORDS)}", lambda text: text.lower() in _WORDS)
 _CHOICES_TREE = _matching(_TREE, "a tree such as {0},{0,0},{1}")
@@ -70,14 +75,14 @@ _LATER_DECODING_MODES = ("redrafter", "lookahead", "eagle")
 
 VALUES: dict[str, dict[str, Values]] = {
     CORE: {
-        "max_beam_width": _integer(1),
+        "max_beam_width": _integer(1, neutral=1),
         "FORCE_CPU_ONLY_INPUT_TENSORS": _one_of("no", "yes"),
         "gpt_model_type": _one_of("inflight_fused_batching", "inflight_batching", "V1", "v1"),
         "gpt_model_path": _TEXT,
         "encoder_model_path": _TEXT,
         "max_tokens_in_paged_kv_cache": _integer(1),
         "max_attention_window_size": _integers(1),
-        "sink_token_length": _integer(0),
+        "sink_token_length": _integer(0, neutral=0),
         "batch_scheduler_policy": _one_of("guaranteed_no_evict", "max_utilization"),
         "kv_cache_free_gpu_mem_fraction": _share(zero=False),
         "cross_kv_cache_fraction": _share(zero=True),
