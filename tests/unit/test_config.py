@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.support.model_modules import load
+from trtserve.errors import UsageError
 from trtserve.triton.config import ConfigOptions, config_text, parse_config
 from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, RELEASES, profile
+from trtserve.triton.settings import resolve_settings
 
 OPTIONS = ConfigOptions(
     max_batch_size=16,
@@ -88,3 +93,52 @@ def test_batching_by_release() -> None:
     assert config(PREPROCESSING, "0.19").HasField("dynamic_batching")
     assert not config(POSTPROCESSING, "0.12").HasField("dynamic_batching")
     assert config(POSTPROCESSING, "0.13").HasField("dynamic_batching")
+
+
+DATA_TYPES = [
+    ("logits_datatype", "FP32"),
+    ("logits_datatype", "FP16"),
+    *(("encoder_input_features_data_type", value) for value in ("FP16", "BF16", "FP32")),
+    *(("prompt_embedding_table_data_type", value) for value in ("FP16", "BF16", "FP32")),
+]
+
+
+@pytest.mark.parametrize("setting", sorted({name for name, _ in DATA_TYPES}))
+def test_the_data_types_are_those_that_can_be_set(setting: str) -> None:
+    listed = {f"TYPE_{value}" for name, value in DATA_TYPES if name == setting}
+    with pytest.raises(UsageError) as refused:
+        resolve_settings({setting: "TYPE_INT8"}, profile())
+    assert set(re.findall(r"TYPE_\w+", str(refused.value))) - {"TYPE_INT8"} == listed
+
+
+@pytest.mark.parametrize(("setting", "value"), DATA_TYPES)
+@pytest.mark.parametrize("release", [*RELEASES, None])
+def test_an_ensemble_tensor_has_one_type(release: str | None, setting: str, value: str) -> None:
+    """Triton loads no ensemble in which a tensor has another type in one model than in the next."""
+    change: dict[str, Any] = {setting: value}
+    options = replace(OPTIONS, **change)
+    ensemble = config(ENSEMBLE, release, options)
+    types: dict[str, set[int]] = {}
+    for tensor in (*ensemble.input, *ensemble.output):
+        types.setdefault(tensor.name, set()).add(tensor.data_type)
+    for step in ensemble.ensemble_scheduling.step:
+        model = config(step.model_name, release, options)
+        for tensors, links in ((model.input, step.input_map), (model.output, step.output_map)):
+            declared = {tensor.name: tensor.data_type for tensor in tensors}
+            for name, ensemble_tensor in links.items():
+                types.setdefault(ensemble_tensor, set()).add(declared[name])
+    assert {name: found for name, found in types.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(("setting", "value"), DATA_TYPES)
+@pytest.mark.parametrize("release", [*RELEASES, None])
+def test_the_bls_model_hands_on_what_the_core_model_takes(
+    monkeypatch: pytest.MonkeyPatch, release: str | None, setting: str, value: str
+) -> None:
+    forwarded = load(monkeypatch, BLS, "tensor_names").CORE
+    change: dict[str, Any] = {setting: value}
+    options = replace(OPTIONS, **change)
+    core = {tensor.name: tensor.data_type for tensor in config(CORE, release, options).input}
+    for tensor in config(BLS, release, options).input:
+        if (inner := forwarded.get(tensor.name)) in core and tensor.name != "max_tokens":
+            assert tensor.data_type == core[inner], tensor.name

@@ -149,9 +149,14 @@ def _of_release(rows: Iterable[R], release: str) -> tuple[R, ...]:
     return tuple(row for row in rows if row.within(release))
 
 
+# Release 0.12 sent the prompt table through preprocessing, as FP16; later ones hand it to the core model themselves, in
+# a type that is chosen. An ensemble tensor has one type, so the union has the later way only.
+_REPLACED = frozenset({"PROMPT_EMBEDDING_TABLE"})
+
+
 def _of_all(rows: Sequence[R]) -> tuple[R, ...]:
-    """The newest form of every row that any supported release has, in table order."""
-    newest = {row.name: row for row in rows if row.supported}
+    """The newest form of every row that any supported release has, in table order, without what was replaced."""
+    newest = {row.name: row for row in rows if row.supported and row.name not in _REPLACED}
     return tuple(row for row in rows if newest.get(row.name) is row)
 
 
