@@ -61,7 +61,9 @@ def streaming(root: Path, model: Path, engine: Engine) -> Iterator[ModelServer]:
 @pytest.fixture(scope="module")
 def plain(root: Path, model: Path, engine: Engine) -> Iterator[ModelServer]:
     # Relocated after it was made: nothing in it may be an absolute path.
-    made = assemble_repository(engine, model, RepositorySpec(name=NAME, streaming=False), out=root / "made")
+    # Triton loads no ensemble whose tensors differ in type between its models: the type set here reaches all of them.
+    spec = RepositorySpec(name=NAME, streaming=False, settings={"prompt_embedding_table_data_type": "TYPE_BF16"})
+    made = assemble_repository(engine, model, spec, out=root / "made")
     repository = made.path.rename(root / "moved")
     with serving(repository, root / "plain-server") as server:
         yield server
@@ -332,6 +334,9 @@ BAD_BODIES: dict[str, tuple[dict[str, Any], str]] = {
     "unbuilt": ({"text_input": "x", "max_tokens": 4, "return_log_probs": True}, "return_log_probs"),
     "bias": ({"text_input": "x", "max_tokens": 4, "embedding_bias_words": ["a"]}, "embedding_bias_weights"),
     "image": ({"text_input": "x", "max_tokens": 4, "image_url_input": "x"}, "image_url_input"),
+    "guide": ({"text_input": "x", "max_tokens": 4, "guided_decoding_guide": "a+"}, "needs guided_decoding_guide_type"),
+    "decoder": ({"text_input": "x", "max_tokens": 4, "decoder_text_input": "y"}, "decoder_text_input"),
+    "half a request": ({"text_input": "x", "max_tokens": 4, "request_type": "context_only"}, "request_type"),
     "prompt too long": ({"text_input": "x" * 5000, "max_tokens": 4}, "exceeds maximum input length"),
 }
 
@@ -353,6 +358,10 @@ def test_core_errors(plain: ModelServer) -> None:
         ({"streaming": flags(True)}, "Streaming is only supported in decoupled mode."),
         ({"stop": flags(True)}, "A request id must be provided for request cancellation"),
         ({"request_output_len": integers(0)}, "max_tokens"),
+        ({"input_lengths": integers(-1)}, "input_lengths is -1"),
+        ({"input_lengths": integers(9)}, "input_lengths is 9"),
+        ({"context_phase_params": np.ones((1, 3), dtype=np.uint8)}, "context_phase_params is not carried out"),
+        ({"mrope_position_deltas": np.array([[3]])}, "mrope_position_deltas needs mrope_rotary_cos_sin"),
     ):
         with pytest.raises(InferenceServerException, match=message):
             plain.infer("tensorrt_llm", {**prompt, **change})
@@ -373,6 +382,12 @@ def test_neutral_values_pass(plain: ModelServer) -> None:
         "frequency_penalty": 0.0,
         "return_log_probs": False,
         "num_return_sequences": 1,
+        "decoder_text_input": "",
+        "guided_decoding_guide_type": "",
+        "guided_decoding_guide": "",
+        "num_draft_tokens": 0,
+        "use_draft_logits": False,
+        "request_type": "context_and_generation",
         "random_seed": 7,
         "seed": 7,
     }

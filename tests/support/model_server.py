@@ -30,7 +30,15 @@ from trtserve.triton.server import (
 
 Tensors = dict[str, npt.NDArray[Any]]
 
-_TRITON_TYPES = {"b": "BOOL", "O": "BYTES", "int32": "INT32", "uint64": "UINT64", "float32": "FP32"}
+_TRITON_TYPES = {
+    "b": "BOOL",
+    "O": "BYTES",
+    "uint8": "UINT8",
+    "int32": "INT32",
+    "int64": "INT64",
+    "uint64": "UINT64",
+    "float32": "FP32",
+}
 
 
 @dataclass(frozen=True)

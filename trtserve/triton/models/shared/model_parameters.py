@@ -1,7 +1,8 @@
-"""How the Python models read `parameters` of their config.pbtxt: unset values, numbers, switches, paths."""
+"""How the Python models read parameters: those of their config.pbtxt, and those that a request carries."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,13 @@ _TRUE = ("true", "1", "t", "y", "yes")
 _FALSE = ("false", "0", "f", "n", "no")
 
 T = TypeVar("T")
+
+
+def check_request_type(parameters: str) -> None:
+    """Refuse with ValueError the half requests of disaggregated serving; `parameters` are a request's, as JSON."""
+    asked = json.loads(parameters or "{}").get("request_type", "")
+    if asked not in ("", "context_and_generation"):
+        raise ValueError(f"request_type is {asked!r}; this model carries out context_and_generation only.")
 
 
 class ModelParameters:

@@ -107,11 +107,10 @@ class TritonPythonModel:
         return embedding_bias(texts, weights, self._tokenizer.encode, self._vocab_size)
 
     def _decoder_ids(self, inputs: Inputs, pad_ids: NDArray[Any]) -> Inputs:
+        token_ids = [[int(pad)] for pad in pad_ids[:, 0]]
         if "DECODER_QUERY" in inputs:
-            texts = _texts(inputs, "DECODER_QUERY", "decoder_text_input")
-            token_ids = [self._encode_prompt(row[0]) for row in texts]
-        else:
-            token_ids = [[int(pad)] for pad in pad_ids[:, 0]]
+            texts = [row[0] for row in _texts(inputs, "DECODER_QUERY", "decoder_text_input")]
+            token_ids = [self._encode_prompt(text) if text else pad for text, pad in zip(texts, token_ids, strict=True)]
         return {"DECODER_INPUT_ID": _padded(token_ids, pad_ids), "REQUEST_DECODER_INPUT_LEN": _lengths(token_ids)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,6 +11,8 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 from core_response import Outputs, Wanted
 from guarded_sender import GuardedSender
+
+_INNER_MARK = "/bls-[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 
 
 @dataclass(eq=False)
@@ -88,11 +91,13 @@ class PendingTable:
     def executor_ids(self, request_id: str) -> list[int]:
         """Executor ids behind a Triton request id, over all requests that carry it.
 
-        The BLS model marks its inner requests `<client's id>/<unique>`: a stop with the client's id reaches them too.
+        The BLS model marks its inner requests `<client's id>/bls-<uuid4>`: a stop with the client's id reaches them
+        too. Nothing else behind the slash counts, since it is part of the id of another client.
         """
+        inner = re.compile(re.escape(request_id) + _INNER_MARK)
         with self.lock:
             return [
                 executor_id
                 for executor_id, pending in self._by_executor_id.items()
-                if pending.request_id == request_id or pending.request_id.startswith(f"{request_id}/")
+                if pending.request_id == request_id or inner.fullmatch(pending.request_id)
             ]

@@ -13,12 +13,13 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from core_metrics import MetricsReporter
 from core_pending import Pending, PendingTable, error_response, response
-from core_request import Inputs, RequestFactory
+from core_request import RequestFactory
 from core_response import Wanted, generated_tokens, output_arrays, zero_filled
+from core_row import Inputs
 from core_settings import executor_config
 from executor_module import load_executor_module
 from guarded_sender import GuardedSender
-from model_parameters import ModelParameters
+from model_parameters import ModelParameters, check_request_type
 
 # How long the awaiting thread sleeps at most before it looks whether the model is being unloaded. It wakes up for
 # every response at once, so this is no polling period.
@@ -98,6 +99,7 @@ class TritonPythonModel:
         if bool(np.any(inputs.get("stop", False))):
             self._stop(request.request_id(), sender)
             return
+        check_request_type(request.parameters())
         missing = [name for name in _NEEDED_OUTPUTS if name not in request.requested_output_names()]
         if missing:
             raise ValueError(f"{' and '.join(missing)} must be among the requested outputs.")

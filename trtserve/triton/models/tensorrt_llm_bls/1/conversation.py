@@ -126,6 +126,10 @@ def _check(chain: Chain, inputs: Tensors) -> None:
         raise ValueError("image_input was given, but this repository serves a text model without vision parts.")
     if int(np.max(inputs.get("num_draft_tokens", 0))) > 0:
         _check_speculative(chain, inputs, batch)
+    if bool(np.any(inputs.get("use_draft_logits", False))):
+        raise ValueError("use_draft_logits needs num_draft_tokens above 0.")
+    if bool(np.any(inputs.get("prompt_table_extra_id", 0))) and "prompt_embedding_table" not in inputs:
+        raise ValueError("prompt_table_extra_id needs prompt_embedding_table, which was not given.")
 
 
 def _check_speculative(chain: Chain, inputs: Tensors, batch: int) -> None:

@@ -14,7 +14,7 @@ import triton_python_backend_utils as pb_utils
 from conversation import Chain, Conversation
 from guarded_sender import GuardedSender
 from inner_models import InnerModelError, Tensors, stop_request
-from model_parameters import ModelParameters
+from model_parameters import ModelParameters, check_request_type
 
 # Threads only wait for other models; as many requests as this are in work at once, the next ones wait in line.
 _MOST_AT_ONCE = 256
@@ -49,11 +49,16 @@ class TritonPythonModel:
         for request in requests:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             sender = GuardedSender(request.get_response_sender())
+            try:
+                check_request_type(request.parameters())
+            except ValueError as error:
+                self._fail(sender, str(error))
+                continue
             self._workers.submit(self._serve, inputs, request.request_id(), sender)
 
     def _serve(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
-        # The client's id stands in front, so that a stop request sent to the core model with it reaches this one.
-        inner_id = f"{client_id}/{uuid.uuid4()}" if client_id else str(uuid.uuid4())
+        # The core model knows this mark: a stop request sent to it with the client's id reaches this request.
+        inner_id = f"{client_id}/bls-{uuid.uuid4()}" if client_id else str(uuid.uuid4())
         with self._lock:
             self._active[inner_id] = sender
         try:

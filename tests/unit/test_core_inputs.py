@@ -1,0 +1,208 @@
+"""Every input that the core model declares is carried out or refused by name; what asks for nothing passes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.model_modules import load
+from trtserve.executor.unbuilt import refuse_unbuilt
+from trtserve.triton.profiles import CORE, profile
+
+TYPES = {"INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "FP32": np.float32, "FP16": np.float16}
+TYPES |= {"BOOL": np.bool_, "UINT8": np.uint8, "STRING": np.object_, "$logits": np.float32}
+TYPES |= {"$encoder": np.float16, "$prompt": np.float16}
+DECLARED = {tensor.name: tensor for tensor in profile().models[CORE].inputs}
+BASE = {"input_ids": [1, 5, 6, 7], "input_lengths": 3, "request_output_len": 9}
+
+# Input → a value that asks for something, and what the request then says.
+CARRIED: dict[str, tuple[Any, Callable[[Any], Any], Any]] = {
+    "input_ids": ([4, 3, 2], lambda request: request.input_token_ids, [4, 3, 2]),
+    "input_lengths": (2, lambda request: request.input_token_ids, [1, 5]),
+    "request_output_len": (5, lambda request: request.max_tokens, 5),
+    "streaming": (True, lambda request: request.streaming, True),
+    "end_id": (4, lambda request: request.end_id, 4),
+    "pad_id": (4, lambda request: request.pad_id, 4),
+    "stop_words_list": ([[5, 6], [1, 2]], lambda request: request.stop_words, [[5], [6]]),
+    "runtime_top_k": (3, lambda request: request.sampling_config.top_k, 3),
+    "runtime_top_p": (0.5, lambda request: request.sampling_config.top_p, 0.5),
+    "runtime_top_p_min": (0.5, lambda request: request.sampling_config.top_p_min, 0.5),
+    "runtime_top_p_reset_ids": (7, lambda request: request.sampling_config.top_p_reset_ids, 7),
+    "temperature": (0.5, lambda request: request.sampling_config.temperature, 0.5),
+    "len_penalty": (2.0, lambda request: request.sampling_config.length_penalty, 2.0),
+    "early_stopping": (True, lambda request: request.sampling_config.early_stopping, 1),
+    "beam_search_diversity_rate": (0.5, lambda request: request.sampling_config.beam_search_diversity_rate, 0.5),
+    "min_length": (2, lambda request: request.sampling_config.min_tokens, 2),
+    "min_tokens": (2, lambda request: request.sampling_config.min_tokens, 2),
+    "random_seed": (7, lambda request: request.sampling_config.seed, 7),
+    "seed": (7, lambda request: request.sampling_config.seed, 7),
+    "exclude_input_in_output": (True, lambda request: request.output_config.exclude_input_from_output, True),
+}
+# Input → a value that asks for something, and what the error says when nothing else is given.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "beam_width": (2, "beam_width"),
+    "num_return_sequences": (2, "num_return_sequences"),
+    "runtime_top_p_decay": (0.5, "runtime_top_p_decay"),
+    "repetition_penalty": (1.5, "repetition_penalty"),
+    "presence_penalty": (0.5, "presence_penalty"),
+    "frequency_penalty": (0.5, "frequency_penalty"),
+    "bad_words_list": ([[5], [1]], "bad_words_list"),
+    "embedding_bias": ([0.5], "embedding_bias"),
+    "return_log_probs": (True, "return_log_probs"),
+    "return_context_logits": (True, "return_context_logits"),
+    "return_generation_logits": (True, "return_generation_logits"),
+    "return_perf_metrics": (True, "return_perf_metrics"),
+    "return_kv_cache_reuse_stats": (True, "return_perf_metrics"),
+    "draft_input_ids": ([3], "draft_input_ids"),
+    "draft_logits": ([[0.5]], "draft_logits needs draft_input_ids"),
+    "draft_acceptance_threshold": (0.5, "draft_acceptance_threshold needs draft_input_ids"),
+    "decoder_input_ids": ([3, 4], "decoder_input_ids"),
+    "encoder_input_features": ([[0.5]], "encoder_input_features"),
+    "encoder_output_lengths": (3, "encoder_output_lengths needs encoder_input_features"),
+    "cross_attention_mask": ([[True]], "cross_attention_mask needs encoder_input_features"),
+    "skip_cross_attn_blocks": (True, "skip_cross_attn_blocks"),
+    "prompt_embedding_table": ([[0.5]], "prompt_embedding_table"),
+    "prompt_table_extra_ids": ([3], "prompt_table_extra_ids needs prompt_embedding_table"),
+    "mrope_rotary_cos_sin": ([0.5], "mrope_position_deltas is required"),
+    "mrope_position_deltas": (3, "mrope_position_deltas needs mrope_rotary_cos_sin"),
+    "lora_task_id": (3, "lora_task_id"),
+    "lora_weights": ([[0.5]], "lora_weights needs lora_task_id"),
+    "lora_config": ([[1, 0, 8]], "lora_config needs lora_task_id"),
+    "context_phase_params": ([1, 2], "context_phase_params is not carried out"),
+    "retention_token_range_starts": ([0], "retention_token_range_starts"),
+    "retention_token_range_ends": ([4], "retention_token_range_starts, _ends"),
+    "retention_token_range_priorities": ([50], "retention_token_range_starts, _ends and _priorities"),
+    "retention_token_range_durations_ms": ([50], "retention_token_range_starts.* _durations_ms"),
+    "retention_decode_priority": (50, "retention_"),
+    "retention_decode_duration_ms": (50, "retention_"),
+    "guided_decoding_guide_type": (b"json", "guided_decoding_guide"),
+    "guided_decoding_guide": (b"a+", "guided_decoding_guide needs guided_decoding_guide_type"),
+    "lookahead_window_size": (4, "lookahead_ngram_size is required"),
+    "lookahead_ngram_size": (4, "lookahead_window_size is required"),
+    "lookahead_verification_set_size": (4, "lookahead_window_size is required"),
+}
+# What the model itself reads from the batch, and what TensorRT-LLM ignores too.
+ELSEWHERE = {
+    "stop": False,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+    "prompt_vocab_size": 3,
+    "decoder_input_lengths": 1,
+}
+# Inputs for which 0, False and "" ask for something, and the values by which they ask for nothing.
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "runtime_top_p_decay": 1.0,
+    "temperature": 1.0,
+    "stop_words_list": [[0], [-1]],
+    "bad_words_list": [[0], [-1]],
+    "retention_decode_priority": 35,
+    "retention_decode_duration_ms": -1,
+}
+NEVER_NEUTRAL = {*BASE, "lora_task_id"}
+EMPTY_IS_NEUTRAL = [
+    name for name, tensor in DECLARED.items() if -1 in tensor.dims and name not in NEVER_NEUTRAL and name not in NEUTRAL
+]
+
+
+def tensor(name: str, value: Any) -> Any:
+    """One batch row as Triton hands it on: [1] for what is declared with `reshape { }`."""
+    declared = DECLARED[name]
+    array = np.array([value], dtype=TYPES[declared.type])
+    return (
+        array if declared.scalar else array.reshape(1, *(declared.dims if declared.dims == (1,) else array.shape[1:]))
+    )
+
+
+def admitted(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], release: str = "1.2") -> Any:
+    """The request of the inputs, after the embedded executor has looked for what it does not carry out."""
+    executor = load(monkeypatch, "tensorrt_llm", "executor_module").load_executor_module("openvino", release)
+    factory = load(monkeypatch, "tensorrt_llm", "core_request").RequestFactory
+    inputs = {name: tensor(name, value) for name, value in {**BASE, **values}.items()}
+    (request,) = factory(executor, decoupled=True, exclude_input=False).requests(inputs)
+    refuse_unbuilt(request)
+    return request
+
+
+def test_every_declared_input_has_a_row() -> None:
+    assert sorted([*CARRIED, *REFUSED, *ELSEWHERE]) == sorted(DECLARED)
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_carried_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    value, read, expected = CARRIED[name]
+    assert read(admitted(monkeypatch, {name: value})) == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    value, message = REFUSED[name]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        admitted(monkeypatch, {name: value})
+
+
+@pytest.mark.parametrize("name", sorted(DECLARED.keys() - NEVER_NEUTRAL))
+def test_neutral_values_ask_for_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    declared = DECLARED[name]
+    zero: Any = b"" if declared.type == "STRING" else 0
+    empty = np.zeros([max(0, size) for size in declared.dims]).tolist()
+    value: Any = NEUTRAL.get(name, ELSEWHERE.get(name, empty if name in EMPTY_IS_NEUTRAL else zero))
+    admitted(monkeypatch, {name: value})
+
+
+def test_the_pad_id_for_want_of_decoder_text_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    admitted(monkeypatch, {"pad_id": 2, "decoder_input_ids": [2], "decoder_input_lengths": 1})
+
+
+GROUPS: dict[str, tuple[dict[str, Any], str]] = {
+    "adapter": ({"lora_task_id": 1, "lora_weights": [[0.5]], "lora_config": [[1, 0, 8]]}, "lora_task_id"),
+    "half an adapter": ({"lora_task_id": 1, "lora_config": [[1, 0, 8]]}, "LoRA weights and config"),
+    "drafts": ({"draft_input_ids": [3], "draft_logits": [[1.0]], "draft_acceptance_threshold": 0.5}, "draft_input_ids"),
+    "encoder": ({"encoder_input_features": [[0.5]], "encoder_output_lengths": 3}, "encoder_input_features"),
+    "table": ({"prompt_embedding_table": [[0.5]], "prompt_table_extra_ids": [1, 1, 1]}, "prompt_embedding_table"),
+    "mrope": ({"mrope_rotary_cos_sin": [0.5], "mrope_position_deltas": 3}, "mrope_rotary_cos_sin"),
+    "guide": ({"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"a+"}, "guided_decoding_guide"),
+    "a guide of nothing": ({"guided_decoding_guide_type": b"regex"}, "needs a guide"),
+    "lookahead": (
+        {"lookahead_window_size": 4, "lookahead_ngram_size": 3, "lookahead_verification_set_size": 4},
+        "lookahead_window_size",
+    ),
+    "retention": (
+        {
+            "retention_token_range_starts": [0],
+            "retention_token_range_ends": [-1],
+            "retention_token_range_priorities": [50],
+        },
+        "retention_token_range_starts",
+    ),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_whole_groups_reach_the_executor(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    """Another executor builds these: the embedded one refuses the object that it gets."""
+    values, message = GROUPS[group]
+    with pytest.raises(RuntimeError, match=message):
+        admitted(monkeypatch, values)
+
+
+def test_what_a_release_lacks_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    admitted(monkeypatch, {"return_perf_metrics": False}, "0.15")
+    with pytest.raises(ValueError, match="return_perf_metrics is not carried out"):
+        admitted(monkeypatch, {"return_perf_metrics": True}, "0.15")
+
+
+@pytest.mark.parametrize("parameters", ["", "{}", '{"request_type": "context_and_generation"}', '{"priority": 3}'])
+def test_whole_requests_pass(monkeypatch: pytest.MonkeyPatch, parameters: str) -> None:
+    load(monkeypatch, "tensorrt_llm", "model_parameters").check_request_type(parameters)
+
+
+@pytest.mark.parametrize("asked", ["context_only", "generation_only", "both"])
+def test_half_requests_are_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    check = load(monkeypatch, "tensorrt_llm", "model_parameters").check_request_type
+    with pytest.raises(ValueError, match=re.escape(f"request_type is '{asked}'")):
+        check(f'{{"request_type": "{asked}"}}')
