@@ -370,6 +370,18 @@ def test_core_errors(plain: ModelServer) -> None:
         plain.infer("tensorrt_llm", batch)
 
 
+@pytest.mark.parametrize("name", ["tensorrt_llm", "ensemble", NAME])
+def test_a_table_in_bf16_is_refused_by_name(plain: ModelServer, name: str) -> None:
+    """NumPy has no such type: the model must get over the conversion that fails."""
+    from ml_dtypes import bfloat16
+    from tritonclient.utils import InferenceServerException
+
+    is_core = name == "tensorrt_llm"
+    tensors = core_tensors([1, 5], 4, stream=False) if is_core else text_tensors("x", 4, stream=False)
+    with pytest.raises(InferenceServerException, match="prompt_embedding_table is BF16"):
+        plain.infer(name, {**tensors, "prompt_embedding_table": np.ones((1, 2, 4), dtype=bfloat16)})
+
+
 def test_neutral_values_pass(plain: ModelServer) -> None:
     body = {
         **SEED_BODY,

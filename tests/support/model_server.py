@@ -38,6 +38,7 @@ _TRITON_TYPES = {
     "int64": "INT64",
     "uint64": "UINT64",
     "float32": "FP32",
+    "bfloat16": "BF16",
 }
 
 

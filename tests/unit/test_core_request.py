@@ -108,6 +108,17 @@ def test_one_response_policy(monkeypatch: pytest.MonkeyPatch, name: str) -> None
         requests(monkeypatch, decoupled=False, **{name: value})
 
 
+@pytest.mark.oracle
+def test_bfloat16_reaches_an_executor_that_takes_torch_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    module = load(monkeypatch, "tensorrt_llm", "executor_module")
+    executor = module.ExecutorModule(None, (1, 2), torch)
+    table = torch.arange(6).reshape(1, 2, 3).to(torch.bfloat16)
+    array = executor.bfloat16_array("prompt_embedding_table", torch.utils.dlpack.to_dlpack(table))
+    assert array.shape == (1, 2, 3)
+    assert torch.equal(executor.as_tensor(array[0]), table[0])
+
+
 def test_equal_synonyms_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     (request,) = requests(monkeypatch, seed=one(3, np.uint64), random_seed=one(3, np.uint64))
     assert request.sampling_config.seed == 3

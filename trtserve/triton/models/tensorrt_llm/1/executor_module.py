@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# What NumPy has no type for: two bytes of a bfloat16, on their way from Triton to PyTorch.
+BFLOAT16 = np.dtype([("bfloat16", "<i2")])
+
 
 def release_order(release: str) -> tuple[int, int]:
     """`0.17.0.post1` → (0, 17)."""
@@ -34,7 +37,19 @@ class ExecutorModule:
     def as_tensor(self, array: NDArray[Any]) -> Any:
         """A tensor as the executor takes it: torch for TensorRT-LLM, NumPy for the embedded one."""
         array = np.ascontiguousarray(array)
-        return array if self.torch is None else self.torch.from_numpy(array)
+        if self.torch is None:
+            return array
+        if array.dtype == BFLOAT16:
+            return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
+        return self.torch.from_numpy(array)
+
+    def bfloat16_array(self, name: str, capsule: Any) -> NDArray[Any]:
+        """The DLPack capsule of a BF16 input as array of BFLOAT16; ValueError from the embedded executor."""
+        if self.torch is None:
+            raise ValueError(f"{name} is BF16, which the embedded executor does not take.")
+        tensor = self.torch.from_dlpack(capsule).cpu().contiguous()
+        array: NDArray[Any] = tensor.view(self.torch.int16).numpy().view(BFLOAT16)
+        return array
 
     def as_array(self, tensor: Any) -> NDArray[Any]:
         """A tensor of the executor as NumPy array; bfloat16 becomes float32."""

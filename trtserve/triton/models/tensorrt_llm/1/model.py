@@ -20,6 +20,7 @@ from core_settings import executor_config
 from executor_module import load_executor_module
 from guarded_sender import GuardedSender
 from model_parameters import ModelParameters, check_request_type
+from numpy.typing import NDArray
 
 # How long the awaiting thread sleeps at most before it looks whether the model is being unloaded. It wakes up for
 # every response at once, so this is no polling period.
@@ -95,7 +96,7 @@ class TritonPythonModel:
                 sender.send(error_response(message), final=True)
 
     def _submit(self, request: Any, sender: GuardedSender) -> None:
-        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        inputs = {tensor.name(): self._array(tensor) for tensor in request.inputs()}
         if bool(np.any(inputs.get("stop", False))):
             self._stop(request.request_id(), sender)
             return
@@ -110,6 +111,13 @@ class TritonPythonModel:
             ids = self._executor.enqueue_requests(executor_requests)
             pending.open_rows.update(zip(ids, rows, strict=True))
             self._pending.add(pending)
+
+    def _array(self, tensor: Any) -> NDArray[Any]:
+        try:
+            array: NDArray[Any] = tensor.as_numpy()
+        except pb_utils.TritonModelException:  # NumPy has no bfloat16
+            return self._module.bfloat16_array(tensor.name(), tensor.to_dlpack())
+        return array
 
     def _wanted(self, inputs: Inputs, executor_requests: list[Any]) -> list[Wanted]:
         rows = []

@@ -15,6 +15,7 @@ from conversation import Chain, Conversation
 from guarded_sender import GuardedSender
 from inner_models import InnerModelError, Tensors, stop_request
 from model_parameters import ModelParameters, check_request_type
+from numpy.typing import NDArray
 
 # Threads only wait for other models; as many requests as this are in work at once, the next ones wait in line.
 _MOST_AT_ONCE = 256
@@ -47,14 +48,14 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Start each request; the answers go through its response sender."""
         for request in requests:
-            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             sender = GuardedSender(request.get_response_sender())
             try:
                 check_request_type(request.parameters())
+                inputs = {tensor.name(): _array(tensor) for tensor in request.inputs()}
             except ValueError as error:
                 self._fail(sender, str(error))
-                continue
-            self._workers.submit(self._serve, inputs, request.request_id(), sender)
+            else:
+                self._workers.submit(self._serve, inputs, request.request_id(), sender)
 
     def _serve(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
         # The core model knows this mark: a stop request sent to it with the client's id reaches this request.
@@ -107,3 +108,11 @@ class TritonPythonModel:
         self._stopping.set()
         self._workers.shutdown(wait=True)
         self._watcher.join(timeout=5)
+
+
+def _array(tensor: Any) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = tensor.as_numpy()
+    except pb_utils.TritonModelException as error:
+        raise ValueError(f"{tensor.name()} is BF16, which the BLS model cannot hand on; ask the ensemble.") from error
+    return array
