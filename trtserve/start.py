@@ -45,6 +45,7 @@ from trtserve.triton.server import (
     Triton,
     backend_folder,
     find_triton,
+    kv_blocks,
     prepare_backends,
     server_command,
     unique_prefix,
@@ -259,6 +260,9 @@ def _launch(
             wait_until_ready(identity, plan.address, plan.log, timeout=spec.ready_timeout, interrupted=interrupted)
             ready = replace(server, phase="running", stubs=tuple((c.pid, c.started) for c in children(identity)))
             write_state(ready, store)
+            # The gauges know what memory left of the cache, which no file does.
+            for warning in plan.served.cache_warnings(kv_blocks(plan.address)):
+                progress.warn(warning)
         except BaseException:
             _end(server, store, urgent=lambda: interrupted() > 1)
             raise

@@ -39,14 +39,15 @@ def _status(server: Server) -> Status:
     state, reason = condition(server)
     served = _served(server)
     alive = server.identity.alive()
+    blocks = kv_blocks(server.address) if alive else {}
     return Status(
         server=server,
         condition=state,
         reason=reason,
         models=model_states(server.address) if alive else {},
         precision={} if served is None else served.precision,
-        kv_blocks=kv_blocks(server.address) if alive else {},
-        warnings=() if served is None else tuple(differences(served.machine)),
+        kv_blocks=blocks,
+        warnings=() if served is None else (*differences(served.machine), *served.cache_warnings(blocks)),
     )
 
 

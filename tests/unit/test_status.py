@@ -12,13 +12,14 @@ from threading import Thread
 
 import pytest
 
-from trtserve.artifacts import Manifest
+from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
 from trtserve.machine import describe
 from trtserve.process import Identity
 from trtserve.servers import Server, log_file, write_state
 from trtserve.status import server_status
 from trtserve.store import Store
+from trtserve.triton.preflight import inspect_repository
 from trtserve.triton.probe import write_probe_repository
 
 GAUGE = "nv_trt_llm_kv_cache_block_metrics"
@@ -91,7 +92,7 @@ def repository(tmp_path: Path) -> Path:
     engine = folder / "tensorrt_llm" / "1"
     engine.mkdir(parents=True)
     own = {"runtime": "openvino", "compute_precision": "bf16", "kv_precision": "u8"}
-    (engine / "config.json").write_text(json.dumps({"trtserve": own}))
+    (engine / "config.json").write_text(json.dumps({"trtserve": own, "build_config": {"max_seq_len": 4096}}))
     elsewhere = {**describe(), "machine": "sparc"}
     Manifest(kind="repository", name="demo", fingerprint="0", facts={"machine": elsewhere}).write(folder)
     return folder
@@ -110,6 +111,18 @@ def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str
     expected = ["demo", "running", "probe", f"127.0.0.1:{port}", "1", str(port), str(os.getpid()), "streaming"]
     assert captured.out.rstrip("\n").split("\t") == [*expected, "compute bf16, kv u8", "12 of 96 blocks of 32 tokens"]
     assert "built on a machine with machine sparc" in captured.err
+    (_, short) = status.warnings
+    assert "max_seq_len 3072 instead of the engine's 4096" in short
+    assert "The KV cache holds 3072 tokens" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("blocks", "count"), [({"max": 2, "tokens_per": 32}, 1), ({"max": 3, "tokens_per": 32}, 0), ({}, 0)]
+)
+def test_a_cache_that_holds_a_sequence_is_not_mentioned(blocks: dict[str, int], count: int, repository: Path) -> None:
+    (repository / "tensorrt_llm" / "1" / "config.json").write_text(json.dumps({"build_config": {"max_seq_len": 96}}))
+    served = inspect_repository(ModelRepository(path=repository))
+    assert len(served.cache_warnings(blocks)) == count
 
 
 def test_a_repository_that_was_removed_leaves_the_rest(tmp_path: Path) -> None:

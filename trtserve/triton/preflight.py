@@ -55,6 +55,18 @@ class Served:
         found = self.facts.get("machine")
         return found if isinstance(found, Mapping) else {}
 
+    def cache_warnings(self, kv_blocks: Mapping[str, int]) -> list[str]:
+        """What to say of a KV cache whose gauges are `kv_blocks` and that cannot hold one sequence of the engine."""
+        tokens = kv_blocks.get("max", 0) * kv_blocks.get("tokens_per", 0)
+        longest = int(self.engine.get("build_config", {}).get("max_seq_len", 0))
+        if not 0 < tokens < longest:
+            return []
+        text = (
+            f"The KV cache holds {tokens} tokens, so prompt and answer together end there (max_seq_len {tokens} "
+            f"instead of the engine's {longest}). Raise max_tokens_in_paged_kv_cache or kv_cache_free_gpu_mem_fraction."
+        )
+        return [text]
+
     def _own(self, key: str) -> str | None:
         value = self.engine.get("trtserve", {}).get(key)
         return None if value is None else str(value)
