@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.fake_model import FakeModel
 from trtserve.executor import api
+from trtserve.executor.admission import admit
+from trtserve.executor.executor import Executor
+from trtserve.executor.limits import Limits
 from trtserve.executor.unbuilt import REQUEST_FEATURES, refuse_unbuilt, refuse_unbuilt_config
 
 ASKING: dict[str, Any] = {
@@ -55,12 +59,19 @@ ASKING: dict[str, Any] = {
 }
 
 
+LIMITS = Limits(max_batch_size=1, max_seq_len=8, max_num_tokens=8, vocab_size=97)
+
+
 def test_the_defaults_of_every_release_ask_for_nothing() -> None:
     for release in ("0.12", "0.15", "0.19", "1.2"):
         module = api.for_release(release)
         name = "max_tokens" if release == "1.2" else "max_new_tokens"
-        refuse_unbuilt(module.Request(input_token_ids=[1], **{name: 1}))
+        request = module.Request(input_token_ids=[1], **{name: 1})
+        refuse_unbuilt(request)
+        assert admit(request, 1, LIMITS).max_tokens == 1
         refuse_unbuilt_config(module.ExecutorConfig())
+        with Executor.over(FakeModel(), LIMITS, module.ExecutorConfig()) as executor:
+            assert executor.can_enqueue_requests()
 
 
 def test_every_feature_is_tried() -> None:
