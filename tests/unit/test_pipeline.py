@@ -54,8 +54,12 @@ def test_seven_billion_parameters() -> None:
 
 
 def test_enough_memory_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.pipeline.capacity.free_memory", lambda: need_of(_wish()).total)
+    free = need_of(_wish()).total
+    monkeypatch.setattr("trtserve.pipeline.capacity.free_memory", lambda: free)
     require_memory(_wish(), "llama-2-7b")
+    monkeypatch.setattr("trtserve.pipeline.capacity.free_memory", lambda: free - 1)
+    with pytest.raises(MemoryLimitError, match="needs"):
+        require_memory(_wish(), "llama-2-7b")
 
 
 @pytest.mark.parametrize(
