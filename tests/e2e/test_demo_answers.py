@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import trtserve
+from tests.support.commands import command_line, environment, trtserve
 from tests.support.servers import running_server
 from trtserve.query import generate
+from trtserve.servers import Server
 from trtserve.specs import QuerySpec
 from trtserve.start import find_repository
 from trtserve.store import Store
@@ -26,19 +32,31 @@ MAX_TOKENS = 100
 STREAMS = 8
 
 
+SOON = 20.0
+
+
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    home = tmp_path_factory.mktemp("demo")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[Server]:
     trtserve("import", "demo", home=home)
     repository = find_repository(store=Store(home))
     with running_server(repository.path, home=home) as server:
-        yield Endpoint(
-            host=server.host,
-            http_port=server.http_port,
-            grpc_port=server.grpc_port,
-            model=server.model,
-            repository=server.repository,
-        )
+        yield server
+
+
+@pytest.fixture(scope="module")
+def endpoint(server: Server) -> Endpoint:
+    return Endpoint(
+        host=server.host,
+        http_port=server.http_port,
+        grpc_port=server.grpc_port,
+        model=server.model,
+        repository=server.repository,
+    )
 
 
 def _corpus() -> dict[str, str]:
@@ -74,3 +92,49 @@ def test_streamed_pieces_join_to_the_answer(endpoint: Endpoint, protocol: str, m
     answer = generate(spec, endpoint, on_text=pieces.append)
     assert len(pieces) > 5
     assert "".join(pieces) == answer.text == _corpus()[REQUIRED[0]]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_ctrl_c_ends_the_request_in_the_engine(server: Server, home: Path, protocol: str) -> None:
+    # So hot that the EOS token is one of all tokens, and the answer as long as it may be.
+    hot = ["--temperature", "100", "--top-p", "1.0", "--seed", "3", "--max-tokens", "2000"]
+    _until(lambda: _load(server) == (0, 0))  # the gauges follow the tests before
+    before = _gauge(server, "iteration_counter")
+    process = subprocess.Popen(
+        command_line("query", REQUIRED[0], "--stream", "--protocol", protocol, "--server", server.name, *hot),
+        env=environment(home),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        _until(lambda: min(_load(server)) > 0)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SOON) == 130
+        _until(lambda: _load(server) == (0, 0))
+        # One iteration per token: the answer was cut.
+        assert _gauge(server, "iteration_counter") - before < 1800
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _load(server: Server) -> tuple[int, int]:
+    """Active requests and used KV blocks."""
+    return _gauge(server, "active"), _gauge(server, "used")
+
+
+def _gauge(server: Server, kind: str) -> int:
+    """One gauge of the core model, by its label."""
+    url = f"http://{server.host}:{server.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        found = re.search(rf'_type="{kind}".*}} (\d+)', answer.read().decode())
+    assert found
+    return int(found[1])
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
