@@ -45,7 +45,7 @@ $(READY): pyproject.toml
 	touch $@
 
 $(VENV)/.bench: $(READY)
-	$(BIN)/python -m pip install --quiet '.[bench]'
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	touch $@
 
 clean: ## remove what the targets above made
