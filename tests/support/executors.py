@@ -1,0 +1,81 @@
+"""Executors over fake models, and how tests wait for what they answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.support.fake_model import FakeModel
+from trtserve.executor.api import (
+    Executor,
+    ExecutorConfig,
+    Request,
+    Response,
+)
+from trtserve.executor.limits import Limits
+
+Start = Callable[..., tuple[Executor, FakeModel]]
+SOON = 20.0
+
+
+@contextmanager
+def executors() -> Iterator[Start]:
+    """Start executors over fake models; they are shut down at the end."""
+    started: list[tuple[Executor, FakeModel]] = []
+
+    def make(*, batch: int = 8, seq_len: int = 100, tokens: int = 64, **config: Any) -> tuple[Executor, FakeModel]:
+        model = FakeModel()
+        settings = ExecutorConfig(**config)
+        limits = Limits(
+            max_batch_size=batch,
+            max_seq_len=seq_len,
+            max_num_tokens=tokens,
+            vocab_size=model.vocab_size,
+            chunked=settings.enable_chunked_context,
+        )
+        started.append((Executor.over(model, limits, settings), model))
+        return started[-1]
+
+    yield make
+    for executor, model in started:
+        model.gate.set()
+        executor.shutdown()
+
+
+def collect(executor: Executor, ids: list[int]) -> dict[int, list[Response]]:
+    """All responses of `ids`, up to their last ones."""
+    found: dict[int, list[Response]] = {number: [] for number in ids}
+    deadline = time.monotonic() + SOON
+    while not all(responses and is_last(responses[-1]) for responses in found.values()):
+        assert time.monotonic() < deadline, "not all requests were answered"
+        for response in executor.await_responses(timeout=0.5):
+            assert isinstance(response, Response)
+            found[response.request_id].append(response)
+    return found
+
+
+def is_last(response: Response) -> bool:
+    """True for the response that ends its request."""
+    return response.has_error() or response.result.is_final
+
+
+def answer_of(executor: Executor, request: Request) -> Response:
+    """The only response of a request."""
+    (response,) = collect(executor, [executor.enqueue_request(request)]).popitem()[1]
+    return response
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, for a bounded time."""
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def free_blocks(executor: Executor) -> int:
+    """Blocks that no sequence holds or has reserved."""
+    assert executor._worker is not None
+    return executor._worker.cache.available
