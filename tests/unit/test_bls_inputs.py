@@ -48,4 +48,4 @@ def test_refused_by_name(conversation: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["num_draft_tokens", "use_draft_logits", "prompt_table_extra_id"])
 def test_neutral_values_pass(conversation: Any, name: str) -> None:
-    start(conversation, name, 0)
+    assert hasattr(start(conversation, name, 0), "answers")

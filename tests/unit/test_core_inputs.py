@@ -151,11 +151,12 @@ def test_neutral_values_ask_for_nothing(monkeypatch: pytest.MonkeyPatch, name: s
     zero: Any = b"" if declared.type == "STRING" else 0
     empty = np.zeros([max(0, size) for size in declared.dims]).tolist()
     value: Any = NEUTRAL.get(name, ELSEWHERE.get(name, empty if name in EMPTY_IS_NEUTRAL else zero))
-    admitted(monkeypatch, {name: value})
+    assert admitted(monkeypatch, {name: value}).max_tokens == BASE["request_output_len"]
 
 
 def test_the_pad_id_for_want_of_decoder_text_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    admitted(monkeypatch, {"pad_id": 2, "decoder_input_ids": [2], "decoder_input_lengths": 1})
+    request = admitted(monkeypatch, {"pad_id": 2, "decoder_input_ids": [2], "decoder_input_lengths": 1})
+    assert request.pad_id == 2
 
 
 GROUPS: dict[str, tuple[dict[str, Any], str]] = {
