@@ -10,7 +10,10 @@ BENCH_WORK ?= .bench
 # Arguments for pytest, for example: make test ARGS="-k sampling"
 ARGS ?=
 
-.PHONY: demo test lint bench docs golden clean
+.PHONY: help demo test lint bench docs golden clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: $(READY) ## a real model from import to a measured answer, on a real Triton server
 	PATH="$(abspath $(BIN)):$$PATH" TRTSERVE_HOME="$(abspath .demo)" bash examples/demo.sh

@@ -8,7 +8,7 @@ show() {
 }
 
 show 'trtserve import demo'
-show 'trtserve start --detach'
+show 'trtserve start --detach --auto-ports'
 trap "show 'trtserve stop'" EXIT
 show 'trtserve query "What is ML?"'
 show 'trtserve query --stream "What is machine learning?"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ _ORACLE_REQUIRED = os.environ.get("TRTSERVE_ORACLE") == "required"
 
 
 def pytest_configure() -> None:
-    """Stop at once when oracle tests are required and PyTorch is missing."""
+    """Let child processes obey signals, and stop at once when oracles are required and PyTorch is missing.
+
+    A shell's background job, setsid and nohup hand down SIGINT and SIGHUP as ignored, and what is ignored stays ignored
+    in every child: tests of Ctrl-C would fail there. A handler, unlike that, is reset when a child is executed.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
     if _ORACLE_REQUIRED and importlib.util.find_spec("torch") is None:
         raise pytest.UsageError("TRTSERVE_ORACLE=required, but PyTorch is not installed.")
 
