@@ -58,6 +58,18 @@ def test_unchanged_folder_is_reused_and_changed_one_is_not(folder: Path) -> None
     assert len({first.fingerprint, second.fingerprint, third.fingerprint}) == 3
 
 
+def test_the_spelling_of_a_path_makes_no_other_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path / "here")
+    plans = [plan_model(spelling) for spelling in (str(folder), "../mine", "../here/../mine/", "../link")]
+    assert {(plan.fingerprint, plan.source.location, plan.name) for plan in plans} == {
+        (plans[0].fingerprint, str(folder.resolve()), "mine")
+    }
+
+
 def test_out_and_name(folder: Path, tmp_path: Path) -> None:
     model = import_model(str(folder), name="other", out=tmp_path / "there")
     assert (model.path, model.name) == (tmp_path / "there", "other")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import typer
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.app import app, run
 from trtserve.cli.import_ import _import_spec
-from trtserve.errors import ModelNotFoundError, RepositoryError, UsageError
+from trtserve.errors import ModelNotFoundError, RepositoryError, UnsupportedModelError, UsageError
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 TREE: Any = typer.main.get_command(app)
@@ -70,6 +71,16 @@ def test_another_tokenizer_is_served(model: Path, tmp_path: Path, capsys: pytest
     assert json.loads(served.read_text(encoding="utf-8"))["mark"] == 1
     assert run([*arguments, "--dry-run"]) == 0
     assert "repo      reuse" in capsys.readouterr().out
+
+
+def test_with_another_tokenizer_the_model_needs_none(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = Path(shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*")))
+    assert run(["import", str(bare), "--dry-run"]) == UnsupportedModelError.code
+    assert "--tokenizer" in capsys.readouterr().err
+    for kind in ("--dry-run", "--download-only", "--max-seq-len=64"):
+        assert run(["import", str(bare), kind, "--tokenizer", str(model)]) == 0
 
 
 def test_a_folder_without_tokenizer_is_said_first(model: Path, tmp_path: Path) -> None:

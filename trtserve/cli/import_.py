@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -97,7 +96,7 @@ def import_(
     progress = TerminalProgress(quiet=quiet)
     spec = _import_spec(options)
     if download_only:
-        _download(source, name, out, progress, json=json, dry_run=dry_run)
+        _download(spec, progress, json=json, dry_run=dry_run)
     elif dry_run:
         _print_plan(spec, progress, json=json)
     else:
@@ -142,20 +141,19 @@ def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> None:
         print_data("\n".join([str(repository.path), *tree(repository.path).splitlines()[1:]]))
 
 
-def _download(
-    source: str, name: str | None, out: Path | None, progress: TerminalProgress, *, json: bool, dry_run: bool
-) -> None:
+def _download(spec: ImportSpec, progress: TerminalProgress, *, json: bool, dry_run: bool) -> None:
     from trtserve.import_ import import_model, missing_bytes, model_destination, plan_model
 
+    out, own = spec.out, spec.tokenizer is None
     if not dry_run:
-        model = import_model(source, name=name, out=out, progress=progress)
+        model = import_model(spec.source, name=spec.name, out=out, own_tokenizer=own, progress=progress)
         facts = model.manifest.spec if model.manifest else {}
         if json:
             print_json("import", {"path": str(model.path), "name": model.name, **facts})
         else:
             print_data(str(model.path))
         return
-    plan = plan_model(source, name=name, progress=progress)
+    plan = plan_model(spec.source, name=spec.name, own_tokenizer=own, progress=progress)
     path, missing = model_destination(plan, out, Store()), missing_bytes(plan, out=out)
     if json:
         print_json("import", {"path": str(path), "name": plan.name, "missing_bytes": missing})

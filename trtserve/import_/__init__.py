@@ -29,14 +29,16 @@ def import_model(
     out: Path | None = None,
     store: Store | None = None,
     token: str | None = None,
+    own_tokenizer: bool = True,
     progress: Progress = SILENT,
 ) -> Model:
     """Bring a model into the store: `demo`, an alias, a hub id `org/name[@revision]` or a folder.
 
     The hub's revision is pinned to a commit; only config, tokenizer and safetensors are pulled. `token` None takes
     the usual places of huggingface_hub. A local folder is referred to, never changed and its weights never copied.
+    `own_tokenizer` False: the model needs none, since another one is served with it.
     """
-    plan = plan_model(source, name=name, store=store, token=token, progress=progress)
+    plan = plan_model(source, name=name, store=store, token=token, own_tokenizer=own_tokenizer, progress=progress)
     return pull_model(plan, out=out, store=store, token=token, progress=progress)
 
 
@@ -46,17 +48,18 @@ def plan_model(
     name: str | None = None,
     store: Store | None = None,
     token: str | None = None,
+    own_tokenizer: bool = True,
     progress: Progress = SILENT,
 ) -> ModelPlan:
     """Learn everything about a model that needs no weights: commit, files, sizes, architecture.
 
     From the hub only `config.json` and the index of the weights are pulled. UnsupportedModelError when the model
-    cannot be converted here.
+    cannot be converted here, or has no tokenizer although it needs its own.
     """
     parsed = parse_source(source, name=name)
     if parsed.kind != "hub":
-        return folder_plan(parsed)
-    return _plan_from_hub(parsed, store or Store(), token, progress)
+        return folder_plan(parsed, own_tokenizer=own_tokenizer)
+    return _plan_from_hub(parsed, store or Store(), token, progress, own_tokenizer=own_tokenizer)
 
 
 def pull_model(
@@ -100,7 +103,9 @@ def missing_bytes(plan: ModelPlan, *, out: Path | None = None, store: Store | No
     return sum(file.size - hub.pulled_bytes(file, folder) for file in plan.files)
 
 
-def _plan_from_hub(source: Source, store: Store, token: str | None, progress: Progress) -> ModelPlan:
+def _plan_from_hub(
+    source: Source, store: Store, token: str | None, progress: Progress, *, own_tokenizer: bool
+) -> ModelPlan:
     if (stored := stored_plan(source, store, offline=hub.is_offline())) is not None:
         return stored
     progress.step(f"Looking up {source.location} on {hub.endpoint()}")
@@ -113,7 +118,7 @@ def _plan_from_hub(source: Source, store: Store, token: str | None, progress: Pr
         def read(file: hub.RemoteFile) -> Path:
             return _bring(revision, file, folder, token, progress)
 
-        files, config = planned_files(source.location, revision.files, read)
+        files, config = planned_files(source.location, revision.files, read, own_tokenizer=own_tokenizer)
     hub.require_pullable(source.location, files)
     return ModelPlan(source=source, revision=revision, files=files, config=config)
 

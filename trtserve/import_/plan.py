@@ -113,11 +113,12 @@ def is_weights(name: str) -> bool:
 
 
 def planned_files(
-    label: str, files: Sequence[RemoteFile], read: Callable[[RemoteFile], Path]
+    label: str, files: Sequence[RemoteFile], read: Callable[[RemoteFile], Path], *, own_tokenizer: bool = True
 ) -> tuple[tuple[RemoteFile, ...], dict[str, Any]]:
     """The needed ones of `files`, and the content of `config.json`; `read` makes a small file readable here.
 
-    UnsupportedModelError when the model cannot be converted here, named before any weights are asked for.
+    UnsupportedModelError when the model cannot be converted here, named before any weights are asked for; a model
+    without tokenizer is one of those, unless `own_tokenizer` is False.
     """
     by_name = {file.name: file for file in files}
     if CONFIG not in by_name:
@@ -127,10 +128,10 @@ def planned_files(
     config = _read_json(read(by_name[CONFIG]), label)
     supported(config)
     weights = _weight_names(label, by_name, read)
-    if not any(name in by_name for name in _TOKENIZERS):
+    if own_tokenizer and not any(name in by_name for name in _TOKENIZERS):
         raise UnsupportedModelError(
             f"{label} has no tokenizer; expected one of {', '.join(_TOKENIZERS)}.",
-            hint="Copy the tokenizer's files beside config.json, or choose a repository that has them.",
+            hint="Name a folder that has one with --tokenizer, or copy the tokenizer's files beside config.json.",
         )
     wanted = SMALL_FILES | weights
     return tuple(by_name[name] for name in sorted(wanted & by_name.keys())), config
@@ -163,13 +164,13 @@ def _read_json(path: Path, label: str) -> dict[str, Any]:
     return content
 
 
-def folder_plan(source: Source) -> ModelPlan:
+def folder_plan(source: Source, *, own_tokenizer: bool = True) -> ModelPlan:
     """Plan of a model in a folder, the demo's included; CorruptFileError when a file of weights is cut."""
     folder = Path(source.location)
     _require_model(folder)
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     listed = [RemoteFile(name=name, size=(folder / name).stat().st_size, digest="") for name in names]
-    files, config = planned_files(str(folder), listed, lambda file: folder / file.name)
+    files, config = planned_files(str(folder), listed, lambda file: folder / file.name, own_tokenizer=own_tokenizer)
     hashed = source.kind == "demo"
     return ModelPlan(
         source=source, folder=folder, config=config, files=tuple(_local_file(folder / f.name, hashed) for f in files)

@@ -119,15 +119,14 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _folder(text: str, path: str, name: str | None) -> Source:
-    folder = Path(path).expanduser().absolute()
+    # One folder has one spelling: its path is part of what identifies the model.
+    folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
         raise ModelNotFoundError(
             f"{path} is not a folder on this machine.",
             hint="Give an existing folder, or a hub id as org/name (hf:org/name when in doubt).",
         )
-    return Source(
-        text=text, kind="folder", location=str(folder), name=served_name(name or plain_name(folder.resolve().name))
-    )
+    return Source(text=text, kind="folder", location=str(folder), name=served_name(name or plain_name(folder.name)))
 
 
 def _hub(text: str, identifier: str, name: str | None) -> Source:

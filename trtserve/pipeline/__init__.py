@@ -141,7 +141,8 @@ def plan_import(
     resolve_settings(spec.repository.settings, profile(spec.repository.release))
     _require_replaceable(spec)
     _require_tokenizer(spec)
-    model = plan_model(spec.source, name=spec.name, store=store, token=token, progress=progress)
+    own = spec.tokenizer is None
+    model = plan_model(spec.source, name=spec.name, store=store, token=token, own_tokenizer=own, progress=progress)
     need = need_of(_wish(spec, model))
     resolve_options(spec.repository, need.engine.config_outline())
     path = model_destination(model, None, store)
