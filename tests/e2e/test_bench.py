@@ -178,6 +178,24 @@ def test_command_fails_when_requests_failed(server: Endpoint, capsys: pytest.Cap
     assert "asked to fail" in captured.err
 
 
+def test_command_fails_when_its_time_was_over(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    # A schedule of 10 s: most requests are neither sent nor failed when the second is over.
+    schedule = ["--request-rate", "1", "--arrivals", "constant", "--timeout", "1.5", "--warmup-requests", "0"]
+    assert run(_arguments(server, *schedule)) == 50
+    captured = capsys.readouterr()
+    assert "Requests/Sec" in captured.out
+    assert "note: The time limit ended the run (--timeout 1.5)" in captured.err
+    assert (
+        "error: --timeout 1.5 was over before all 10 requests were answered: 2 completed, 0 failed, 8 never sent"
+        in (captured.err)
+    )
+
+
+def test_quiet_command_says_nothing(server: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(_arguments(server, "--quiet", "--out", str(tmp_path / "r"))) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_dry_run_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(_arguments(Endpoint(grpc_port=1), "--dry-run")) == 0
     assert "Would send 10 requests" in capsys.readouterr().out

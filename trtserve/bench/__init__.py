@@ -76,7 +76,8 @@ def run_benchmark(spec: BenchSpec, endpoint: Endpoint, *, progress: Progress = S
         started=started,
         versions={"trtserve": __version__, "grpcio": importlib.metadata.version("grpcio")},
         interrupted=outcome.interrupted,
-        notes=(*plan.notes, *notes_on(statistics)),
+        timed_out=outcome.timed_out,
+        notes=(*plan.notes, *notes_on(statistics), *_time_notes(spec, outcome)),
         records=tuple(outcome.records),
     )
 
@@ -125,6 +126,12 @@ def _warmup_notes(spec: BenchSpec) -> list[str]:
     if not spec.warmup_requests:
         return ["No warm-up: the first requests carry the server's first-use costs."]
     return [f"{spec.warmup_requests} warm-up requests go before the measured window and are not counted."]
+
+
+def _time_notes(spec: BenchSpec, outcome: Outcome) -> list[str]:
+    if not outcome.timed_out:
+        return []
+    return [f"The time limit ended the run (--timeout {spec.timeout:g}): the figures cover what had been sent."]
 
 
 def _hash(traffic: Traffic) -> str:

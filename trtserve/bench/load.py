@@ -75,10 +75,11 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Records in the order of the requests; `interrupted` when the user ended the run."""
+    """Records in the order of the requests; `interrupted`: the user ended the run, `timed_out`: the time limit did."""
 
     records: list[Record]
     interrupted: bool
+    timed_out: bool
 
 
 def run_load(load: Load, *, on_end: Callable[[], None] = lambda: None) -> Outcome:
@@ -134,23 +135,27 @@ class _Sender:
         if warmup:
             await self._bounded(self._closed(warmup, load.warmup), stop)
         _check_warmup(warmup, stop)
+        finished = True
         if not stop.is_set():
             window = self._closed if load.offsets is None else self._open
-            await self._bounded(window(records, load.requests), stop)
-        return Outcome(records=records, interrupted=stop.is_set())
+            finished = await self._bounded(window(records, load.requests), stop)
+        return Outcome(
+            records=records, interrupted=stop.is_set(), timed_out=not finished and self._cut_off[0] == "failed"
+        )
 
-    async def _bounded(self, work: Any, stop: asyncio.Event) -> None:
-        """Do `work` until its end, the user's interrupt or the time limit."""
+    async def _bounded(self, work: Any, stop: asyncio.Event) -> bool:
+        """Do `work` until its end, the user's interrupt or the time limit; whether it came to its end."""
         task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
         await asyncio.wait({task, stopping}, timeout=self._load.timeout, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if task.done():
             task.result()
-            return
+            return True
         if not stop.is_set():
             self._cut_off = ("failed", f"not answered when the benchmark's {self._load.timeout:g} s were over")
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_TIMEOUT)
+        return False
 
     async def _closed(self, records: Sequence[Record], requests: Sequence[TrafficRequest]) -> None:
         """`concurrency` users, each sending its next request when its last one has ended."""

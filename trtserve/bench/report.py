@@ -37,6 +37,7 @@ class Report:
     started: str
     versions: Mapping[str, str]
     interrupted: bool = False
+    timed_out: bool = False
     notes: tuple[str, ...] = ()
     records: tuple[Record, ...] = field(default=(), repr=False)
 

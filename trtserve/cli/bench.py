@@ -15,6 +15,7 @@ from trtserve.specs import BenchSpec
 
 if TYPE_CHECKING:
     from trtserve.bench import Report
+    from trtserve.progress import Progress
     from trtserve.triton.client import Endpoint
 
 group = typer.Typer(no_args_is_help=True)
@@ -102,12 +103,13 @@ def _measure(spec: BenchSpec, endpoint: Endpoint, *, out: Path | None, quiet: bo
     from trtserve.bench import run_benchmark
 
     _require_folder(out)
-    report = run_benchmark(spec, endpoint, progress=output.TerminalProgress(quiet=quiet))
+    progress = output.TerminalProgress(quiet=quiet)
+    report = run_benchmark(spec, endpoint, progress=progress)
     if out is not None:
         report.write(out)
-    _print(report, json=json)
+    _print(report, progress, json=json)
     if out is not None:
-        output.say(f"Written: {out / 'report.json'}, {out / 'requests.jsonl'}")
+        progress.step(f"Written: {out / 'report.json'}, {out / 'requests.jsonl'}")
     if report.interrupted:
         raise KeyboardInterrupt
     _check(report)
@@ -122,7 +124,7 @@ def _require_folder(out: Path | None) -> None:
         raise UsageError(f"--out is {out}; no folder can be made there: {error.strerror}.") from None
 
 
-def _print(report: Report, *, json: bool) -> None:
+def _print(report: Report, progress: Progress, *, json: bool) -> None:
     from trtserve.bench.report import COLUMNS
 
     if json:
@@ -130,13 +132,20 @@ def _print(report: Report, *, json: bool) -> None:
     else:
         output.print_table(COLUMNS, report.rows())
     for note in report.notes:
-        output.say(f"note: {note}")
+        progress.step(f"note: {note}")
     if report.interrupted:
-        output.say("Interrupted: the figures cover what had been sent.")
+        progress.step("Interrupted: the figures cover what had been sent.")
 
 
 def _check(report: Report) -> None:
     failed = [record for record in report.records if record.status == "failed"]
+    if report.timed_out:
+        counts = report.statistics.counts
+        ended = f"--timeout {report.spec.timeout:g} was over before all {counts.offered} requests were answered"
+        raise BenchmarkError(
+            f"{ended}: {counts.completed} completed, {counts.failed} failed, {counts.unsent} never sent.",
+            hint="Raise --timeout, or send fewer or shorter requests: --num-requests, --output-mean.",
+        )
     if failed:
         reasons = {record.error: None for record in failed}
         raise BenchmarkError(
