@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from rich.text import Text
 
 from trtserve.cli.output import print_table
 
@@ -39,3 +40,21 @@ def test_long_paths_do_not_make_a_table_narrow(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     print_table(("name", "path"), [("demo", "/a" * 60)])
     assert capsys.readouterr().out.startswith("┏━━━━━━┳━")
+
+
+@pytest.mark.parametrize("width", [80, 97, 98, 100, 110, 120, 200])
+def test_no_table_is_wider_than_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    row = ("tiny-int8", "/tmp/models/new-one/tiny", "977 KiB", "float16 int8 weights, compute bf16, KV u8")
+    print_table(
+        ("name", "source", "size", "engine", "repository", "server"), [(*row, "tiny-int8-d25137d0877d", "last-one")]
+    )
+    lines = [Text.from_ansi(line).plain for line in capsys.readouterr().out.splitlines()]
+    assert all(len(line) <= width for line in lines)
+    assert "last-one" in "".join(lines)
+    if width >= 98:
+        assert len({len(line) for line in lines}) == 1
+        assert (lines[0][-1], lines[-1][-1]) == ("┓", "┘")

@@ -53,17 +53,35 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
     from rich.console import Console
     from rich.table import Table
 
-    widths = _least_widths(columns, rows)
-    if sum(widths) + 3 * len(widths) + 1 > Console().width:
+    widths = _fitting_widths(columns, rows, Console().width)
+    if widths is None:
         print_data("\n\n".join(_block(columns, row) for row in rows))
         return
     table = Table(title=title)
     for column, width in zip(columns, widths, strict=True):
         # A cut path or version is of no use; a narrow terminal folds it.
-        table.add_column(column, overflow="fold", min_width=width)
+        table.add_column(column, overflow="fold", width=width)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     Console().print(table)
+
+
+def _fitting_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], room: int) -> list[int] | None:
+    """Width of each column, so that the table takes no more than `room` characters; None when its words do not fit.
+
+    Rich's own share-out goes below the least widths and then cuts the table at the right.
+    """
+    widths = _least_widths(columns, rows)
+    whole = [max(len(str(cell)) for cell in column) for column in zip(columns, *rows, strict=True)]
+    spare = room - (sum(widths) + 3 * len(widths) + 1)
+    if spare < 0:
+        return None
+    # Those that lack least come first: so most cells stay on one line.
+    for index in sorted(range(len(widths)), key=lambda i: whole[i] - widths[i]):
+        more = min(spare, whole[index] - widths[index])
+        widths[index] += more
+        spare -= more
+    return widths
 
 
 def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[int]:
