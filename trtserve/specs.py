@@ -37,6 +37,12 @@ def _require_above_zero(owner: object, *names: str) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be above 0.")
 
 
+def _require_range(flag: str, value: float | None, lowest: float, highest: float, words: str) -> None:
+    """Within [lowest, highest] and finite; None passes."""
+    if value is not None and not (math.isfinite(value) and lowest <= value <= highest):
+        raise UsageError(f"{flag} is {value}; it must be {words}.")
+
+
 def _require_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{flag} is {value!r}; expected one of {', '.join(choices)}.")
@@ -143,6 +149,12 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_range("--temperature", self.temperature, 0, math.inf, "at least 0")
+        _require_range("--top-k", self.top_k, 0, _LARGEST, f"0 (off) … {_LARGEST}")
+        _require_range("--top-p", self.top_p, 0, 1, "0 (off) … 1")
+        _require_range("--seed", self.seed, 0, 2**64 - 1, f"0 … {2**64 - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import command_line, environment
+from trtserve.cli import run
 
 LATIN1 = "café".encode("latin1")
 
@@ -39,3 +40,24 @@ def test_good_prompt_gets_as_far_as_looking_for_a_server(text: str, tmp_path: Pa
         check=False,
     )
     assert ended.returncode == 33
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--temperature", "5"], True),
+        (["--temperature", "5", "--top-k", "0"], True),
+        (["--temperature", "5", "--top-p", "0.9"], False),
+        (["--temperature", "0"], False),
+        ([], False),
+    ],
+)
+def test_temperature_without_effect_is_said(options: list[str], said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    # Port 1 answers nobody; the note comes first.
+    assert run(["query", "hi", "--url", "127.0.0.1:1", "--timeout", "5", *options]) == 40
+    assert ("--temperature has no effect" in capsys.readouterr().err) == said
+
+
+def test_sampling_out_of_range_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["query", "hi", "--top-p", "5"]) == 2
+    assert "--top-p is 5.0" in capsys.readouterr().err

@@ -29,10 +29,13 @@ PromptArgument = Annotated[str | None, typer.Argument(help="The prompt; `-` or n
 ModelOption = Annotated[str | None, typer.Option("--model", help="Triton model to ask; default: the served alias.")]
 StreamOption = Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="New tokens at most; the engine may allow fewer.")]
-TemperatureOption = Annotated[float | None, typer.Option("--temperature", help="Sampling temperature.")]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option("--temperature", help="Sampling temperature; has an effect with --top-k or --top-p only."),
+]
 TopKOption = Annotated[int | None, typer.Option("--top-k", help="Sample among the k likeliest tokens.")]
 TopPOption = Annotated[float | None, typer.Option("--top-p", help="Sample within this probability mass.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the sampling.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed; default 0: sampling is repeatable.")]
 StopWordsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -91,6 +94,7 @@ def query(
     endpoint = find_endpoint(
         server=server, host=host, http_port=http_port, grpc_port=grpc_port, url=url, protocol=spec.protocol
     )
+    _say_greedy(spec.sampling)
     if dry_run:
         _describe(spec, endpoint)
         return
@@ -131,6 +135,12 @@ def _ask(spec: QuerySpec, endpoint: Endpoint, *, printing: bool, verbose: bool, 
     _say_limit(spec, endpoint)
     if verbose:
         output.say(_timing(answer))
+
+
+def _say_greedy(sampling: Sampling) -> None:
+    """TensorRT-LLM's rule, which surprises: a temperature alone changes nothing."""
+    if sampling.temperature and not sampling.top_k and not sampling.top_p:
+        output.say("note: without --top-k or --top-p the likeliest token is taken; --temperature has no effect.")
 
 
 def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
