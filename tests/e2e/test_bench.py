@@ -162,12 +162,14 @@ def test_command_prints_the_table(server: Endpoint, capsys: pytest.CaptureFixtur
     assert rows["Total requests"] == "10.00"
     assert "cut to the engine's limits" in captured.err
     assert "10 warm-up requests" in captured.err
+    assert f"Benchmark of 'tensorrt_llm' at {server.grpc}: closed loop, concurrency 8" in captured.err
 
 
 def test_command_writes_the_report(server: Endpoint, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(_arguments(server, "--json", "--out", str(tmp_path / "r"))) == 0
     printed = json.loads(capsys.readouterr().out)["result"]
     assert json.loads((tmp_path / "r" / "report.json").read_text()) == printed
+    assert (printed["spec"]["concurrency"], printed["streaming"], printed["model"]) == (8, True, None)
     assert len((tmp_path / "r" / "requests.jsonl").read_text().splitlines()) == 10
 
 

@@ -122,6 +122,8 @@ def _report(records: list[Record], *, streaming: bool = True, **spec: float) -> 
     return Report(
         spec=BenchSpec(**spec),  # type: ignore[arg-type]
         endpoint="127.0.0.1:8001",
+        model="demo",
+        precision={"compute_precision": "f32"},
         streaming=streaming,
         statistics=statistics,
         limits={"vocab_size": 10},

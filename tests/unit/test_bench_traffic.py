@@ -16,6 +16,7 @@ from trtserve.bench.traffic import (
     clip,
     limits_of_repository,
     override_limits,
+    precision_of_repository,
     token_norm_dist,
 )
 from trtserve.errors import UsageError
@@ -93,7 +94,11 @@ def test_limits_come_from_the_repository(tmp_path: Path) -> None:
     engine, tokenizer = tmp_path / "tensorrt_llm" / "1", tmp_path / "preprocessing" / "1" / "tokenizer"
     engine.mkdir(parents=True)
     tokenizer.mkdir(parents=True)
-    config = {"pretrained_config": {"vocab_size": 320}, "build_config": {"max_input_len": 64, "max_seq_len": 128}}
+    config: dict[str, object] = {
+        "pretrained_config": {"vocab_size": 320},
+        "build_config": {"max_input_len": 64, "max_seq_len": 128},
+    }
+    config["trtserve"] = {"compute_precision": "bf16", "kv_precision": "u8", "runtime": "openvino"}
     (engine / "config.json").write_text(json.dumps(config))
     tokens = [{"id": 0, "special": True}, {"id": 5, "special": False}, {"id": 2, "special": True}]
     (tokenizer / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
@@ -101,6 +106,8 @@ def test_limits_come_from_the_repository(tmp_path: Path) -> None:
     assert limits == Limits(vocab_size=320, max_input_len=64, max_seq_len=128, special_ids=frozenset({0, 2}))
     assert override_limits(limits, BenchSpec(max_seq_len=100)).max_seq_len == 100
     assert limits_of_repository(tmp_path, "other").vocab_size is None
+    assert precision_of_repository(tmp_path, "tensorrt_llm") == {"compute_precision": "bf16", "kv_precision": "u8"}
+    assert precision_of_repository(tmp_path, "other") == {}
 
 
 def test_constant_schedule() -> None:

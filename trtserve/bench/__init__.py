@@ -7,14 +7,21 @@ import hashlib
 import importlib.metadata
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtserve import __version__
 from trtserve.bench.arrivals import schedule
 from trtserve.bench.load import Load, Outcome, run_load
 from trtserve.bench.report import Report, notes_on
 from trtserve.bench.statistics import compute
-from trtserve.bench.traffic import Limits, Traffic, limits_of_repository, override_limits, token_norm_dist
+from trtserve.bench.traffic import (
+    Limits,
+    Traffic,
+    limits_of_repository,
+    override_limits,
+    precision_of_repository,
+    token_norm_dist,
+)
 from trtserve.errors import RequestError
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import BenchSpec
@@ -67,8 +74,10 @@ def run_benchmark(spec: BenchSpec, endpoint: Endpoint, *, progress: Progress = S
     outcome = _measure(spec, endpoint, model, plan, progress)
     statistics = compute(outcome.records)
     return Report(
-        spec=spec,
+        spec=replace(spec, concurrency=plan.concurrency),
         endpoint=endpoint.grpc,
+        model=endpoint.model,
+        precision={} if endpoint.repository is None else precision_of_repository(endpoint.repository, spec.model),
         streaming=model.decoupled,
         statistics=statistics,
         limits={name: getattr(plan.limits, name) for name in ("vocab_size", "max_input_len", "max_seq_len")},
@@ -94,9 +103,18 @@ def _measure(spec: BenchSpec, endpoint: Endpoint, model: ModelDescription, plan:
         concurrency=plan.concurrency,
         timeout=spec.timeout,
     )
-    what = f"Sending {len(warmup)} + {len(requests)} requests to {model.name!r} at {endpoint.grpc}"
-    with progress.task(what, total=len(requests) + len(warmup)) as task:
+    served = "" if endpoint.model is None else f" of {endpoint.model}"
+    progress.step(f"Benchmark of {model.name!r}{served} at {endpoint.grpc}: {pace(spec, plan)}")
+    with progress.task(f"Sending {len(warmup)} + {len(requests)} requests", total=len(requests) + len(warmup)) as task:
         return run_load(load, on_end=lambda: task.advance(1))
+
+
+def pace(spec: BenchSpec, plan: Plan) -> str:
+    """How fast requests are sent, in words."""
+    if spec.request_rate is None:
+        return f"closed loop, concurrency {plan.concurrency}"
+    cap = f"concurrency {plan.concurrency} at most" if plan.concurrency else "no cap on concurrency"
+    return f"{spec.request_rate:g} requests/s, {spec.arrivals}, {cap}"
 
 
 def _core_model(model: ModelDescription) -> ModelDescription:

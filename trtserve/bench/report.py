@@ -25,11 +25,16 @@ Row = tuple[str, str]
 class Report:
     """Result of one benchmark. `limits` are the engine's that traffic was held to; `prompts` is a hash of all prompts.
 
+    `spec` has the concurrency that was used. `model` is the name under which the server offers text generation, None
+    where only its address is known; `precision` is the engine's, as far as it is known.
+
     `notes` say what a reader of the figures must know: clipping, warm-up, censored values, an invalid open loop.
     """
 
     spec: BenchSpec
     endpoint: str
+    model: str | None
+    precision: Mapping[str, str]
     streaming: bool
     statistics: Statistics
     limits: Mapping[str, int | None]

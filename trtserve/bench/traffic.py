@@ -56,6 +56,12 @@ def limits_of_repository(repository: Path, model: str) -> Limits:
     )
 
 
+def precision_of_repository(repository: Path, model: str) -> dict[str, str]:
+    """Compute and KV precision, as far as the engine's config.json of a model repository names them."""
+    own = _read_json(repository / model / "1" / "config.json").get("trtserve", {})
+    return {key: own[key] for key in ("compute_precision", "kv_precision") if own.get(key)}
+
+
 def override_limits(limits: Limits, spec: BenchSpec) -> Limits:
     """`limits` with what the user said in their place."""
     said = {name: getattr(spec, name) for name in ("vocab_size", "max_input_len", "max_seq_len")}

@@ -156,7 +156,7 @@ def _check(report: Report) -> None:
 
 def _describe(spec: BenchSpec, endpoint: Endpoint, *, json: bool) -> None:
     """Say what would be sent; nothing is."""
-    from trtserve.bench import plan_benchmark
+    from trtserve.bench import pace, plan_benchmark
 
     plan = plan_benchmark(spec, endpoint)
     requests = plan.traffic.requests
@@ -167,10 +167,8 @@ def _describe(spec: BenchSpec, endpoint: Endpoint, *, json: bool) -> None:
         described |= {"request_rate": spec.request_rate, "notes": plan.notes, "dry_run": True}
         output.print_json("bench token-norm-dist", described)
         return
-    loop = f"{spec.request_rate:g} requests/s, {spec.arrivals}" if spec.request_rate else "closed loop"
-    cap = f"concurrency {plan.concurrency}" if plan.concurrency else "no cap on concurrency"
     output.print_data(
-        f"Would send {len(requests)} requests to {spec.model!r} at {endpoint.grpc} ({loop}, {cap}): "
+        f"Would send {len(requests)} requests to {spec.model!r} at {endpoint.grpc} ({pace(spec, plan)}): "
         f"{tokens[0]} prompt tokens, {tokens[1]} tokens to generate."
     )
     for note in plan.notes:
