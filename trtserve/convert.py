@@ -163,6 +163,8 @@ def convert_model(
 def _write(plan: Plan, folder: Path, progress: Progress) -> None:
     _require_space(plan, folder)
     text = f"Converting to {plan.spec.dtype}, {len(plan.sizes)} rank(s), {gibibytes(plan.total_bytes)}"
+    if plan.spec.quantize != "none":
+        text += f" ({plan.spec.quantize} weights are made when the engine is built)"
     with (
         created(folder, plan.headers, plan.sizes) as files,
         progress.task(text, total=plan.source_bytes, unit="bytes") as task,

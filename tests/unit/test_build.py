@@ -238,7 +238,10 @@ def test_precision_follows_weights_and_machine(dtype: str, kv: str, bfloat16: bo
 @pytest.mark.parametrize("kv", ["auto", "f16", "f32"])
 def test_every_precision_builds_and_runs(dtype: str, quantize: str, kv: Any, tmp_path: Path) -> None:
     source = _convert(tmp_path, dtype=dtype, quantize=quantize)
-    built = build_engine(source, BuildSpec(kv_precision=kv), out=tmp_path / "engine")
+    lines = _Lines()
+    built = build_engine(source, BuildSpec(kv_precision=kv), out=tmp_path / "engine", progress=lines)
+    words = dtype if quantize == "none" else quantize
+    assert any(line.startswith(f"Loading the engine: {words} weights, ") for line in lines.lines)
     size = (built.path / "rank0.bin").stat().st_size
     # int8 adds a float32 scale per row, which weigh much beside the short rows of a tiny model.
     assert abs(size - openvino.weight_bytes(_engine_config(built)["pretrained_config"])) < 8192
@@ -395,7 +398,7 @@ def test_imported_names_lead_to_their_checkpoint(checkpoint: Checkpoint) -> None
 def test_command_prints_the_path(checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["build", str(checkpoint.path), "--max-batch-size", "4", "--out", str(tmp_path / "engine")]
     assert run([*arguments, "--dry-run"]) == 0
-    assert "f32 arithmetic, f32 KV cache" in capsys.readouterr().out
+    assert "float32 weights, f32 arithmetic, f32 KV cache" in capsys.readouterr().out
     assert not (tmp_path / "engine").exists()
     assert run(arguments) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'engine'}\n"

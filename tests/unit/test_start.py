@@ -159,6 +159,17 @@ def test_alias_and_precision_come_from_the_files(repository: ModelRepository) ->
     assert served.precision == {"compute_precision": "f32", "kv_precision": "u8"}
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "words"), [(None, "float16"), ("W8A16", "int8"), ("FP8", "FP8")], ids=["plain", "int8", "foreign"]
+)
+def test_precision_of_the_weights(algorithm: str | None, words: str, repository: ModelRepository) -> None:
+    quantized = {"dtype": "float16", "quantization": {"quant_algo": algorithm}}
+    own = {"runtime": "openvino", "compute_precision": "bf16", "kv_precision": "u8"}
+    with_engine(repository, pretrained_config=quantized, trtserve=own)
+    precision = inspect_repository(repository).precision
+    assert next(iter(precision.items())) == ("weights_precision", words)
+
+
 def test_another_machine_is_noticed() -> None:
     here = describe()
     assert differences(here) == []

@@ -69,6 +69,7 @@ def _described(plan: Plan) -> dict[str, object]:
     return {
         "runtime": engine.runtime,
         **asdict(engine.limits),
+        "weights_precision": engine.weights_precision,
         "compute_precision": engine.compute_precision,
         "kv_precision": engine.kv_precision,
         "memory_bytes": engine.memory_bytes,
@@ -82,7 +83,7 @@ def _lines(plan: Plan) -> list[str]:
     tools = ", ".join(f"{tool} {version}" for tool, version in engine.tools.items())
     return [
         f"build     {engine.config['architecture']}, {gibibytes(engine.disk_bytes)}, by {tools}",
-        f"as        {engine.compute_precision} arithmetic, {engine.kv_precision} KV cache",
+        f"as        {engine.precision}",
         f"limits    {limits.max_batch_size} requests, {limits.max_num_tokens} tokens per step",
         f"lengths   prompts up to {limits.max_input_len} tokens, prompt and answer up to {limits.max_seq_len}",
         f"needs     {gibibytes(engine.memory_bytes)} of memory",

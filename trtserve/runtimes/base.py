@@ -14,6 +14,9 @@ from trtserve.specs import BuildSpec
 
 CheckpointConfig = Mapping[str, Any]
 
+# TensorRT-LLM's name of weight-only int8.
+WEIGHT_ONLY_INT8 = "W8A16"
+
 # Releases of TensorRT-LLM take this where a checkpoint does not say it.
 _UNKNOWN_MAX_POSITION = 2048
 # Kinds of rotary scaling whose factor is part of max_position_embeddings already.
@@ -47,6 +50,17 @@ class EnginePlan:
     memory_bytes: int = 0
     disk_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def weights_precision(self) -> str:
+        """Precision in which the engine keeps the layers' matrices: int8, or the checkpoint's dtype."""
+        algorithm = (self.config.get("quantization") or {}).get("quant_algo")
+        return "int8" if algorithm == WEIGHT_ONLY_INT8 else str(self.config["dtype"])
+
+    @property
+    def precision(self) -> str:
+        """Precision of weights, arithmetic and KV cache in words."""
+        return f"{self.weights_precision} weights, {self.compute_precision} arithmetic, {self.kv_precision} KV cache"
 
     def config_outline(self) -> dict[str, Any]:
         """What decides the settings of a server in the `config.json` that the engine will have."""

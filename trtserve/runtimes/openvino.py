@@ -22,7 +22,7 @@ from trtserve.errors import (
     UnsupportedModelError,
 )
 from trtserve.progress import Progress, Task
-from trtserve.runtimes.base import CheckpointConfig, EnginePlan, Limits, resolve_limits
+from trtserve.runtimes.base import WEIGHT_ONLY_INT8, CheckpointConfig, EnginePlan, Limits, resolve_limits
 from trtserve.specs import BuildSpec
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ _FEATURES = (
 )
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-_WEIGHT_ONLY_INT8 = "W8A16"
 
 
 def plan(config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
@@ -129,7 +128,7 @@ def weight_bytes(config: CheckpointConfig) -> int:
 
 def is_int8(config: CheckpointConfig) -> bool:
     """True when the matrices inside the layers are to be quantised to int8."""
-    return bool((config.get("quantization") or {}).get("quant_algo") == _WEIGHT_ONLY_INT8)
+    return bool((config.get("quantization") or {}).get("quant_algo") == WEIGHT_ONLY_INT8)
 
 
 def build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
@@ -159,7 +158,7 @@ def _build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Pro
     decoder = family(plan.config["architecture"]).decoder(plan.config)
     _write_config(folder, engine_config(plan, window=decoder.window))
     _give_memory_back()
-    progress.step(f"Loading the engine: {plan.compute_precision} arithmetic, {plan.kv_precision} KV cache")
+    progress.step(f"Loading the engine: {plan.precision}")
     facts = _prove(folder)
     # OpenVINO chooses the size of a block when it compiles, and compiling takes the rest of the config.
     _write_config(folder, engine_config(plan, window=decoder.window, tokens_per_block=facts["tokens_per_block"]))
@@ -257,10 +256,10 @@ def _openvino_version() -> str:
 def _require_supported(config: CheckpointConfig) -> None:
     quantization = config.get("quantization") or {}
     algorithm, kv_algorithm = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
-    if algorithm not in (None, "NO_QUANT", _WEIGHT_ONLY_INT8):
+    if algorithm not in (None, "NO_QUANT", WEIGHT_ONLY_INT8):
         raise UnsupportedModelError(
             f"The checkpoint is quantised with {algorithm}; the openvino runtime builds float weights and "
-            f"{_WEIGHT_ONLY_INT8}.",
+            f"{WEIGHT_ONLY_INT8}.",
             hint="Convert the original model with --quantize int8, or without.",
         )
     if kv_algorithm is not None:

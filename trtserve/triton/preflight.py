@@ -40,8 +40,10 @@ class Served:
 
     @property
     def precision(self) -> dict[str, str]:
-        """Compute and KV precision of the engine, where it says them."""
-        return {key: value for key in ("compute_precision", "kv_precision") if (value := self._own(key))}
+        """Precision of the engine's weights, arithmetic and KV cache, where it says them."""
+        found = {"weights_precision": self._weights_precision()}
+        found |= {key: self._own(key) for key in ("compute_precision", "kv_precision")}
+        return {key: value for key, value in found.items() if value}
 
     @property
     def world_size(self) -> int:
@@ -66,6 +68,15 @@ class Served:
             f"instead of the engine's {longest}). Raise max_tokens_in_paged_kv_cache or kv_cache_free_gpu_mem_fraction."
         )
         return [text]
+
+    def _weights_precision(self) -> str | None:
+        """int8 for TensorRT-LLM's W8A16, another algorithm by its name, the dtype without one."""
+        pretrained = self.engine.get("pretrained_config", {})
+        algorithm = (pretrained.get("quantization") or {}).get("quant_algo")
+        if algorithm in (None, "NO_QUANT"):
+            algorithm = pretrained.get("dtype")
+        found = "int8" if algorithm == "W8A16" else algorithm
+        return None if found is None else str(found)
 
     def _own(self, key: str) -> str | None:
         value = self.engine.get("trtserve", {}).get(key)
