@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import numpy as np
 import pytest
 
-from trtserve.errors import RequestError, UsageError
+from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.query import request_tensors
 from trtserve.specs import QuerySpec, Sampling
-from trtserve.triton.client import ModelDescription, Tensor, infer_request, plain, refused, reply_values
+from trtserve.triton.client import (
+    Endpoint,
+    GrpcClient,
+    ModelDescription,
+    Tensor,
+    infer_request,
+    plain,
+    refused,
+    reply_values,
+)
 from trtserve.triton.http_client import generate_body
 
 
@@ -137,6 +150,28 @@ def test_server_texts_lose_their_stack(message: str, expected: str) -> None:
 def test_dead_stub_has_a_hint() -> None:
     assert "trtserve status" in str(refused("Stub process 'demo_0_0' is not healthy.").hint)
     assert refused("prompt too long").hint is None
+
+
+def test_prompt_that_is_too_long_has_a_hint() -> None:
+    words = "Prompt length (9) exceeds maximum input length (8)."
+    error = refused(f"Encountered an error when fetching new request: {words}")
+    assert error.message == words
+    assert "--max-input-len" in str(error.hint)
+
+
+def test_http_port_for_the_grpc_port_is_told() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with (
+                closing(GrpcClient(Endpoint(grpc_port=server.server_port), timeout=10)) as client,
+                pytest.raises(ServerUnreachableError) as caught,
+            ):
+                client.model_names()
+        finally:
+            server.shutdown()
+    assert "--protocol http" in str(caught.value.hint)
+    assert "trtserve start" in str(caught.value.hint)
 
 
 def test_flags_of_a_model() -> None:

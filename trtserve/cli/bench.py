@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from trtserve.cli import output
-from trtserve.cli.endpoint import GrpcPortOption, HostOption, ServerOption, UrlOption, find_endpoint
+from trtserve.cli.endpoint import GrpcPortOption, HostOption, ServerOption, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.errors import BenchmarkError, UsageError
 from trtserve.specs import BenchSpec
@@ -41,6 +41,9 @@ TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds that th
 VocabularyOption = Annotated[int | None, typer.Option("--vocab-size", help="Default: the engine's.")]
 MaxInputOption = Annotated[int | None, typer.Option("--max-input-len", help="Default: the engine's.")]
 MaxSequenceOption = Annotated[int | None, typer.Option("--max-seq-len", help="Default: the engine's.")]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", metavar="HOST:PORT", help="The same as --host and --grpc-port (gRPC only).")
+]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and requests.jsonl there.")
 ]

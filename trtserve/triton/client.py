@@ -23,9 +23,13 @@ STOP_TIMEOUT = 2.0
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 _CONNECTION_LOST = re.compile(
-    r"failed to connect|connection (refused|reset)|socket closed|dns resolution|errors resolving", re.IGNORECASE
+    r"failed to connect|connection (refused|reset)|socket closed|http1|dns resolution|errors resolving", re.IGNORECASE
 )
 _REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
+# What gRPC says of a server that answers, but in another protocol.
+_OTHER_PROTOCOL = re.compile(r"socket closed|http1|parsing http", re.IGNORECASE)
+_FETCHING = "Encountered an error when fetching new request: "
+_TOO_LONG = re.compile(r"exceeds maximum input length", re.IGNORECASE)
 _STUB_DEAD = re.compile(r"Stub process '[^']*' is not healthy")
 
 
@@ -178,17 +182,17 @@ def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestErr
     )
 
 
-def unreachable(where: str, reason: str) -> ServerUnreachableError:
-    """Error for an endpoint that does not answer."""
+def unreachable(where: str, reason: str, *, hint: str = "") -> ServerUnreachableError:
+    """Error for an endpoint that does not answer; `hint` goes before the general one."""
+    general = "`trtserve status` lists the running servers, `trtserve start` starts one."
     return ServerUnreachableError(
-        f"No Triton server answers at {where}: {reason}.",
-        hint="`trtserve status` lists the running servers, `trtserve start` starts one.",
+        f"No Triton server answers at {where}: {reason}.", hint=f"{hint} {general}" if hint else general
     )
 
 
 def plain(message: str) -> str:
-    """The server's error text without its request id and without the stack that the python backend adds."""
-    message = _REQUEST_ID.sub("", message)
+    """The server's error text without its request id, the executor's preamble and the python backend's stack."""
+    message = _REQUEST_ID.sub("", message).removeprefix(_FETCHING)
     if "Traceback (most recent call last)" in message:
         return message.strip().splitlines()[-1].strip()
     return message.split("\n\nAt:\n", maxsplit=1)[0].strip()
@@ -230,9 +234,12 @@ def _decode(datatype: str, content: bytes) -> list[Any]:
 
 def refused(message: str) -> RequestError:
     """Error for a request that the server answered with an error text."""
-    dead = _STUB_DEAD.search(message)
-    hint = "A process of the server has died; `trtserve status` names the server: stop it and start it again."
-    return RequestError(plain(message), hint=hint if dead else None)
+    hint = None
+    if _STUB_DEAD.search(message):
+        hint = "A process of the server has died; `trtserve status` names the server: stop it and start it again."
+    elif _TOO_LONG.search(message):
+        hint = "Shorten the prompt, or build with a larger --max-input-len."
+    return RequestError(plain(message), hint=hint)
 
 
 def explain_rpc_error(error: Any, where: str) -> RequestError | ServerUnreachableError:
@@ -241,7 +248,9 @@ def explain_rpc_error(error: Any, where: str) -> RequestError | ServerUnreachabl
 
     details = str(error.details() or "")
     if error.code() is grpc.StatusCode.UNAVAILABLE and _CONNECTION_LOST.search(details):
-        return unreachable(where, details.rsplit(": ", 1)[-1].rstrip("]"))
+        other = "If that is the HTTP port, use --protocol http (query) or give the gRPC port."
+        reason = details.rsplit(": ", 1)[-1].rstrip("]")
+        return unreachable(where, reason, hint=other if _OTHER_PROTOCOL.search(details) else "")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestError(f"No answer from {where} within the time allowed.", hint="Raise it with --timeout.")
     return refused(details or f"The call failed with {error.code().name}.")
