@@ -25,7 +25,7 @@ class Entry:
 
     `size` counts bytes on disk, older builds of the name included, a file with several hard links once. `precision`
     describes the engine; `repository` and `imported` are empty for a name that was pulled only. `server` is the running
-    server's name.
+    server's name; `older_build` is True when it serves a repository that the name meant before.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Entry:
     repository: str
     imported: str
     server: str | None
+    older_build: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ def list_imported(store: Store | None = None) -> list[Entry]:
     """All names in the store: those that `import` brought to a repository first, the newest at the top."""
     store = store or Store()
     records = store.recorded()
-    servers = {server.repository.resolve(): server.name for server in list_servers(store)}
+    servers = list_servers(store)
     folders = _names_in_store(store)
     entries = [_recorded_entry(record, folders.pop(record.name, []), servers) for record in records]
     return entries + [_loose_entry(name, folders[name]) for name in sorted(folders)]
@@ -146,7 +147,8 @@ def _unfinished(store: Store) -> Iterator[Path]:
         yield from (path for path in store.folder(kind).glob("*") if path.is_dir() and not (path / MANIFEST).exists())
 
 
-def _recorded_entry(record: NameRecord, folders: list[Path], servers: dict[Path, str]) -> Entry:
+def _recorded_entry(record: NameRecord, folders: list[Path], servers: list[Server]) -> Entry:
+    server, older = _server_of(record, servers)
     return Entry(
         name=record.name,
         source=record.source,
@@ -154,8 +156,21 @@ def _recorded_entry(record: NameRecord, folders: list[Path], servers: dict[Path,
         precision=engine_precision(Path(record.engine)),
         repository=record.repository,
         imported=record.imported,
-        server=servers.get(Path(record.repository).resolve()),
+        server=server,
+        older_build=older,
     )
+
+
+def _server_of(record: NameRecord, servers: Iterable[Server]) -> tuple[str | None, bool]:
+    """The server of a name, and whether it serves an older build: the newest build's server comes first."""
+    older = None
+    for server in servers:
+        if server.repository.resolve() == Path(record.repository).resolve():
+            return server.name, False
+        with suppress(ArtifactError):
+            if Manifest.read(server.repository).name == record.name:
+                older = server.name
+    return older, older is not None
 
 
 def _loose_entry(name: str, folders: list[Path]) -> Entry:

@@ -83,6 +83,19 @@ def test_with_another_tokenizer_the_model_needs_none(
         assert run(["import", str(bare), kind, "--tokenizer", str(model)]) == 0
 
 
+def test_a_name_that_moves_to_another_build_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def imported(length: int) -> tuple[str, str]:
+        assert run(["import", str(model), "--name", "mine", "--max-seq-len", str(length)]) == 0
+        captured = capsys.readouterr()
+        return captured.out.splitlines()[0], captured.err
+
+    first, talk = imported(64)
+    assert "now means" not in talk
+    second, talk = imported(65)
+    assert f"mine now means {second}; the former build {first} stays until `trtserve remove mine`" in talk
+    assert "now means" not in imported(65)[1]
+
+
 def test_a_folder_without_tokenizer_is_said_first(model: Path, tmp_path: Path) -> None:
     assert run(["import", str(model), "--tokenizer", str(tmp_path)]) == RepositoryError.code
     assert run(["import", str(model), "--tokenizer", "nobody"]) == ModelNotFoundError.code

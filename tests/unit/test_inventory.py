@@ -12,6 +12,8 @@ from trtserve.artifacts import Artifact, Checkpoint, Engine, Manifest, Model, Mo
 from trtserve.cli.app import run
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
+from trtserve.process import Identity
+from trtserve.servers import Server, log_file, write_state
 from trtserve.store import NameRecord, Store, locked, publish, write_json
 
 _KINDS: dict[type[Artifact], str] = {
@@ -64,6 +66,42 @@ def test_lists_newest_first_with_precision() -> None:
     assert entries[0].repository == new.repository
     assert entries[0].size > 4000
     assert entries[2].repository == ""
+
+
+def _serving(name: str, repository: Path) -> None:
+    own = Identity.of(os.getpid())
+    assert own is not None
+    server = Server(
+        name=name,
+        host="127.0.0.1",
+        http_port=1,
+        grpc_port=2,
+        metrics_port=3,
+        pid=own.pid,
+        started=own.started,
+        log=log_file(name, Store()),
+        repository=repository,
+        model=name,
+        streaming=True,
+        phase="running",
+        shm_prefix="",
+    )
+    write_state(server, Store())
+
+
+def test_a_server_of_an_older_build_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    older = _imported("mine", mark="1")
+    newer = _imported("mine", mark="2", at="2026-02-01")
+    _imported("other", mark="3")
+    _serving("elsewhere", Path(older.repository))
+    assert [(e.name, e.server, e.older_build) for e in list_imported()] == [
+        ("mine", "elsewhere", True),
+        ("other", None, False),
+    ]
+    assert run(["list"]) == 0
+    assert [line.split("\t")[-1] for line in capsys.readouterr().out.splitlines()] == ["elsewhere (older build)", "-"]
+    _serving("mine", Path(newer.repository))
+    assert (list_imported()[0].server, list_imported()[0].older_build) == ("mine", False)
 
 
 def test_removes_a_name_and_its_older_builds() -> None:

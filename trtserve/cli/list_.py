@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtserve.cli.options import JsonOption
 from trtserve.cli.output import print_json, print_table, say
+
+if TYPE_CHECKING:
+    from trtserve.inventory import Entry
 
 
 def list_models(json: JsonOption = False) -> None:
@@ -24,10 +28,13 @@ def list_models(json: JsonOption = False) -> None:
         return
     columns = ("name", "source", "size", "engine", "repository", "server")
     rows = [
-        (e.name, e.source, gibibytes(e.size), e.precision or "-", _place(e.repository), e.server or "-")
-        for e in entries
+        (e.name, e.source, gibibytes(e.size), e.precision or "-", _place(e.repository), _server(e)) for e in entries
     ]
     print_table(columns, rows)
+
+
+def _server(entry: Entry) -> str:
+    return f"{entry.server} (older build)" if entry.older_build else entry.server or "-"
 
 
 def _place(repository: str) -> str:

@@ -299,8 +299,15 @@ def _tell_new_meaning(record: NameRecord, store: Store, progress: Progress) -> N
     # A record that cannot be read is no reason against the one that replaces it.
     with suppress(ArtifactError):
         for old in store.recorded():
-            if old.name == record.name and old.source != record.source:
+            if old.name != record.name:
+                continue
+            if old.source != record.source:
                 progress.warn(f"The name {record.name} meant {old.source} until now; --name keeps two models apart.")
+            if old.repository != record.repository and Path(old.repository).is_dir():
+                progress.step(
+                    f"{record.name} now means {record.repository}; the former build {old.repository} stays until "
+                    f"`trtserve remove {record.name}`"
+                )
 
 
 def _record(
