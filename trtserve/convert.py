@@ -71,8 +71,11 @@ def resolve_dtype(spec: ConvertSpec, hf: Mapping[str, Any]) -> Literal["float32"
     """The checkpoint's dtype: `auto` takes the model's own, float16 for float32 or none (as TensorRT-LLM does)."""
     if spec.dtype != "auto":
         return spec.dtype
-    own = str(hf.get("dtype") or hf.get("torch_dtype") or "float16").removeprefix("torch.")
-    return "bfloat16" if own == "bfloat16" else "float16"
+    return "bfloat16" if _own_dtype(hf) == "bfloat16" else "float16"
+
+
+def _own_dtype(hf: Mapping[str, Any]) -> str:
+    return str(hf.get("dtype") or hf.get("torch_dtype") or "float16").removeprefix("torch.")
 
 
 def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
@@ -148,6 +151,8 @@ def convert_model(
     place = destination_of(plan, name, out=out, store=store)
     if place.reused:
         progress.step(f"Checkpoint {place.path} is reused")
+    elif spec.dtype == "auto" and (own := _own_dtype(read_hf_config(model.path))) != plan.spec.dtype:
+        progress.step(f"The model is {own}: its weights become {plan.spec.dtype} (--dtype {own} keeps them)")
     manifest = Manifest(
         kind="checkpoint",
         name=name,

@@ -299,8 +299,9 @@ def test_missing_openvino_names_the_command(checkpoint: Checkpoint, monkeypatch:
 
 @pytest.mark.parametrize("name", ["tensorrt_llm", "llmapi"])
 def test_runtimes_that_are_not_here_are_named(name: Any, checkpoint: Checkpoint) -> None:
-    with pytest.raises(MissingDependencyError, match=f"The {name} runtime is missing"):
+    with pytest.raises(MissingDependencyError, match=f"The {name} runtime is not built yet") as caught:
         plan_build(checkpoint, BuildSpec(runtime=name))
+    assert "`trtserve convert`" in str(caught.value.hint)
 
 
 def test_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

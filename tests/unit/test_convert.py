@@ -26,6 +26,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from trtserve.progress import SilentProgress
 from trtserve.specs import ConvertSpec
 from trtserve.store import NameRecord, Store
 
@@ -104,6 +105,22 @@ def test_dtype_auto_is_the_models_own_but_float32_becomes_float16(
     del config["dtype"]
     (folder / "config.json").write_text(json.dumps(config))
     assert plan_conversion(Model(path=folder), ConvertSpec()).spec.dtype == expected
+
+
+@pytest.mark.parametrize(("own", "told"), [("float32", True), ("float16", False), ("bfloat16", False)])
+def test_float32_that_becomes_float16_is_told(own: str, told: bool, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf", dtype=own)
+    lines: list[str] = []
+
+    class Lines(SilentProgress):
+        def step(self, text: str) -> None:
+            lines.append(text)
+
+    convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "auto", progress=Lines())
+    words = "The model is float32: its weights become float16 (--dtype float32 keeps them)"
+    assert lines == ([words] if told else [])
+    convert_model(Model(path=folder), ConvertSpec(dtype="float16"), out=tmp_path / "asked", progress=Lines())
+    assert len(lines) == int(told)
 
 
 def test_int8_is_recorded_and_the_weights_stay(tmp_path: Path) -> None:

@@ -18,7 +18,11 @@ OutOption = Annotated[
 TpSizeOption = Annotated[int, typer.Option("--tp-size", help="Tensor-parallel size: GPUs that share every layer.")]
 PpSizeOption = Annotated[int, typer.Option("--pp-size", help="Pipeline-parallel size: groups of layers.")]
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="Type of the weights: auto, float32, float16, bfloat16; auto: the model's.")
+    str,
+    typer.Option(
+        "--dtype",
+        help="Type of the weights: auto, float32, float16, bfloat16; auto: the model's; float16 for a float32 model.",
+    ),
 ]
 QuantizeOption = Annotated[
     str, typer.Option("--quantize", help="none, or int8 (weight-only; done when the engine is built).")
@@ -40,5 +44,9 @@ KvPrecisionOption = Annotated[
     str, typer.Option("--kv-precision", help="KV cache: auto, f32, f16, u8; auto: u8, f32 for float32 weights.")
 ]
 RuntimeOption = Annotated[
-    str, typer.Option("--runtime", help="auto, openvino, tensorrt_llm, llmapi; auto: what this machine has.")
+    str,
+    typer.Option(
+        "--runtime",
+        help="auto or openvino; auto: what this machine has. tensorrt_llm and llmapi are not in this version.",
+    ),
 ]

@@ -27,8 +27,10 @@ def choose_runtime(name: RuntimeName, progress: Progress = SILENT) -> Runtime:
         return RUNTIMES[openvino.NAME]
     if name not in RUNTIMES:
         raise MissingDependencyError(
-            f"The {name} runtime is missing in this trtserve, and {_gpus()}; runtimes here: {', '.join(RUNTIMES)}.",
-            hint=f"Choose --runtime {openvino.NAME}. The checkpoint itself is TensorRT-LLM's: `trtllm-build` reads it.",
+            f"The {name} runtime is not built yet in this version, and {_gpus()}; "
+            f"runtimes here: {', '.join(RUNTIMES)}.",
+            hint=f"Choose --runtime {openvino.NAME}. For an engine of TensorRT-LLM: `trtserve convert` makes the "
+            "checkpoint, and TensorRT-LLM's own `trtllm-build` reads it.",
         )
     return RUNTIMES[name]
 
