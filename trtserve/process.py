@@ -229,15 +229,20 @@ def listeners(port: int) -> list[Identity]:
     return [identity for pid in pids if (identity := Identity.of(pid)) is not None]
 
 
-def describe(identity: Identity) -> str:
-    """Command line of a process, shortened for a message."""
+def arguments(identity: Identity) -> list[str]:
+    """Command line of a process; empty where it has ended or the kernel does not tell us."""
     import psutil
 
     process = _process(identity)
     try:
-        line = "" if process is None else " ".join(process.cmdline())
+        return [] if process is None else process.cmdline()
     except psutil.Error:
-        line = ""
+        return []
+
+
+def describe(identity: Identity) -> str:
+    """Command line of a process, shortened for a message."""
+    line = " ".join(arguments(identity))
     return line if len(line) <= 80 else f"{line[:79]}…"
 
 

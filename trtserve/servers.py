@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -106,10 +107,10 @@ def dead_stubs(server: Server) -> int:
     return sum(not Identity(pid=pid, started=started).alive() for pid, started in server.stubs)
 
 
-def find_server(name: str | None = None, *, store: Store | None = None) -> Server:
+def find_server(name: str | None = None, *, store: Store | None = None, hint: str = "") -> Server:
     """The living server `name`; without a name, the only one.
 
-    ServerNotFoundError when there is none, ServerAmbiguousError when none was named and there are several.
+    ServerNotFoundError when there is none, ServerAmbiguousError (with `hint`) when none was named of several.
     """
     store = store or Store()
     living = list_servers(store)
@@ -124,7 +125,7 @@ def find_server(name: str | None = None, *, store: Store | None = None) -> Serve
         names = ", ".join(server.name for server in living)
         raise ServerAmbiguousError(
             f"{len(living)} servers are running: {names}.",
-            hint="Name one of them: --server NAME for query and bench, NAME alone for stop, status and logs.",
+            hint=hint or "Name one of them: --server NAME for query and bench, NAME alone for status and logs.",
         )
     return living[0]
 
@@ -184,6 +185,13 @@ def _none_running(store: Store) -> ServerNotFoundError:
 
 
 def _how_to_start(store: Store) -> str:
+    words = "Import a model and start it: trtserve import demo && trtserve start --detach"
     if store.recorded():
-        return "Start one: trtserve start --detach"
-    return "Import a model and start it: trtserve import demo && trtserve start --detach"
+        words = "Start one: trtserve start --detach"
+    return f"{words}{chosen_store()}"
+
+
+def chosen_store() -> str:
+    """Words for a message: which store was looked into, where the user chose one; servers of others are not seen."""
+    home = os.environ.get("TRTSERVE_HOME")
+    return f" (only the store of $TRTSERVE_HOME was looked into: {home})" if home else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from trtserve.errors import (
 )
 from trtserve.machine import differences
 from trtserve.ports import ipv4_address, is_free, next_free, owner
-from trtserve.process import Command, Identity, children, spawn, stop_signals
+from trtserve.process import Command, Identity, arguments, children, spawn, stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.servers import (
     Server,
@@ -102,6 +103,8 @@ def find_repository(
     chosen = [record for record in records if name is None or record.name == name]
     if chosen:
         return _open(Path(chosen[0].repository))
+    if name is not None and (os.sep in name or Path(name).is_dir()):
+        raise _folder_for_name(name)
     what = "Nothing has been imported yet." if name is None else f"Nothing was imported under the name {name}."
     known = (
         f"Imported: {', '.join(record.name for record in records)}."
@@ -109,6 +112,15 @@ def find_repository(
         else "Import a model: trtserve import demo"
     )
     raise ModelNotFoundError(what, hint=known)
+
+
+def _folder_for_name(folder: str) -> ModelNotFoundError:
+    """A path where the name of an import is expected; a Hugging Face folder has a config.json, a repository has not."""
+    if (Path(folder) / "config.json").is_file():
+        hint = f"Import the model first: trtserve import {folder}"
+    else:
+        hint = f"Serve a model repository by its path: trtserve start --model-repository {folder}"
+    return ModelNotFoundError(f"{folder} is a path, not the name of an import.", hint=hint)
 
 
 def plan_server(repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None) -> Plan:
@@ -191,7 +203,8 @@ def stop_server(name: str | None = None, *, store: Store | None = None, progress
     store = store or Store()
     server = None if name is None else recorded_server(name, store)
     if server is None:
-        server = find_server(name, store=store)
+        hint = "Name one: `trtserve stop NAME`, or stop them all: `trtserve stop --all`."
+        server = find_server(name, store=store, hint=hint)
     progress.step(f"Stopping {server.name} (pid {server.pid}) …")
     # A foreground `start` that supervises this server sees by it that the end is wanted.
     write_state(replace(server, phase="stopping"), store)
@@ -247,7 +260,7 @@ def _launch(
 ) -> Server:
     plan = plan_server(repository, spec, store=store)
     with locked(store.root / "locks" / f"server-{plan.name}.lock", wait=False):
-        _refuse_running(plan.name, store)
+        _refuse_running(plan.name, plan.repository, store)
         _require_ports(plan.address, store)
         _announce(plan, spec, progress)
         require_machine(store, engine_bytes=plan.served.engine_bytes, progress=progress)
@@ -292,15 +305,22 @@ def _end(server: Server, store: Store, *, urgent: Callable[[], bool] = lambda: F
     forget(server, store)
 
 
-def _refuse_running(name: str, store: Store) -> None:
+def _chosen(repository: Path, store: Store) -> str:
+    """What names this repository on the command line: its import, else its path."""
+    record = next((record for record in store.recorded() if Path(record.repository) == repository), None)
+    return f"--model-repository {repository}" if record is None else record.name
+
+
+def _refuse_running(name: str, repository: Path, store: Store) -> None:
     """A second server of the same name is refused; what a dead one left behind is removed."""
     server = recorded_server(name, store)
     if server is None:
         return
     if server.identity.alive():
+        again = f"trtserve start {_chosen(repository, store)} --name OTHER --auto-ports"
         raise ServerStartError(
             f"The server {name} is running already (pid {server.pid}, HTTP port {server.http_port}).",
-            hint=f"Stop it with `trtserve stop {name}`, or start another: trtserve start --name OTHER --auto-ports",
+            hint=f"Stop it with `trtserve stop {name}`, or start a second one: {again}",
         )
     _end(server, store)
 
@@ -320,14 +340,18 @@ def _owner(port: int, store: Store) -> str:
     server = next((s for s in list_servers(store) if port in s.address.ports.values()), None)
     if server is not None:
         return f"trtserve's server {server.name} (pid {server.pid}; `trtserve stop {server.name}`)"
-    return words if identity is not None else "a process that is not visible from here"
+    if identity is None:
+        return "a process that is not visible from here"
+    if Path(next(iter(arguments(identity)), "")).name == "tritonserver":
+        return f"a Triton server that was not started from this store, {words}"
+    return words
 
 
 def _announce(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
     served = plan.served
     policy, other = transaction_policy(served.streaming), transaction_policy(not served.streaming)
     progress.step(f"{plan.name}: serving {served.model} from {plan.repository}, transaction policy {policy}")
-    progress.step(f"(to switch: `trtserve repo` or `trtserve import` with --{other})")
+    progress.step(f"(to switch: `trtserve import` or `repo` with --{other})")
     if served.precision:
         progress.step("Engine: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in served.precision.items()))
     ranks = max(served.world_size, spec.world_size or 1)

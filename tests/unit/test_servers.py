@@ -20,6 +20,7 @@ from trtserve.servers import (
     state_file,
     write_state,
 )
+from trtserve.start import stop_server
 from trtserve.store import NameRecord, Store
 
 
@@ -77,15 +78,23 @@ def test_several_servers_are_listed(store: Store) -> None:
     with pytest.raises(ServerAmbiguousError, match="2 servers are running: one, two") as caught:
         find_server(store=store)
     assert "--server NAME" in str(caught.value.hint)
+    with pytest.raises(ServerAmbiguousError) as caught:
+        stop_server(store=store)
+    assert caught.value.hint == "Name one: `trtserve stop NAME`, or stop them all: `trtserve stop --all`."
 
 
-def test_without_a_server_it_is_said_how_to_start_one(store: Store) -> None:
+def test_without_a_server_it_is_said_how_to_start_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ServerNotFoundError) as caught:
         find_server(store=store)
     assert caught.value.hint is not None
     assert "trtserve import demo" in caught.value.hint
     paths = dict.fromkeys(("source", "model", "checkpoint", "engine", "repository", "imported"), "x")
     store.record(NameRecord(name="demo", **paths))
+    with pytest.raises(ServerNotFoundError) as caught:
+        find_server(store=store)
+    store_said = f" (only the store of $TRTSERVE_HOME was looked into: {os.environ['TRTSERVE_HOME']})"
+    assert caught.value.hint == f"Start one: trtserve start --detach{store_said}"
+    monkeypatch.delenv("TRTSERVE_HOME")
     with pytest.raises(ServerNotFoundError) as caught:
         find_server(store=store)
     assert caught.value.hint == "Start one: trtserve start --detach"

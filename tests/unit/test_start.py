@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +18,14 @@ from trtserve.errors import (
     ModelNotFoundError,
     PortInUseError,
     RepositoryError,
+    ServerStartError,
     UnsupportedModelError,
     UsageError,
 )
 from trtserve.machine import describe, differences
 from trtserve.ports import free_ports, is_free, next_free
+from trtserve.process import Identity
+from trtserve.servers import Server, write_state
 from trtserve.specs import ServerSpec
 from trtserve.start import find_repository, plan_server, start_server, with_free_ports
 from trtserve.store import NameRecord, Store
@@ -233,6 +239,63 @@ def test_dry_run_as_json(repository: ModelRepository, capsys: pytest.CaptureFixt
     result = json.loads(capsys.readouterr().out)["result"]
     assert result["name"] == "x"
     assert result["processes"] == 1
+
+
+def test_path_for_a_name_is_told(repository: ModelRepository, tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    with pytest.raises(ModelNotFoundError, match="is a path") as caught:
+        find_repository(str(repository.path), store=store)
+    assert str(caught.value.hint).endswith(f"trtserve start --model-repository {repository.path}")
+    folder = tmp_path / "hugging"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError) as caught:
+        find_repository(str(folder), store=store)
+    assert caught.value.hint == f"Import the model first: trtserve import {folder}"
+
+
+def test_running_already_names_the_model(repository: ModelRepository, tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    own = Identity.of(os.getpid())
+    assert own is not None
+    plan = plan_server(repository, ServerSpec(), store=store)
+    server = Server(
+        name=plan.name,
+        host=HOST,
+        http_port=8000,
+        grpc_port=8001,
+        metrics_port=8002,
+        pid=own.pid,
+        started=own.started,
+        log=plan.log,
+        repository=plan.repository,
+        model="probe",
+        streaming=False,
+        phase="running",
+        shm_prefix="x",
+    )
+    write_state(server, store)
+    with pytest.raises(ServerStartError, match="running already") as caught:
+        start_server(repository, ServerSpec(), store=store)
+    assert f"trtserve start --model-repository {plan.repository} --name OTHER" in str(caught.value.hint)
+    recorded(store, "mine", plan.repository, "2026-01-01")
+    with pytest.raises(ServerStartError) as caught:
+        start_server(repository, ServerSpec(), store=store)
+    assert "trtserve start mine --name OTHER --auto-ports" in str(caught.value.hint)
+
+
+def test_foreign_triton_server_on_a_port_is_called_one(tmp_path: Path, repository: ModelRepository) -> None:
+    store = Store(tmp_path / "home")
+    # A listener whose program has the name of Triton's.
+    program = tmp_path / "tritonserver"
+    program.symlink_to(sys.executable)
+    listen = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    with subprocess.Popen([program, "-c", listen], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with pytest.raises(PortInUseError, match="a Triton server that was not started from this store, process"):
+            start_server(repository, ServerSpec(http_port=port), store=store)
+        process.communicate("\n", timeout=20)
 
 
 @pytest.mark.parametrize(

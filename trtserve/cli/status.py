@@ -10,6 +10,7 @@ import typer
 from trtserve.cli.options import JsonOption
 from trtserve.cli.output import TerminalProgress, print_json, print_table
 from trtserve.errors import ServerDiedError
+from trtserve.servers import chosen_store
 from trtserve.start import transaction_policy
 from trtserve.status import Status, server_status
 
@@ -20,7 +21,7 @@ def status(
     name: Annotated[str | None, typer.Argument(help="Name of a server; default: all.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the servers of this machine; with a name, exit code 35 when that one has failed."""
+    """Show the servers started from this store; with a name, exit code 35 when that one has failed."""
     found = server_status(name)
     progress = TerminalProgress()
     if json:
@@ -28,7 +29,7 @@ def status(
     elif found:
         print_table(_COLUMNS, [_row(one) for one in found])
     else:
-        progress.step("No server is running. Start one: trtserve start")
+        progress.step(f"No server is running. Start one: trtserve start{chosen_store()}")
     for one in found:
         for warning in one.warnings:
             progress.warn(f"{one.server.name}: {warning}")
