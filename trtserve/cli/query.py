@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from trtserve.query import Generation
     from trtserve.triton.client import Endpoint
 
-PromptArgument = Annotated[str | None, typer.Argument(help="The prompt; `-` or nothing reads it from stdin.")]
+PromptArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PROMPT", help="The prompt, in quotes (words are joined by spaces); `-` or nothing reads stdin."
+    ),
+]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Triton model to ask; default: the served alias.")]
 StreamOption = Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="New tokens at most; the engine may allow fewer.")]
@@ -79,7 +84,8 @@ def query(
     Ctrl-C stops the request in the engine too.
     """
     spec = QuerySpec(
-        prompt=_read_prompt(prompt),
+        # A list, since an unquoted prompt comes as several arguments.
+        prompt=_read_prompt(" ".join(prompt) if prompt else None),
         model=model,
         max_tokens=max_tokens,
         sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
