@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -147,3 +148,27 @@ def load_artifact(kind: type[Artifact], path: Path) -> Artifact:
             hint=f"A folder of this kind is for: {taken_by}. `trtserve list` shows what is here.",
         )
     return kind(path=path, manifest=manifest)
+
+
+# Keys that only the config.json of that kind has at its top.
+_CONFIG_KEYS: dict[type[Artifact], frozenset[str]] = {
+    Model: frozenset({"architectures", "model_type"}),
+    Checkpoint: frozenset({"architecture"}),
+    Engine: frozenset({"build_config"}),
+}
+
+
+def looks_like(kind: type[Artifact], folder: Path) -> bool:
+    """Whether `folder` holds an artefact of `kind` as far as its manifest, or the files of other tools, tell."""
+    with suppress(ArtifactError):
+        return Manifest.read(folder).kind == KINDS[kind]
+    if kind is ModelRepository:
+        return any(folder.glob("*/config.pbtxt"))
+    # A folder of a tokenizer alone is a Hugging Face folder too.
+    if kind is Model and any(folder.glob("tokenizer*")):
+        return True
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and not _CONFIG_KEYS[kind].isdisjoint(config)

@@ -27,9 +27,9 @@ class Plan:
     reused: bool
 
 
-def find_checkpoint(name_or_folder: str, store: Store | None = None) -> Checkpoint:
+def find_checkpoint(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Checkpoint:
     """The checkpoint in a folder, or that of an imported name; ModelNotFoundError when there is neither."""
-    return (store or Store()).find(Checkpoint, name_or_folder)
+    return (store or Store()).find(Checkpoint, name_or_folder, progress=progress)
 
 
 def plan_build(

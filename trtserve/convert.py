@@ -62,9 +62,9 @@ class Plan:
         return max(move.source.entry.size for move in self.moves)
 
 
-def find_model(name_or_folder: str, store: Store | None = None) -> Model:
+def find_model(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Model:
     """The model in a folder, or the one imported under a name; ModelNotFoundError when there is neither."""
-    return (store or Store()).find(Model, name_or_folder)
+    return (store or Store()).find(Model, name_or_folder, progress=progress)
 
 
 def resolve_dtype(spec: ConvertSpec, hf: Mapping[str, Any]) -> Literal["float32", "float16", "bfloat16"]:

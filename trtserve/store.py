@@ -33,8 +33,10 @@ from trtserve.artifacts import (
     Model,
     ModelRepository,
     load_artifact,
+    looks_like,
 )
 from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, TrtserveError, UsageError
+from trtserve.progress import SILENT, Progress
 
 A = TypeVar("A", bound=Artifact)
 
@@ -266,14 +268,19 @@ class Store:
         """Folder of all artefacts of `kind`."""
         return self.root / _FOLDERS[kind]
 
-    def find(self, kind: type[A], text: str) -> A:
+    def find(self, kind: type[A], text: str, *, progress: Progress = SILENT) -> A:
         """The artefact of `kind` in the folder `text`, else the one that `import` recorded under that name, else the
         newest that was made under it; ModelNotFoundError, with close names, when there is none.
+
+        A folder of another kind gives way to a name of the same spelling; `progress` hears of it.
         """
         folder = Path(text).expanduser()
-        if folder.is_dir():
+        fits = folder.is_dir() and (folder.name != text or looks_like(kind, folder))
+        made = {} if fits else self._made(kind)
+        if folder.is_dir() and text not in made:
             return kind(path=folder.absolute(), manifest=load_artifact(kind, folder).manifest)
-        made = self._made(kind)
+        if folder.is_dir():
+            progress.warn(f"The folder {folder.absolute()} is no {KINDS[kind]}; {made[text].path} is used for {text}.")
         if text in made:
             return made[text]
         close = difflib.get_close_matches(text, made, n=3, cutoff=0.5)

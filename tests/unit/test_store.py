@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 from pathlib import Path
 
 import pytest
 
-from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint, load_artifact
+from trtserve.artifacts import KINDS, Artifact, Checkpoint, Engine, Manifest, Model, fingerprint, load_artifact
 from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, UsageError
+from trtserve.progress import SilentProgress
 from trtserve.store import NameRecord, Store, link_or_copy, locked, publish, reusable
 
 
@@ -120,6 +122,37 @@ def test_finds_the_newest_of_a_name_and_suggests_others(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         store.find(Engine, "tinny")
     assert caught.value.hint == "Did you mean tiny? To make one: trtserve build CHECKPOINT"
+
+
+class _Warnings(SilentProgress):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(Model, {"model_type": "llama"}), (Checkpoint, {"architecture": "X"}), (Engine, {"build_config": {}})],
+)
+def test_a_folder_of_another_kind_does_not_hide_a_name(
+    kind: type[Artifact], config: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, told = Store(tmp_path / "home"), _Warnings()
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny" / "config.json").write_text('{"something": "else"}')
+    assert store.find(kind, "tiny", progress=told).path == tmp_path / "tiny"
+    manifest = Manifest(kind=KINDS[kind], name="tiny", fingerprint="1" * 64)
+    made = publish(kind, store.destination(kind, "tiny", "1" * 64), manifest, lambda folder: None)
+    assert store.find(kind, "tiny", progress=told).path == made.path
+    assert told.texts == [f"The folder {tmp_path / 'tiny'} is no {KINDS[kind]}; {made.path} is used for tiny."]
+    # A path is always a folder, and a folder of the kind comes first.
+    assert store.find(kind, "./tiny").path == tmp_path / "tiny"
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    assert store.find(kind, "tiny", progress=told).path == tmp_path / "tiny"
+    assert len(told.texts) == 1
 
 
 def test_folder_names_become_names(tmp_path: Path) -> None:

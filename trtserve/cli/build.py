@@ -50,11 +50,12 @@ def build(
         kv_precision=cast(KvPrecision, kv_precision),
         runtime=cast(RuntimeName, runtime),
     )
-    source = find_checkpoint(checkpoint)
+    progress = TerminalProgress(quiet=quiet)
+    source = find_checkpoint(checkpoint, progress=progress)
     plan = plan_build(source, spec, name=name, out=out)
     facts: dict[str, object] = {}
     if not dry_run:
-        engine = build_engine(source, spec, name=name, out=out, progress=TerminalProgress(quiet=quiet))
+        engine = build_engine(source, spec, name=name, out=out, progress=progress)
         facts = dict(engine.manifest.facts) if engine.manifest else {}
     if json:
         print_json("build", {"path": str(plan.path), "reused": plan.reused, **_described(plan), **facts})

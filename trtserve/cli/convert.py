@@ -40,11 +40,12 @@ def convert(
     spec = ConvertSpec(
         tp_size=tp_size, pp_size=pp_size, dtype=cast(DType, dtype), quantize=cast(Quantization, quantize)
     )
-    source = find_model(model)
+    progress = TerminalProgress(quiet=quiet)
+    source = find_model(model, progress=progress)
     plan = plan_conversion(source, spec)
     place = destination_of(plan, name or source.name, out=out)
     if not dry_run:
-        convert_model(source, spec, name=name, out=out, progress=TerminalProgress(quiet=quiet))
+        convert_model(source, spec, name=name, out=out, progress=progress)
     result = {"path": str(place.path), "reused": place.reused, **_described(plan)}
     if json:
         print_json("convert", result)

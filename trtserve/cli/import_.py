@@ -121,7 +121,9 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
         convert=filled(ConvertSpec),
         build=filled(BuildSpec),
         repository=filled(RepositorySpec),
-        tokenizer=Store().find(Model, tokenizer).path if tokenizer else None,
+        tokenizer=Store().find(Model, tokenizer, progress=TerminalProgress(quiet=options["quiet"])).path
+        if tokenizer
+        else None,
         engine_out=engine_destination(name),
         out=options["out"],
         discard_intermediate=options["discard_intermediate"],

@@ -73,9 +73,9 @@ def repo(
     quiet: QuietOption = False,
 ) -> None:
     """Assemble the Triton model repository of an engine and print its path."""
-    store = Store()
-    source = store.find(Engine, engine)
-    folder = store.find(Model, tokenizer).path
+    store, progress = Store(), TerminalProgress(quiet=quiet)
+    source = store.find(Engine, engine, progress=progress)
+    folder = store.find(Model, tokenizer, progress=progress).path
     spec = RepositorySpec(
         name=name or default_name(source),
         streaming=streaming,
@@ -91,7 +91,7 @@ def repo(
     )
     plan = plan_repository(source, folder, spec, out=out)
     if not dry_run:
-        assemble_repository(source, folder, spec, out=out, progress=TerminalProgress(quiet=quiet))
+        assemble_repository(source, folder, spec, out=out, progress=progress)
     if json:
         print_json("repo", _described(plan))
     elif dry_run:
