@@ -86,3 +86,10 @@ def test_confined_modules(path: Path) -> None:
         allowed = CONFINED.get(name.split(".")[0])
         if allowed is not None:
             assert relative.startswith(allowed), f"{relative} imports {name}, which belongs to {allowed}"
+
+
+def test_contributing_shows_the_layers() -> None:
+    document = (PACKAGE.parent / "docs" / "contributing.md").read_text(encoding="utf-8")
+    block = document.split("tests/unit/test_layers.py` says so:\n\n```\n")[1].split("```")[0]
+    shown = [set(line.split("   ")[0].split()) for line in block.splitlines()]
+    assert shown == [{part for part in layer if not part.startswith("__")} for layer in LAYERS]
