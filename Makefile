@@ -10,7 +10,7 @@ BENCH_WORK ?= .bench
 # Arguments for pytest, for example: make test ARGS="-k sampling"
 ARGS ?=
 
-.PHONY: help demo test lint bench docs golden clean
+.PHONY: help demo test lint bench soak docs golden clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -33,6 +33,9 @@ lint: $(READY) ## style and types
 
 bench: $(READY) $(VENV)/.bench ## the figures of docs/performance.md, as ratios of pairs in one run
 	$(BIN)/python -m tests.benchmarks --work $(BENCH_WORK) $(ARGS)
+
+soak: $(READY) ## 64 streams for ten minutes with random cancels: memory and KV blocks must stay flat
+	$(BIN)/python -m tests.benchmarks.soak --work $(BENCH_WORK) $(ARGS)
 
 docs: $(READY) ## the generated parts of docs/
 	$(BIN)/python docs/generate.py

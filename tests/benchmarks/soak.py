@@ -1,0 +1,221 @@
+"""`make soak`: 64 streams for ten minutes with random cancels on a real Triton; memory and KV blocks must stay flat.
+
+Run as `python -m tests.benchmarks.soak --work FOLDER --minutes 10`. Every stream sends one random request after the
+other (model, length, sampling, sequences, stop words) and gives up a third of them at a random moment, by cancelling
+the call. The demo model is served with prefix reuse and a KV cache smaller than the load, so that blocks are
+reused, evicted and waited for. Memory is what belongs to the server's processes alone (USS) plus its shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.commands import trtserve
+from tests.support.servers import running_server
+from trtserve.servers import Server
+from trtserve.start import find_repository
+from trtserve.store import Store
+from trtserve.triton.client import CHANNEL_OPTIONS, Endpoint, GrpcClient, ModelDescription, infer_request
+
+STREAMS = 64
+CANCELLED = 1 / 3
+PERIOD = 5.0
+WARM = 60.0
+ANSWER_TIMEOUT = 120.0
+KV_TOKENS = 8192
+# The last minute may lie this far above the second one; a leak of one kilobyte per request would be ten times that.
+MOST_GROWTH = 0.02
+QUESTIONS = ("What is ML?", "What is machine learning?", "Say it in other words: what is a model?", "Tell me more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The server at one moment: seconds since the start, bytes, and KV blocks that are in use."""
+
+    seconds: float
+    memory: int
+    used_blocks: int
+
+
+@dataclass(kw_only=True)
+class Soak:
+    """What was sent and seen; `errors` counts messages that were not expected."""
+
+    samples: list[Sample] = field(default_factory=list)
+    ended: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+@contextmanager
+def served(work: Path) -> Iterator[Server]:
+    """The demo model with prefix reuse, 64 requests at once and a small KV cache."""
+    home = work / "soak-home"
+    flags = ["--max-batch-size", str(STREAMS), "--max-beam-width", "2", "--name", "soak"]
+    cache = ["--max-tokens-in-paged-kv-cache", str(KV_TOKENS), "--set", "enable_kv_cache_reuse=true"]
+    trtserve("import", "demo", *flags, *cache, home=home)
+    with running_server(find_repository("soak", store=Store(home)).path, home=home) as server:
+        yield server
+
+
+async def drive(server: Server, seconds: float, seed: int) -> Soak:
+    """All streams for `seconds`, and a sample of the server every few seconds."""
+    import grpc
+    from tritonclient.grpc import service_pb2_grpc
+
+    endpoint = Endpoint(host=server.host, http_port=server.http_port, grpc_port=server.grpc_port)
+    client = GrpcClient(endpoint, timeout=10)
+    models = [client.describe(name) for name in (server.model, "ensemble")]
+    client.close()
+    soak, begin = Soak(), time.monotonic()
+    async with grpc.aio.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        streams = [_stream(stub, models, random.Random(seed + i), begin + seconds, soak) for i in range(STREAMS)]
+        sampling = asyncio.create_task(_sample(server, begin, soak))
+        await asyncio.gather(*streams)
+        sampling.cancel()
+        with suppress(asyncio.CancelledError):
+            await sampling
+    await asyncio.sleep(1.0)  # gauges are read by the server ten times per second
+    soak.samples.append(_look(server, begin))
+    return soak
+
+
+async def _stream(stub: Any, models: Sequence[ModelDescription], choice: random.Random, end: float, soak: Soak) -> None:
+    while time.monotonic() < end:
+        soak.ended[await _request(stub, choice.choice(models), choice, soak)] += 1
+
+
+async def _request(stub: Any, model: ModelDescription, choice: random.Random, soak: Soak) -> str:
+    import grpc
+
+    tensors = [model.tensor(name, values) for name, values in _values(choice).items() if name in model.inputs]
+    number = f"soak-{choice.getrandbits(64):x}"
+    left = choice.randrange(0, 40) if choice.random() < CANCELLED else None
+    call = stub.ModelStreamInfer(_once(infer_request(model.name, tensors, request_id=number)), timeout=ANSWER_TIMEOUT)
+    try:
+        async for response in call:
+            if response.error_message:
+                soak.errors[response.error_message] += 1
+                return "failed"
+            left = None if left is None else left - 1
+            if left is not None and left < 0:
+                call.cancel()
+                return "cancelled"
+    except grpc.aio.AioRpcError as error:
+        soak.errors[str(error.code())] += 1
+        return "failed"
+    return "completed"
+
+
+async def _once(request: Any) -> Any:
+    yield request
+
+
+def _values(choice: random.Random) -> dict[str, list[Any]]:
+    """One random request; sampling so hot that answers are long."""
+    values: dict[str, list[Any]] = {
+        "text_input": [" ".join(choice.choices(QUESTIONS, k=choice.randint(1, 6)))],
+        "max_tokens": [choice.randint(1, 120)],
+        "stream": [True],
+        "seed": [choice.getrandbits(32)],
+        "temperature": [choice.choice((0.7, 1.5, 50.0))],
+        "top_p": [0.99],
+    }
+    extra: list[dict[str, list[Any]]] = [
+        {},
+        {"stop_words": ["the", " model"]},
+        {"repetition_penalty": [1.2], "bad_words": ["learning"]},
+        {"return_log_probs": [True], "num_return_sequences": [2]},
+        {"min_tokens": [10], "frequency_penalty": [0.3]},
+    ]
+    return {**values, **choice.choice(extra)}
+
+
+async def _sample(server: Server, begin: float, soak: Soak) -> None:
+    while True:
+        await asyncio.sleep(PERIOD)
+        soak.samples.append(await asyncio.to_thread(_look, server, begin))
+
+
+def _look(server: Server, begin: float) -> Sample:
+    root = psutil.Process(server.pid)
+    memory = 0
+    for process in (root, *root.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            info = process.memory_full_info()
+            memory += int(info.uss)
+    return Sample(seconds=time.monotonic() - begin, memory=memory, used_blocks=_used_blocks(server))
+
+
+def _used_blocks(server: Server) -> int:
+    with urllib.request.urlopen(f"http://{server.host}:{server.metrics_port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    (line,) = [each for each in lines if each.startswith("nv_trt_llm_kv_cache_block_metrics") and '"used"' in each]
+    return int(float(line.split()[-1]))
+
+
+def judge(soak: Soak) -> tuple[dict[str, Any], list[str]]:
+    """The figures, and what is wrong with them."""
+    last = soak.samples[-1].seconds
+    second = [each.memory for each in soak.samples if WARM <= each.seconds < 2 * WARM]
+    final = [each.memory for each in soak.samples[:-1] if each.seconds >= last - WARM]
+    before, after = statistics.median(second), statistics.median(final)
+    growth = after / before - 1
+    figures = {
+        "minutes": last / 60,
+        "streams": STREAMS,
+        **{f"requests_{name}": count for name, count in sorted(soak.ended.items())},
+        "memory_second_minute": before,
+        "memory_last_minute": after,
+        "growth": growth,
+        "most_used_blocks": max(each.used_blocks for each in soak.samples),
+        "used_blocks_at_the_end": soak.samples[-1].used_blocks,
+        "errors": dict(soak.errors),
+    }
+    wrong = [f"unexpected: {count} × {message}" for message, count in soak.errors.items()]
+    if growth > MOST_GROWTH:
+        wrong.append(f"memory grew by {growth:.1%} from the second minute to the last")
+    if soak.samples[-1].used_blocks:
+        wrong.append(f"{soak.samples[-1].used_blocks} KV blocks are in use after the last request")
+    return figures, wrong
+
+
+def main() -> int:
+    """Parse, soak, print the figures; the exit code says whether everything stayed flat."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.minutes < 3:
+        parser.error("--minutes must be at least 3: the second minute is compared with the last")
+    work = arguments.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    with served(work) as server:
+        soak = asyncio.run(drive(server, arguments.minutes * 60, arguments.seed))
+    figures, wrong = judge(soak)
+    print(json.dumps(figures, indent=2))
+    samples = [asdict(each) for each in soak.samples]
+    (work / "soak.json").write_text(json.dumps({**figures, "samples": samples}, indent=2) + "\n", encoding="utf-8")
+    for line in wrong:
+        print(f"WRONG: {line}", file=sys.stderr)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
