@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits: greedy, temperature, top-k and nucleus, as TensorRT-LLM does it.
+"""How the next token is chosen from logits: greedy, top-k and nucleus, and its log-probability.
 
 Reference: executor-api sections 2.3 and 2.4. All rows of a step are handled together; what a row yields depends
 on its own logits, its parameters and its position alone, never on its neighbours.
@@ -6,13 +6,15 @@ on its own logits, its parameters and its position alone, never on its neighbour
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from trtserve.executor.logits_processing import LogitsProcessor
 from trtserve.executor.requests import SamplingConfig
 
 Floats = npt.NDArray[np.float32]
@@ -21,64 +23,144 @@ Doubles = npt.NDArray[np.float64]
 MAX_TOP_K = 1024
 UNDEFINED = -1
 """The token of a row whose logits are not numbers."""
-_TEMPERATURE_EPSILON = 1e-6
+EXHAUSTED = -2
+"""The token of a row in which bans, bias or guide leave none."""
 # Candidates sorted at first for a nucleus over the whole vocabulary; nearly always enough.
 _FIRST_CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """The choice of one sequence with every default resolved; `top_k` 0 is the whole vocabulary."""
+    """The choice of one sequence with every default resolved (reference section 2.3).
+
+    `top_k` 0 is the whole vocabulary, `top_p_reset_ids` −1 matches no token, `num_return_sequences` counts beams when
+    there are several.
+    """
 
     greedy: bool = True
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    top_p_min: float = 1e-6
+    top_p_decay: float = 1.0
+    top_p_reset_ids: int = -1
+    min_p: float = 0.0
     seed: int = 0
     min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt_ignore_length: int = 0
+    no_repeat_ngram_size: int = 0
+    beam_width: int = 1
+    num_return_sequences: int = 1
+    beam_search_diversity_rate: float = 0.0
+    length_penalty: float = 0.0
+    early_stopping: int = 1
+
+    @property
+    def penalised(self) -> bool:
+        """True when tokens that have occurred lose weight."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @classmethod
+    def of(cls, config: SamplingConfig, *, index: int = 0) -> SamplingParameters:
+        """Resolve defaults and combinations for sub-sequence `index`, whose seed is the request's plus its index."""
+        names = [each.name for each in fields(cls) if each.name != "greedy"]
+        given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+        seed = (given.pop("seed", 0) + index) % 2**64
+        top_k = min(given.pop("top_k", 0), MAX_TOP_K)
+        temperature = given.pop("temperature", 1.0)
+        greedy = temperature == 0 or top_k == 1 or (top_k == 0 and "top_p" not in given)
+        if top_k:  # TensorRT-LLM's top-k sampler knows no decay
+            given.pop("top_p_decay", None)
+        given.setdefault("num_return_sequences", config.beam_width)
+        return cls(greedy=greedy, temperature=temperature or 1.0, top_k=top_k, seed=seed, **given)
+
+
+@dataclass(slots=True)
+class Row:
+    """A row of logits and whose it is; `generated` tokens came before it, `log_prob` tells that it is asked for."""
+
+    parameters: SamplingParameters
+    processor: LogitsProcessor
+    generated: SequenceOf[int]
+    log_prob: bool = False
 
     @property
     def plain(self) -> bool:
-        """True when the largest logit is the answer."""
-        return self.greedy and self.min_tokens == 0
+        """True when the largest logit is the whole answer."""
+        return self.parameters.greedy and self.processor.keeps_order and not self.log_prob
 
-    @classmethod
-    def of(cls, config: SamplingConfig) -> SamplingParameters:
-        """Resolve the defaults and combinations of reference section 2.3."""
-        top_k = min(config.top_k or 0, MAX_TOP_K)
-        top_p = config.top_p
-        temperature = 1.0 if config.temperature is None else config.temperature
-        return cls(
-            greedy=temperature == 0.0 or top_k == 1 or (top_k == 0 and top_p is None),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=1.0 if top_p is None else top_p,
-            seed=config.seed or 0,
-            min_tokens=config.min_tokens or 0,
-        )
+
+@dataclass(slots=True)
+class Choice:
+    """The token of a row, or UNDEFINED or EXHAUSTED.
+
+    `full_log_prob` is the logarithm of its share of the whole vocabulary, what cum_log_probs sums up; `log_prob` that
+    of the tokens it was chosen from, which are fewer when top-k log-probs are normalised. NaN when not asked for.
+    """
+
+    token: int
+    log_prob: float = math.nan
+    full_log_prob: float = math.nan
+
+
+@overload
+def choose_tokens(
+    logits: npt.NDArray[Any], rows: SequenceOf[Row], *, normalize_log_probs: bool = True
+) -> list[Choice]: ...
+
+
+@overload
+def choose_tokens(
+    logits: npt.NDArray[Any],
+    rows: SequenceOf[SamplingParameters],
+    positions: SequenceOf[int],
+    end_ids: SequenceOf[int],
+) -> list[int]: ...
 
 
 def choose_tokens(
     logits: npt.NDArray[Any],
-    parameters: SequenceOf[SamplingParameters],
-    positions: SequenceOf[int],
-    end_ids: SequenceOf[int],
-) -> list[int]:
-    """The next token of each row of `logits` f32[r, vocab].
+    rows: Any,
+    positions: SequenceOf[int] | None = None,
+    end_ids: SequenceOf[int] = (),
+    *,
+    normalize_log_probs: bool = True,
+) -> Any:
+    """The next token of each row; the second form serves the worker until it holds processors."""
+    if positions is None:
+        return _choose_tokens(logits, rows, normalize_log_probs=normalize_log_probs)
+    prompt = np.zeros(0, dtype=np.int64)
+    made = [
+        Row(each, LogitsProcessor(each, prompt, vocab_size=logits.shape[1], end_id=end_id), range(position))
+        for each, position, end_id in zip(rows, positions, end_ids, strict=True)
+    ]
+    return [choice.token for choice in _choose_tokens(logits, made)]
 
-    `positions` counts the tokens that each row's sequence has generated, `end_ids` holds its end token or −1. A row
-    with NaN or +∞, or with −∞ alone, yields UNDEFINED.
+
+def _choose_tokens(
+    logits: npt.NDArray[Any], rows: SequenceOf[Row], *, normalize_log_probs: bool = True
+) -> list[Choice]:
+    """The next token of each row of `logits` f32[r, V].
+
+    A row with NaN or +∞, or with −∞ alone, yields UNDEFINED; one in which every token is banned EXHAUSTED.
     """
-    if all(each.plain for each in parameters):
-        return _largest(logits)
-    logits = _without_early_ends(logits, parameters, positions, end_ids)
-    tokens = _largest(logits)
-    rows = [row for row, each in enumerate(parameters) if not each.greedy and tokens[row] != UNDEFINED]
-    if rows:
-        sampled = _sample(logits[rows], [parameters[row] for row in rows], [positions[row] for row in rows])
-        for row, token in zip(rows, sampled, strict=True):
-            tokens[row] = token
-    return tokens
+    choices = [Choice(token) for token in _largest(logits)]
+    busy = [number for number, row in enumerate(rows) if not row.plain and choices[number].token != UNDEFINED]
+    if busy:
+        randoms = _randoms([rows[number] for number in busy])
+        for number, random in zip(busy, randoms, strict=True):
+            choices[number] = _choose(logits[number], rows[number], random, normalize_log_probs)
+    return choices
+
+
+def log_softmax(rows: npt.NDArray[Any]) -> Floats:
+    """Natural logarithms of the probabilities of each row, f32[r, V]."""
+    shifted = rows - rows.max(axis=1, keepdims=True)
+    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
+    return result
 
 
 def _largest(logits: npt.NDArray[Any]) -> list[int]:
@@ -91,62 +173,68 @@ def _largest(logits: npt.NDArray[Any]) -> list[int]:
     return tokens
 
 
-def _without_early_ends(
-    logits: npt.NDArray[Any],
-    parameters: SequenceOf[SamplingParameters],
-    positions: SequenceOf[int],
-    end_ids: SequenceOf[int],
-) -> npt.NDArray[Any]:
-    """Logits in which the end token cannot be chosen before `min_tokens` tokens; a copy when anything changes."""
-    rows = [
-        row
-        for row, (each, position, end_id) in enumerate(zip(parameters, positions, end_ids, strict=True))
-        if end_id >= 0 and position < each.min_tokens
-    ]
-    if rows:
-        logits = logits.copy()
-        logits[rows, [end_ids[row] for row in rows]] = -np.inf
-    return logits
+def _randoms(rows: list[Row]) -> list[float]:
+    """The random number of each row: by its seed and its position, and by nothing else."""
+    if all(row.parameters.greedy for row in rows):
+        return [0.0] * len(rows)
+    seeds = np.array([row.parameters.seed for row in rows], dtype=np.uint64)
+    positions = np.array([len(row.generated) for row in rows], dtype=np.uint64)
+    numbers: list[float] = uniform(seeds, positions).tolist()
+    return numbers
 
 
-def _sample(logits: npt.NDArray[Any], parameters: list[SamplingParameters], positions: list[int]) -> list[int]:
-    scaled = logits / _divisors(parameters)
-    seeds = np.array([each.seed for each in parameters], dtype=np.uint64)
-    random = uniform(seeds, np.array(positions, dtype=np.uint64)).tolist()
-    return [_pick(row, each, u) for row, each, u in zip(scaled, parameters, random, strict=True)]
+def _choose(logits: Floats, row: Row, random: float, normalize: bool) -> Choice:
+    processed = logits if row.processor.neutral else row.processor.process(logits, row.generated)
+    token = int(processed.argmax())
+    highest = float(processed[token])
+    if not math.isfinite(highest):
+        return Choice(EXHAUSTED if highest == -math.inf else UNDEFINED)
+    kept: float | None = None
+    if not row.parameters.greedy:
+        token, kept = _pick(processed, row, random)
+    if not row.log_prob:
+        return Choice(token)
+    offset = float(processed[token]) - highest
+    full = offset - math.log(np.exp(processed - processed.max()).sum(dtype=np.float64))
+    return Choice(token, offset - math.log(kept) if kept is not None and normalize else full, full)
 
 
-def _divisors(parameters: list[SamplingParameters]) -> Floats:
-    """Temperature + 1e-6, and exactly 1 where the temperature is 1, f32[r, 1]."""
-    values = [each.temperature for each in parameters]
-    divisors = [1.0 if value == 1.0 else value + _TEMPERATURE_EPSILON for value in values]
-    return np.array(divisors, dtype=np.float32)[:, None]
+def _pick(logits: Floats, row: Row, u: float) -> tuple[int, float | None]:
+    """Sort by probability and take the first token whose running sum reaches u · p, of the `top_k` best if given.
+
+    Gives the token and for top-k the mass of the k best, in units of the best one's.
+    """
+    top_k, top_p = row.parameters.top_k, row.processor.top_p
+    if top_k:
+        order = _best(logits, top_k)
+        sums = _running_sums(logits[order])
+        return _first_to_reach(order, sums, u * top_p * float(sums[-1])), float(sums[-1])
+    target = u * top_p * float(np.exp(logits - logits.max()).sum(dtype=np.float64))
+    order = _best(logits, _FIRST_CANDIDATES)
+    sums = _running_sums(logits[order])
+    if sums[-1] < target:
+        order = _best(logits, len(logits))
+        sums = _running_sums(logits[order])
+    return _first_to_reach(order, sums, target), None
 
 
-def _pick(logits: Floats, parameters: SamplingParameters, u: float) -> int:
-    """Sort by probability and take the first token whose running sum reaches u · p, of the `top_k` best if given."""
-    weights = np.exp(logits - logits.max())
-    if parameters.top_k:
-        order = _best(weights, parameters.top_k)
-        sums = np.cumsum(weights[order], dtype=np.float64)
-        target = u * parameters.top_p * sums[-1]
-    else:
-        target = u * parameters.top_p * float(weights.sum(dtype=np.float64))
-        order = _best(weights, _FIRST_CANDIDATES)
-        sums = np.cumsum(weights[order], dtype=np.float64)
-        if sums[-1] < target:
-            order = _best(weights, len(weights))
-            sums = np.cumsum(weights[order], dtype=np.float64)
-    return int(order[min(int(np.searchsorted(sums, target)), len(order) - 1)])
+def _running_sums(descending: Floats) -> Doubles:
+    sums: Doubles = np.cumsum(np.exp(descending - descending[0]), dtype=np.float64)
+    return sums
 
 
-def _best(weights: Floats, count: int) -> npt.NDArray[np.intp]:
-    """Indices of the `count` largest weights, largest first, the lower index first among equals."""
-    if count >= len(weights):
-        return np.argsort(-weights, kind="stable")
-    threshold = np.partition(weights, len(weights) - count)[len(weights) - count]
-    candidates = np.flatnonzero(weights >= threshold)
-    order: npt.NDArray[np.intp] = candidates[np.argsort(-weights[candidates], kind="stable")][:count]
+def _first_to_reach(order: npt.NDArray[np.intp], sums: Doubles, target: float) -> int:
+    """The first token whose sum is at least `target`; tokens of weight zero are never reached."""
+    return int(order[np.searchsorted(sums, min(target, float(sums[-1])))])
+
+
+def _best(logits: Floats, count: int) -> npt.NDArray[np.intp]:
+    """Indices of the `count` largest logits, largest first, the lower index first among equals."""
+    if count >= len(logits):
+        return np.argsort(-logits, kind="stable")
+    threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
+    candidates = np.flatnonzero(logits >= threshold)
+    order: npt.NDArray[np.intp] = candidates[np.argsort(-logits[candidates], kind="stable")][:count]
     return order
 
 
