@@ -18,7 +18,8 @@ from trtserve.progress import SILENT, Progress
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy, publish, reusable
 from trtserve.triton.config import ConfigOptions, config_text
-from trtserve.triton.embedded import require_startable
+from trtserve.triton.embedded import require_carried_out, require_startable
+from trtserve.triton.parameters import CLASSES_FILE, classes_json, set_without_meaning
 from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, Profile, profile
 from trtserve.triton.settings import Settings, resolve_settings
 
@@ -41,10 +42,10 @@ _TOKENIZER_FILES = (
 )
 _LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")
 _SHARED = {
-    PREPROCESSING: ("hf_tokenizer", "model_parameters"),
+    PREPROCESSING: ("hf_tokenizer", "model_parameters", "parameter_classes"),
     POSTPROCESSING: ("hf_tokenizer", "model_parameters"),
-    CORE: ("guarded_sender", "model_parameters"),
-    BLS: ("guarded_sender", "model_parameters"),
+    CORE: ("guarded_sender", "model_parameters", "parameter_classes"),
+    BLS: ("guarded_sender", "model_parameters", "parameter_classes"),
     ENSEMBLE: (),
 }
 _PROBE = "What is machine learning?"
@@ -92,6 +93,7 @@ def plan_repository(
         engine=engine.fingerprint,
         tokenizer=_digest(files),
         models=_digest(_model_sources()),
+        classes=[classes_json(model, table.release) for model in MODELS],
     )
     path = (out or (store or Store()).destination(ModelRepository, spec.name, digest)).absolute()
     reused = reusable(ModelRepository, path, digest) is not None
@@ -110,6 +112,7 @@ def resolve_options(spec: RepositorySpec, config: Mapping[str, Any]) -> tuple[Pr
     settings = resolve_settings(spec.settings, table)
     options = _options(spec, table, settings, _limits(config), embedded=embedded)
     if embedded:
+        require_carried_out({**settings.parameters, CORE: {}}, table.release)
         require_startable(
             options.parameters[CORE],
             config,
@@ -154,6 +157,8 @@ def assemble_repository(
 
     def produce(folder: Path) -> None:
         progress.step(f"Assemble model repository {spec.name}")
+        if ignored := plan.facts["without_meaning"]:
+            progress.step(f"Without meaning on the {plan.facts['runtime']} runtime: {', '.join(ignored)}")
         _write_models(folder, plan)
         _link_engine(engine.path, folder / CORE / VERSION, copy=spec.copy)
         for file in tokenizer_files(tokenizer):
@@ -276,6 +281,7 @@ def _facts(spec: RepositorySpec, table: Profile, options: ConfigOptions, config:
         "streaming": spec.streaming,
         "release": table.release,
         "all_releases": table.union,
+        "without_meaning": _without_meaning(table, options) if _is_embedded(config) else [],
         "runtime": own.get("runtime", "tensorrt_llm"),
         "triton_max_batch_size": options.max_batch_size,
         "limits": _limits(config),
@@ -287,6 +293,12 @@ def _facts(spec: RepositorySpec, table: Profile, options: ConfigOptions, config:
         "vocab_size": model.get("vocab_size"),
         "mapping": model.get("mapping", {}),
     }
+
+
+def _without_meaning(table: Profile, options: ConfigOptions) -> list[str]:
+    """Parameters that are set and that the embedded executor ignores, those of the core model by their bare names."""
+    found = {model: set_without_meaning(model, given, table.release) for model, given in options.parameters.items()}
+    return [name if model == CORE else f"{model}.{name}" for model, names in found.items() for name in names]
 
 
 def _write_models(folder: Path, plan: RepositoryPlan) -> None:
@@ -301,6 +313,8 @@ def _write_models(folder: Path, plan: RepositoryPlan) -> None:
             (version / ".tmp").touch()
         for source in _python_files(template):
             shutil.copyfile(source, version / source.name)
+        if plan.facts["runtime"] == "openvino" and (classes := classes_json(template, plan.profile.release)):
+            (version / CLASSES_FILE).write_text(classes, encoding="utf-8")
 
 
 def _python_files(model: str) -> list[Path]:

@@ -16,7 +16,10 @@ from trtserve.triton.server import kv_blocks, model_states
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """One server now: Triton's state of each model, and KV cache blocks by kind as the core model counts them."""
+    """One server now: Triton's state of each model, and KV cache blocks by kind as the core model counts them.
+
+    `without_meaning` are the parameters that its repository sets and that its runtime ignores.
+    """
 
     server: Server
     condition: Condition
@@ -24,6 +27,7 @@ class Status:
     models: Mapping[str, str] = field(default_factory=dict)
     precision: Mapping[str, str] = field(default_factory=dict)
     kv_blocks: Mapping[str, int] = field(default_factory=dict)
+    without_meaning: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -47,6 +51,7 @@ def _status(server: Server) -> Status:
         models=model_states(server.address) if alive else {},
         precision={} if served is None else served.precision,
         kv_blocks=blocks,
+        without_meaning=() if served is None else served.without_meaning,
         warnings=() if served is None else (*differences(served.machine), *served.cache_warnings(blocks)),
     )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
 import pytest
 
 from trtserve.errors import UsageError
-from trtserve.triton.embedded import _core_modules, require_startable
+from trtserve.triton.embedded import _core_modules, require_carried_out, require_startable
 from trtserve.triton.profiles import RELEASES
 
 ENGINE: dict[str, Any] = {
@@ -33,22 +34,26 @@ def check(settings: dict[str, str], *, release: str = "1.2", queue: int = 0) -> 
     [
         ("max_beam_width", "2", "max_beam_width"),
         ("enable_trt_overlap", "true", "works without overlap only"),
-        ("decoding_mode", "medusa", "not supported by the embedded executor; use auto"),
+        ("decoding_mode", "medusa", "cannot carry out: the embedded executor has no such decoder"),
         ("decoding_mode", "beam_search", "needs a beam width above 1"),
         ("gpt_model_type", "V1", "not supported"),
         ("guided_decoding_backend", "xgrammar", "cannot carry it out"),
         ("max_attention_window_size", "64", r"below max_seq_len \(128\)"),
         ("batch_scheduler_policy", "max_utilization", "not supported"),
-        ("sink_token_length", "4", "not supported"),
-        ("encoder_model_path", "/encoder", "cannot carry it out"),
-        ("lookahead_window_size", "4", "must be given together"),
+        ("sink_token_length", "4", "is '4', which this runtime cannot carry out: the attention keeps no sink tokens"),
+        ("encoder_model_path", "/encoder", "models are decoder-only"),
+        ("lookahead_window_size", "4", "lookahead decoding is not carried out"),
+        ("medusa_choices", "{0}", "trees of draft tokens"),
+        ("lora_prefetch_dir", "/adapters", "--lora NAME=FOLDER"),
         ("max_tokens_in_paged_kv_cache", "4000000000", "outside"),
         ("max_tokens_in_paged_kv_cache", "abc", "not a number"),
         ("gpt_model_path", "elsewhere", "neither tensorrt_llm/1 nor"),
     ],
 )
 def test_refused_by_name(name: str, value: str, reason: str) -> None:
-    with pytest.raises(UsageError, match=rf"--set {name}={value} cannot start on the openvino runtime: .*{reason}"):
+    with pytest.raises(
+        UsageError, match=rf"--set {name}={re.escape(value)} cannot start on the openvino runtime: .*{reason}"
+    ):
         check({"kv_cache_free_gpu_mem_fraction": "0.5", name: value})
 
 
@@ -66,6 +71,15 @@ def test_what_would_start_is_named(name: str, value: str, accepted: str) -> None
     with pytest.raises(UsageError) as error:
         check({name: value})
     assert error.value.hint == f"Leave {name} out{accepted}"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [("preprocessing", "multimodal_model_path"), ("tensorrt_llm_bls", "multimodal_encoders_name")]
+)
+def test_other_models_refuse_too(model: str, name: str) -> None:
+    require_carried_out({model: {name: ""}}, "1.2")
+    with pytest.raises(UsageError, match=rf"{model}: Parameter {name} is 'x', .* images are not served"):
+        require_carried_out({model: {name: "x"}}, "1.2")
 
 
 def test_the_queue_is_checked_too() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trtserve.errors import UsageError
-from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, RELEASES, normalize_release, profile
+from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, PREPROCESSING, RELEASES, normalize_release, profile
 
 
 def names(release: str | None, model: str, side: str = "inputs") -> set[str]:
@@ -38,11 +38,32 @@ def test_renamed_inputs() -> None:
         assert {"min_length", "random_seed", "min_tokens", "seed"} <= names(None, model)
 
 
+# What no release has: the finish reason, and adapters by name.
+ADAPTER = {"LORA_NAME", "LORA_TASK_ID", "LORA_WEIGHTS", "LORA_CONFIG"}
+OWN_INPUTS = {
+    PREPROCESSING: ADAPTER,
+    CORE: {"return_finish_reason"},
+    ENSEMBLE: {"return_finish_reason", "lora_name"},
+    BLS: {"return_finish_reason", "lora_name", "draft_acceptance_threshold"},
+}
+OWN_OUTPUTS = {
+    PREPROCESSING: {"OUT_LORA_TASK_ID", "OUT_LORA_WEIGHTS", "OUT_LORA_CONFIG"},
+    **{model: {"finish_reason"} for model in (CORE, ENSEMBLE, BLS)},
+}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_union_has_the_inputs_of_every_release_and_the_newest_outputs(model: str) -> None:
-    union = names(None, model)
-    assert union == set().union(*(names(release, model) for release in RELEASES)) - {"PROMPT_EMBEDDING_TABLE"}
-    assert names(None, model, "outputs") == names("1.2", model, "outputs")
+    of_releases = set().union(*(names(release, model) for release in RELEASES)) - {"PROMPT_EMBEDDING_TABLE"}
+    assert names(None, model) == of_releases | OWN_INPUTS.get(model, set())
+    assert names(None, model, "outputs") == names("1.2", model, "outputs") | OWN_OUTPUTS.get(model, set())
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_no_release_has_what_is_our_own(release: str) -> None:
+    for model in MODELS:
+        assert not names(release, model) & OWN_INPUTS.get(model, set())
+        assert not names(release, model, "outputs") & OWN_OUTPUTS.get(model, set())
 
 
 @pytest.mark.parametrize("model", MODELS)

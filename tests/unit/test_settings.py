@@ -7,8 +7,7 @@ import re
 import pytest
 
 from trtserve.errors import UsageError
-from trtserve.triton.parameter_values import VALUES
-from trtserve.triton.profiles import CORE, RELEASES, profile
+from trtserve.triton.profiles import profile
 from trtserve.triton.settings import parse_assignments, resolve_settings
 
 
@@ -72,7 +71,7 @@ def test_values_of_variables_are_checked(key: str, value: str) -> None:
         ("exclude_input_in_output", "tRuE", "one of true, false"),
         ("batch_scheduler_policy", "bogus", "one of guaranteed_no_evict, max_utilization"),
         ("batching_strategy", "inflight", "one of inflight_fused_batching"),
-        ("guided_decoding_backend", "llguidance", "one of xgrammar"),
+        ("guided_decoding_backend", "outlines", "one of xgrammar, llguidance"),
         ("max_attention_window_size", "64,", "whole numbers of 1 or more, separated"),
         ("gpu_device_ids", "gpu0", "numbers such as"),
         ("medusa_choices", "[[0]]", "a tree such as"),
@@ -105,21 +104,23 @@ def test_values_that_the_models_read_are_taken(key: str, value: str) -> None:
     assert parameters == {name: value}
 
 
-def test_values_follow_the_release() -> None:
-    for key, value in (("decoding_mode", "eagle"), ("max_attention_window_size", "64,128")):
-        resolve_settings({key: value}, profile("0.16"))
-        with pytest.raises(UsageError, match="expected"):
-            resolve_settings({key: value}, profile("0.12"))
+@pytest.mark.parametrize(
+    ("key", "value", "before", "since"),
+    [
+        ("decoding_mode", "eagle", "0.15", "0.16"),
+        ("max_attention_window_size", "64,128", "0.12", "0.13"),
+        ("guided_decoding_backend", "llguidance", "0.21", "1.0"),
+    ],
+)
+def test_values_follow_the_release(key: str, value: str, before: str, since: str) -> None:
+    resolve_settings({key: value}, profile(since))
+    with pytest.raises(UsageError, match="expected"):
+        resolve_settings({key: value}, profile(before))
 
 
 def test_what_the_core_model_needs_cannot_be_emptied() -> None:
     with pytest.raises(UsageError, match="does not load without it"):
         resolve_settings({"batching_strategy": ""}, profile())
-
-
-def test_every_parameter_of_the_core_model_has_its_values() -> None:
-    table = {parameter.name for release in RELEASES for parameter in profile(release).models[CORE].parameters}
-    assert table == set(VALUES[CORE])
 
 
 def test_release_decides_what_is_known() -> None:

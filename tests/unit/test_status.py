@@ -19,6 +19,7 @@ from trtserve.process import Identity
 from trtserve.servers import Server, log_file, write_state
 from trtserve.status import server_status
 from trtserve.store import Store
+from trtserve.triton.parameters import CLASSES_FILE, classes_json
 from trtserve.triton.preflight import inspect_repository
 from trtserve.triton.probe import write_probe_repository
 
@@ -98,6 +99,15 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
+def give_parameters(repository: Path, parameters: dict[str, str]) -> None:
+    """Make `repository` hold a core model with these parameters."""
+    core = repository / "tensorrt_llm"
+    rows = [f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}' for name, value in parameters.items()]
+    (core / "config.pbtxt").write_text("\n".join(['name: "tensorrt_llm"', 'backend: "python"', *rows]))
+    (core / "1" / "model.py").touch()
+    (core / "1" / CLASSES_FILE).write_text(classes_json("tensorrt_llm", "1.2") or "")
+
+
 def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with answering() as port:
         server = recorded(repository, port)
@@ -114,6 +124,17 @@ def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str
     (_, short) = status.warnings
     assert "max_seq_len 3072 instead of the engine's 4096" in short
     assert "The KV cache holds 3072 tokens" in captured.err
+
+
+def test_parameters_without_meaning_are_listed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    give_parameters(repository, {"gpu_device_ids": "0,1", "executor_worker_path": "/w", "num_nodes": "", "max_": "1"})
+    with answering() as port:
+        recorded(repository, port)
+        (status,) = server_status("demo")
+        assert run(["status", "demo"]) == 0
+    assert status.without_meaning == ("gpu_device_ids", "executor_worker_path")
+    said = "demo: without meaning on this runtime: gpu_device_ids, executor_worker_path"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 @pytest.mark.parametrize(

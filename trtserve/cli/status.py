@@ -31,6 +31,8 @@ def status(
     else:
         progress.step(f"No server is running. Start one: trtserve start{chosen_store()}")
     for one in found:
+        if one.without_meaning:
+            progress.step(f"{one.server.name}: without meaning on this runtime: {', '.join(one.without_meaning)}")
         for warning in one.warnings:
             progress.warn(f"{one.server.name}: {warning}")
         if one.condition == "failed":

@@ -13,7 +13,7 @@ from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, POSTPROCESSING, PREPRO
 class ConfigOptions:
     """What the configs of one repository have in common, beside the profile.
 
-    `parameters` maps model → parameter → text; `instance_counts` maps model → number of instances. The three
+    `parameters` maps model → parameter → text; `instance_counts` maps model → number of instances. The four
     data types are Triton names without the TYPE_ prefix.
     """
 
@@ -25,6 +25,7 @@ class ConfigOptions:
     logits_datatype: str = "FP32"
     encoder_input_features_data_type: str = "FP16"
     prompt_embedding_table_data_type: str = "FP16"
+    lora_weights_data_type: str = "FP16"
     parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     instance_counts: Mapping[str, int] = field(default_factory=dict)
 
@@ -69,6 +70,7 @@ def _data_type(tensor: Tensor, options: ConfigOptions) -> Any:
         "$logits": options.logits_datatype,
         "$encoder": options.encoder_input_features_data_type,
         "$prompt": options.prompt_embedding_table_data_type,
+        "$lora": options.lora_weights_data_type,
     }
     return DataType.Value(f"TYPE_{chosen.get(tensor.type, tensor.type)}")
 

@@ -11,14 +11,16 @@ from types import ModuleType
 from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.triton.parameter_values import values_of
+from trtserve.triton.parameters import find_parameter, parameter_classes
 from trtserve.triton.profiles import CORE
 
 _MODELS = Path(__file__).parent / "models"
 # Each module comes after those that it imports by their bare names, as it will in the repository.
 _SOURCES = (
     _MODELS / "shared" / "model_parameters.py",
+    _MODELS / "shared" / "parameter_classes.py",
     _MODELS / CORE / "1" / "executor_module.py",
+    _MODELS / CORE / "1" / "core_guides.py",
     _MODELS / CORE / "1" / "core_settings.py",
 )
 
@@ -49,7 +51,8 @@ def require_startable(
     others = _NEEDED | {name: value for name, value in parameters.items() if name not in settings}
     for name, value in settings.items():
         if (own := refused({**others, name: value})) is not None:
-            choices = values_of(CORE, name, release).choices
+            declared = find_parameter(CORE, name, release)
+            choices = () if declared is None else declared.values.choices
             starting = " or ".join(word for word in choices if refused({**others, name: word}) is None)
             raise UsageError(
                 f"--set {name}={value} cannot start on the openvino runtime: {own}",
@@ -58,11 +61,30 @@ def require_startable(
     raise UsageError(f"The openvino runtime cannot start with these settings: {reason}")
 
 
+def require_carried_out(given: Mapping[str, Mapping[str, str]], release: str) -> None:
+    """UsageError for a parameter of `given` (model → parameter → text) that a model refuses when it is loaded."""
+    for model, parameters in given.items():
+        if (reason := _class_refusal(model, parameters, release)) is not None:
+            raise UsageError(
+                f"--set cannot start on the openvino runtime: {model}: {reason}", hint="Leave the parameter out."
+            )
+
+
+def _class_refusal(model: str, parameters: Mapping[str, str], release: str) -> str | None:
+    """What `model` says at load against a parameter that it cannot carry out; None when there is none."""
+    refusal = _core_modules()["parameter_classes"].refusal
+    entries = parameter_classes(model, release)["refused"].items()
+    reasons = (refusal(name, parameters.get(name, "").strip() or None, entry) for name, entry in entries)
+    return next((str(reason) for reason in reasons if reason is not None), None)
+
+
 def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: str, max_queue_size: int) -> str | None:
     """What the core model or its executor says against `parameters`; None when they start."""
     from trtserve.executor.limits import resolve_limits
     from trtserve.executor.unbuilt import refuse_unbuilt_config
 
+    if (reason := _class_refusal(CORE, parameters, release)) is not None:
+        return reason
     modules = _core_modules()
     module = modules["executor_module"].load_executor_module("openvino", release)
     model = {

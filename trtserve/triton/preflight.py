@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError
 from trtserve.triton.config import parse_config
+from trtserve.triton.parameters import CLASSES_FILE
 from trtserve.triton.profiles import BLS, CORE, ENSEMBLE
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}?")
@@ -22,7 +23,8 @@ class Served:
     """What the files of a repository say.
 
     `model` is the text model that is asked by default, `backends` what Triton must have, `streaming` whether that model
-    is decoupled, `engine` the content of the engine's config.json (empty when there is none), `facts` the manifest's.
+    is decoupled, `engine` the content of the engine's config.json (empty when there is none), `facts` the manifest's,
+    `without_meaning` the parameters that are set and that the runtime ignores (the core model's by their bare names).
     """
 
     models: tuple[str, ...]
@@ -32,6 +34,7 @@ class Served:
     engine: Mapping[str, Any] = field(default_factory=dict)
     engine_bytes: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    without_meaning: tuple[str, ...] = ()
 
     @property
     def runtime(self) -> str | None:
@@ -104,7 +107,18 @@ def inspect_repository(repository: ModelRepository) -> Served:
         engine=_json(engine / "config.json"),
         engine_bytes=sum(path.stat().st_size for path in engine.glob("*.bin")),
         facts=facts,
+        without_meaning=tuple(_without_meaning(repository.path, configs)),
     )
+
+
+def _without_meaning(folder: Path, configs: Mapping[str, Any]) -> Iterator[str]:
+    """The parameters that the models list when they are loaded, read from the same files."""
+    for model, config in configs.items():
+        classes = _json(folder / model / "1" / CLASSES_FILE).get("without_meaning", {})
+        given = {name: value.string_value.strip() for name, value in config.parameters.items()}
+        for name, entry in classes.items():
+            if given.get(name, "") not in ("", entry["unset"]):
+                yield name if model == CORE else f"{model}.{name}"
 
 
 def _config(path: Path) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from trtserve.errors import UsageError
-from trtserve.triton.tables import bls, core, ensemble, processing
+from trtserve.triton.tables import bls, core, ensemble, parameters, processing
+from trtserve.triton.tables.rows import Parameter, Row, order
 
 RELEASES = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20", "0.21", "1.0", "1.1", "1.2")
 NEWEST = RELEASES[-1]
@@ -18,28 +19,6 @@ ENSEMBLE = "ensemble"
 PREPROCESSING = "preprocessing"
 POSTPROCESSING = "postprocessing"
 MODELS = (PREPROCESSING, CORE, POSTPROCESSING, ENSEMBLE, BLS)
-
-
-def _order(release: str) -> tuple[int, int]:
-    major, minor = release.split(".")[:2]
-    return int(major), int(minor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Something that exists from release `since` to release `until` (None: still there)."""
-
-    since: str
-    until: str | None = None
-
-    def within(self, release: str) -> bool:
-        """Whether the row is part of `release`."""
-        return _order(self.since) <= _order(release) and (self.until is None or _order(release) <= _order(self.until))
-
-    @property
-    def supported(self) -> bool:
-        """Whether any release of RELEASES has the row."""
-        return self.until is None or _order(self.until) >= _order(RELEASES[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +34,6 @@ class Tensor(Row):
     optional: bool = False
     scalar: bool = False
     ragged: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter(Row):
-    """One `parameters` entry; `text` is its value when nothing is set, empty for unset."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +79,7 @@ class Profile:
 
 def _tensors(table: str) -> list[Tensor]:
     tensors = []
-    for line in table.strip().splitlines():
+    for line in filter(None, table.splitlines()):
         name, kind, dims, flags, since, *until = line.split()
         tensors.append(
             Tensor(
@@ -125,24 +96,20 @@ def _tensors(table: str) -> list[Tensor]:
     return tensors
 
 
-def _parameters(table: str) -> list[Parameter]:
-    parameters = []
-    for line in table.strip().splitlines():
-        name, text, since, *until = line.split()
-        value = "" if text == "-" else text
-        parameters.append(Parameter(name=name, text=value, since=since, until=until[0] if until else None))
-    return parameters
-
-
 def _links(table: str) -> list[Link]:
     links = []
-    for line in table.strip().splitlines():
+    for line in filter(None, table.splitlines()):
         name, ensemble_tensor, since, *until = line.split()
         links.append(Link(name=name, ensemble_tensor=ensemble_tensor, since=since, until=until[0] if until else None))
     return links
 
 
 R = TypeVar("R", Tensor, Parameter, Link)
+
+
+def _supported(row: Row) -> bool:
+    """Whether any release of RELEASES has the row."""
+    return row.until is None or order(row.until) >= order(RELEASES[0])
 
 
 def _of_release(rows: Iterable[R], release: str) -> tuple[R, ...]:
@@ -155,8 +122,8 @@ _REPLACED = frozenset({"PROMPT_EMBEDDING_TABLE"})
 
 
 def _of_all(rows: Sequence[R]) -> tuple[R, ...]:
-    """The newest form of every row that any supported release has, in table order, without what was replaced."""
-    newest = {row.name: row for row in rows if row.supported and row.name not in _REPLACED}
+    """The last form of every row that any supported release has, in table order, without what was replaced."""
+    newest = {row.name: row for row in rows if _supported(row) and row.name not in _REPLACED}
     return tuple(row for row in rows if newest.get(row.name) is row)
 
 
@@ -180,46 +147,98 @@ def profile(release: str | None = None) -> Profile:
         rows = _tensors(table)
         return _of_all(rows) if union else _of_release(rows, chosen)
 
-    def model(name: str, in_table: str, out_table: str, parameters: str = "", **more: tuple[Step, ...]) -> ModelProfile:
+    def model(name: str, tables: ModelTables, **more: tuple[Step, ...]) -> ModelProfile:
+        if union:
+            tables = tables.of_union()
         return ModelProfile(
             name=name,
-            inputs=inputs(in_table),
-            outputs=_of_release(_tensors(out_table), chosen),
-            parameters=_of_release(_parameters(parameters), chosen),
+            inputs=inputs(tables.inputs),
+            outputs=_of_release(_tensors(tables.outputs), chosen),
+            parameters=_of_release(tables.parameters, chosen),
             **more,
         )
 
-    models = (
-        model(
-            PREPROCESSING,
-            processing.PREPROCESSING_INPUTS,
-            processing.PREPROCESSING_OUTPUTS,
-            processing.PREPROCESSING_PARAMETERS,
-        ),
-        model(CORE, core.INPUTS, core.OUTPUTS, core.PARAMETERS),
-        model(
-            POSTPROCESSING,
-            processing.POSTPROCESSING_INPUTS,
-            processing.POSTPROCESSING_OUTPUTS,
-            processing.POSTPROCESSING_PARAMETERS,
-        ),
-        model(ENSEMBLE, ensemble.INPUTS, ensemble.OUTPUTS, steps=_steps(chosen, union=union)),
-        model(BLS, bls.INPUTS, bls.OUTPUTS, bls.PARAMETERS),
-    )
+    models = [
+        model(name, tables, **({"steps": _steps(chosen, union=union)} if name == ENSEMBLE else {}))
+        for name, tables in _TABLES.items()
+    ]
     return Profile(release=chosen, union=union, models={each.name: each for each in models})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelTables:
+    """The tables of one model; `union_…` are added for the union of all releases."""
+
+    inputs: str
+    outputs: str
+    parameters: tuple[Parameter, ...] = ()
+    union_inputs: str = ""
+    union_outputs: str = ""
+
+    def of_union(self) -> ModelTables:
+        """The same tables with what only the union has."""
+        return replace(self, inputs=self.inputs + self.union_inputs, outputs=self.outputs + self.union_outputs)
+
+
+_TABLES = {
+    PREPROCESSING: ModelTables(
+        inputs=processing.PREPROCESSING_INPUTS,
+        outputs=processing.PREPROCESSING_OUTPUTS,
+        parameters=parameters.PREPROCESSING,
+        union_inputs=processing.UNION_PREPROCESSING_INPUTS,
+        union_outputs=processing.UNION_PREPROCESSING_OUTPUTS,
+    ),
+    CORE: ModelTables(
+        inputs=core.INPUTS,
+        outputs=core.OUTPUTS,
+        parameters=parameters.CORE,
+        union_inputs=core.UNION_INPUTS,
+        union_outputs=core.UNION_OUTPUTS,
+    ),
+    POSTPROCESSING: ModelTables(
+        inputs=processing.POSTPROCESSING_INPUTS,
+        outputs=processing.POSTPROCESSING_OUTPUTS,
+        parameters=parameters.POSTPROCESSING,
+    ),
+    ENSEMBLE: ModelTables(
+        inputs=ensemble.INPUTS,
+        outputs=ensemble.OUTPUTS,
+        union_inputs=ensemble.UNION_INPUTS,
+        union_outputs=ensemble.UNION_OUTPUTS,
+    ),
+    BLS: ModelTables(
+        inputs=bls.INPUTS,
+        outputs=bls.OUTPUTS,
+        parameters=parameters.BLS,
+        union_inputs=bls.UNION_INPUTS,
+        union_outputs=bls.UNION_OUTPUTS,
+    ),
+}
+_MAPS = (
+    ModelTables(
+        inputs=ensemble.PREPROCESSING_INPUT_MAP,
+        outputs=ensemble.PREPROCESSING_OUTPUT_MAP,
+        union_inputs=ensemble.UNION_PREPROCESSING_INPUT_MAP,
+        union_outputs=ensemble.UNION_PREPROCESSING_OUTPUT_MAP,
+    ),
+    ModelTables(
+        inputs=ensemble.CORE_INPUT_MAP,
+        outputs=ensemble.CORE_OUTPUT_MAP,
+        union_inputs=ensemble.UNION_CORE_INPUT_MAP,
+        union_outputs=ensemble.UNION_CORE_OUTPUT_MAP,
+    ),
+    ModelTables(inputs=ensemble.POSTPROCESSING_INPUT_MAP, outputs=ensemble.POSTPROCESSING_OUTPUT_MAP),
+)
+
+
 def _steps(release: str, *, union: bool) -> tuple[Step, ...]:
-    tables = (
-        (PREPROCESSING, ensemble.PREPROCESSING_INPUT_MAP, ensemble.PREPROCESSING_OUTPUT_MAP),
-        (CORE, ensemble.CORE_INPUT_MAP, ensemble.CORE_OUTPUT_MAP),
-        (POSTPROCESSING, ensemble.POSTPROCESSING_INPUT_MAP, ensemble.POSTPROCESSING_OUTPUT_MAP),
-    )
-    known = {row.name for row in _tensors(ensemble.INPUTS)}
+    ends = _TABLES[ENSEMBLE].of_union() if union else _TABLES[ENSEMBLE]
+    known = {row.name for row in _tensors(ends.inputs)}
     steps = []
-    for name, input_table, output_table in tables:
-        outputs = _of_release(_links(output_table), release)
-        links = _links(input_table)
+    for name, map_tables in zip((PREPROCESSING, CORE, POSTPROCESSING), _MAPS, strict=True):
+        tables = map_tables.of_union() if union else map_tables
+        outputs = _of_release(_links(tables.outputs), release)
+        links = _links(tables.inputs)
         # An old input whose source tensor only an old release produces cannot be part of the union.
         inputs = (
             _of_all([link for link in links if link.ensemble_tensor in known]) if union else _of_release(links, release)

@@ -8,24 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.triton.parameter_values import require_value
+from trtserve.triton.parameters import find_parameter
 from trtserve.triton.profiles import CORE, Profile
+from trtserve.triton.tables.parameters import FIELDS
 
-# Variables of the core model's template that are no parameters, and how their text is read.
-_NUMBERS = ("max_queue_size", "max_queue_delay_microseconds")
-_TYPES = {
-    "logits_datatype": ("FP32", "FP16"),
-    "encoder_input_features_data_type": ("FP16", "BF16", "FP32"),
-    "prompt_embedding_table_data_type": ("FP16", "BF16", "FP32"),
-}
+# Of the core model.
+_FIELDS = {field.name: field for field in FIELDS if not field.flag}
+_FLAGS = {field.name: field.flag for field in FIELDS if field.flag}
 _RENAMED = {"batching_strategy": "gpt_model_type", "engine_dir": "gpt_model_path"}
-_FLAGS = {
-    "decoupled_mode": "--streaming / --no-streaming",
-    "triton_max_batch_size": "--triton-max-batch-size",
-    "preprocessing_instance_count": "--preprocessing-instance-count",
-    "postprocessing_instance_count": "--postprocessing-instance-count",
-    "bls_instance_count": "--bls-instance-count",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +36,12 @@ def resolve_settings(given: Mapping[str, str], table: Profile) -> Settings:
     for key, value in given.items():
         model, _, name = key.rpartition(".")
         model = model or CORE
-        if model == CORE and (name in _NUMBERS or name in _TYPES):
+        if model == CORE and name in _FIELDS:
             variables[name] = _variable(name, value)
         else:
             name = _RENAMED.get(name, name) if model == CORE else name
             _check(key, model, name, table)
-            require_value(key, value, model=model, name=name, release=table.release)
+            _require_value(key, value, model=model, name=name, release=table.release)
             parameters.setdefault(model, {})[name] = value
     return Settings(parameters=parameters, variables=variables)
 
@@ -72,13 +62,14 @@ def parse_assignments(texts: list[str]) -> dict[str, str]:
 
 
 def _variable(name: str, value: str) -> Any:
-    if name in _NUMBERS:
-        if not value.isdigit():
+    types = _FIELDS[name].types
+    if not types:
+        if not (value.isascii() and value.isdigit()):
             raise UsageError(f"--set {name}={value} is not a number of 0 or more.")
         return int(value)
     kind = value.removeprefix("TYPE_")
-    if kind not in _TYPES[name]:
-        raise UsageError(f"--set {name}={value}; expected one of {', '.join(f'TYPE_{each}' for each in _TYPES[name])}.")
+    if kind not in types:
+        raise UsageError(f"--set {name}={value}; expected one of {', '.join(f'TYPE_{each}' for each in types)}.")
     return kind
 
 
@@ -91,11 +82,23 @@ def _check(key: str, model: str, name: str, table: Profile) -> None:
     if name in known:
         return
     others = [f"{other}.{name}" for other, each in table.models.items() if name in [p.name for p in each.parameters]]
-    extra = [*_NUMBERS, *_TYPES, *_RENAMED] if model == CORE else []
+    extra = [*_FIELDS, *_RENAMED] if model == CORE else []
     raise UsageError(
         f"--set {key}: {model} has no parameter {name!r} in release {table.release}.",
         hint=f"Did you mean {' or '.join(others)}?" if others else _suggest(name, known + extra),
     )
+
+
+def _require_value(key: str, value: str, *, model: str, name: str, release: str) -> None:
+    declared = find_parameter(model, name, release)
+    if declared is None:
+        return
+    if not value.strip():
+        if declared.required:
+            raise UsageError(f"--set {key}= is empty; the core model does not load without it.")
+        return
+    if not declared.values.accepts(value.strip()):
+        raise UsageError(f"--set {key}={value}: expected {declared.values.expected}.")
 
 
 def _suggest(name: str, known: list[str]) -> str:

@@ -47,10 +47,16 @@ embedding_bias_weights       FP32     -1           optional         0.7
 num_draft_tokens             INT32    1            optional         0.9
 use_draft_logits             BOOL     1            optional,scalar  0.9
 lora_task_id                 UINT64   1            optional,scalar  0.15
-lora_weights                 FP16     -1,-1        optional,ragged  0.15
+lora_weights                 $lora    -1,-1        optional,ragged  0.15
 lora_config                  INT32    -1,3         optional,ragged  0.15
 guided_decoding_guide_type   STRING   1            optional         0.19
 guided_decoding_guide        STRING   1            optional         0.19
+"""
+
+UNION_INPUTS = """
+return_finish_reason         BOOL     1            optional,scalar  1.2
+draft_acceptance_threshold   FP32     1            optional,scalar  1.2
+lora_name                    STRING   1            optional         1.2
 """
 
 OUTPUTS = """
@@ -77,9 +83,6 @@ num_input_tokens             INT32    1         -  0.20
 num_output_tokens            INT32    1         -  0.20
 """
 
-PARAMETERS = """
-accumulate_tokens              -  0.7
-tensorrt_llm_model_name        -  0.9
-tensorrt_llm_draft_model_name  -  0.9
-multimodal_encoders_name       -  0.13
+UNION_OUTPUTS = """
+finish_reason                STRING   -1        -  1.2
 """

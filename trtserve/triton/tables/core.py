@@ -56,7 +56,7 @@ cross_attention_mask               BOOL      -1,-1  optional,ragged  0.15
 mrope_rotary_cos_sin               FP32      -1     optional         0.19
 mrope_position_deltas              INT64     1      optional         0.19
 lora_task_id                       UINT64    1      optional,scalar  0.9
-lora_weights                       FP16      -1,-1  optional,ragged  0.8
+lora_weights                       $lora     -1,-1  optional,ragged  0.8
 lora_config                        INT32     -1,3   optional,ragged  0.8
 context_phase_params               UINT8     -1     optional,ragged  0.14
 skip_cross_attn_blocks             BOOL      1      optional,ragged  0.16
@@ -71,6 +71,10 @@ guided_decoding_guide              STRING    1      optional,ragged  0.19
 lookahead_window_size              INT32     1      optional,ragged  0.19
 lookahead_ngram_size               INT32     1      optional,ragged  0.19
 lookahead_verification_set_size    INT32     1      optional,ragged  0.19
+"""
+
+UNION_INPUTS = """
+return_finish_reason               BOOL      1      optional,scalar  1.2
 """
 
 OUTPUTS = """
@@ -99,52 +103,6 @@ num_input_tokens             INT32    1         -  0.20
 num_output_tokens            INT32    1         -  0.20
 """
 
-# Columns: key, text when nothing is set (`-` for empty, which every release reads as unset), first and last release.
-PARAMETERS = """
-max_beam_width                   -   0.5
-FORCE_CPU_ONLY_INPUT_TENSORS     no  0.5
-gpt_model_type                   -   0.5
-gpt_model_path                   -   0.5
-encoder_model_path               -   0.11
-max_tokens_in_paged_kv_cache     -   0.5
-max_attention_window_size        -   0.7
-sink_token_length                -   0.10
-batch_scheduler_policy           -   0.5
-kv_cache_free_gpu_mem_fraction   -   0.5
-cross_kv_cache_fraction          -   0.14
-kv_cache_host_memory_bytes       -   0.10
-kv_cache_onboard_blocks          -   0.10
-exclude_input_in_output          -   0.6
-cancellation_check_period_ms     -   0.10
-stats_check_period_ms            -   0.10
-iter_stats_max_iterations        -   0.10
-request_stats_max_iterations     -   0.10
-enable_kv_cache_reuse            -   0.7
-normalize_log_probs              -   0.8
-enable_chunked_context           -   0.8
-gpu_device_ids                   -   0.8
-participant_ids                  -   0.13
-num_nodes                        -   0.19
-lora_cache_optimal_adapter_size  -   0.9
-lora_cache_max_adapter_size      -   0.9
-lora_cache_gpu_memory_fraction   -   0.9
-lora_cache_host_memory_bytes     -   0.9
-lora_prefetch_dir                -   0.19
-decoding_mode                    -   0.9
-executor_worker_path             /opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker  0.10
-lookahead_window_size            -   0.19
-lookahead_ngram_size             -   0.19
-lookahead_verification_set_size  -   0.19
-medusa_choices                   -   0.9
-eagle_choices                    -   0.16
-gpu_weights_percent              -   0.10
-enable_context_fmha_fp32_acc     -   0.12
-multi_block_mode                 -   0.12
-cuda_graph_mode                  -   0.15
-cuda_graph_cache_size            -   0.15
-speculative_decoding_fast_logits -   0.15
-tokenizer_dir                    -   0.19
-guided_decoding_backend          -   0.19
-xgrammar_tokenizer_info_path     -   0.19
-enable_trt_overlap               -   0.20
+UNION_OUTPUTS = """
+finish_reason                STRING   -1        -  1.2
 """

@@ -40,10 +40,15 @@ prompt_vocab_size            INT32    1          optional         0.7
 embedding_bias_words         STRING   -1         optional         0.6
 embedding_bias_weights       FP32     -1         optional         0.6
 lora_task_id                 UINT64   1          optional         0.15
-lora_weights                 FP16     -1,-1      optional,ragged  0.15
+lora_weights                 $lora    -1,-1      optional,ragged  0.15
 lora_config                  INT32    -1,3       optional,ragged  0.15
 guided_decoding_guide_type   STRING   1          optional,ragged  0.19
 guided_decoding_guide        STRING   1          optional,ragged  0.19
+"""
+
+UNION_INPUTS = """
+return_finish_reason         BOOL     1          optional         1.2
+lora_name                    STRING   1          optional         1.2
 """
 
 # kv_cache_alloc_total_blocks stands twice in NVIDIA's file; Triton reads it once, and so do we.
@@ -71,6 +76,10 @@ num_input_tokens             INT32    1         -  0.20
 num_output_tokens            INT32    1         -  0.20
 """
 
+UNION_OUTPUTS = """
+finish_reason                STRING   -1        -  1.2
+"""
+
 # Columns: tensor of the step's model, tensor of the ensemble, first release, last release.
 PREPROCESSING_INPUT_MAP = """
 QUERY                   text_input              0.5
@@ -87,6 +96,13 @@ PROMPT_EMBEDDING_TABLE  prompt_embedding_table  0.12  0.12
 PROMPT_TABLE_EXTRA_ID   prompt_table_extra_id   0.13
 """
 
+UNION_PREPROCESSING_INPUT_MAP = """
+LORA_NAME     lora_name     1.2
+LORA_TASK_ID  lora_task_id  1.2
+LORA_WEIGHTS  lora_weights  1.2
+LORA_CONFIG   lora_config   1.2
+"""
+
 PREPROCESSING_OUTPUT_MAP = """
 REQUEST_INPUT_LEN           _REQUEST_INPUT_LEN           0.5
 INPUT_ID                    _INPUT_ID                    0.5
@@ -100,6 +116,12 @@ OUT_END_ID                  _PREPROCESSOR_END_ID         0.8
 OUT_PAD_ID                  _PREPROCESSOR_PAD_ID         0.8
 OUT_PROMPT_EMBEDDING_TABLE  out_prompt_embedding_table   0.12  0.12
 OUT_PROMPT_TABLE_EXTRA_IDS  _OUT_PROMPT_TABLE_EXTRA_IDS  0.13
+"""
+
+UNION_PREPROCESSING_OUTPUT_MAP = """
+OUT_LORA_TASK_ID  _LORA_TASK_ID  1.2
+OUT_LORA_WEIGHTS  _LORA_WEIGHTS  1.2
+OUT_LORA_CONFIG   _LORA_CONFIG   1.2
 """
 
 CORE_INPUT_MAP = """
@@ -146,6 +168,14 @@ guided_decoding_guide_type   guided_decoding_guide_type   0.19
 guided_decoding_guide        guided_decoding_guide        0.19
 """
 
+# An adapter comes from preprocessing, which knows the names and hands on what the client sent itself.
+UNION_CORE_INPUT_MAP = """
+return_finish_reason  return_finish_reason  1.2
+lora_task_id          _LORA_TASK_ID         1.2
+lora_weights          _LORA_WEIGHTS         1.2
+lora_config           _LORA_CONFIG          1.2
+"""
+
 CORE_OUTPUT_MAP = """
 output_ids                   _TOKENS_BATCH                0.5
 sequence_length              _SEQUENCE_LENGTH             0.6
@@ -172,6 +202,10 @@ total_accepted_draft_tokens  total_accepted_draft_tokens  0.19
 total_draft_tokens           total_draft_tokens           0.19
 num_input_tokens             num_input_tokens             0.20
 num_output_tokens            num_output_tokens            0.20
+"""
+
+UNION_CORE_OUTPUT_MAP = """
+finish_reason  finish_reason  1.2
 """
 
 POSTPROCESSING_INPUT_MAP = """

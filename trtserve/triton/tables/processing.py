@@ -21,6 +21,13 @@ PROMPT_EMBEDDING_TABLE  FP16    -1,-1        optional,ragged  0.12  0.12
 PROMPT_TABLE_EXTRA_ID   UINT64  1            optional         0.13
 """
 
+UNION_PREPROCESSING_INPUTS = """
+LORA_NAME     STRING  1      optional  1.2
+LORA_TASK_ID  UINT64  1      optional  1.2
+LORA_WEIGHTS  $lora   -1,-1  optional  1.2
+LORA_CONFIG   INT32   -1,3   optional  1.2
+"""
+
 PREPROCESSING_OUTPUTS = """
 INPUT_ID                    INT32   -1           -  0.5
 REQUEST_INPUT_LEN           INT32   1            -  0.5
@@ -46,14 +53,10 @@ IMAGE_GRID_THW              INT64   3            -  0.19
 VISION_INPUT_ID             INT32   -1           -  0.19
 """
 
-PREPROCESSING_PARAMETERS = """
-tokenizer_dir          -  0.5
-add_special_tokens     -  0.7
-visual_model_path      -  0.12  0.18
-multimodal_model_path  -  0.19
-hf_model_path          -  0.20
-gpt_model_path         -  0.12
-max_num_images         -  0.15
+UNION_PREPROCESSING_OUTPUTS = """
+OUT_LORA_TASK_ID  UINT64  1      -  1.2
+OUT_LORA_WEIGHTS  $lora   -1,-1  -  1.2
+OUT_LORA_CONFIG   INT32   -1,3   -  1.2
 """
 
 POSTPROCESSING_INPUTS = """
@@ -73,9 +76,4 @@ OUT_OUTPUT_LOG_PROBS   FP32    -1,-1     -  0.6   0.13
 OUT_CONTEXT_LOGITS     FP32    -1,-1     -  0.8   0.13
 OUT_GENERATION_LOGITS  FP32    -1,-1,-1  -  0.8   0.13
 OUT_BATCH_INDEX        INT32   1         -  0.12  0.13
-"""
-
-POSTPROCESSING_PARAMETERS = """
-tokenizer_dir        -  0.5
-skip_special_tokens  -  0.7
 """
