@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, and no assertion about the clock.
+settings.register_profile("trtserve", deadline=None, derandomize=True, database=None)
+settings.load_profile("trtserve")
 
 _ORACLE_REQUIRED = os.environ.get("TRTSERVE_ORACLE") == "required"
 

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trtserve.executor.api import SamplingConfig
-from trtserve.executor.sampling import UNDEFINED, SamplingParameters, choose_tokens, uniform
+from trtserve.executor.logits_processing import LogitsProcessor
+from trtserve.executor.requests import SamplingConfig
+from trtserve.executor.sampling import (
+    EXHAUSTED,
+    UNDEFINED,
+    Choice,
+    Row,
+    SamplingParameters,
+    _best,
+    choose_tokens,
+    log_softmax,
+    uniform,
+)
 
 VOCAB = 3000
 MASK = 2**64 - 1
+NO_PROMPT = np.zeros(0, dtype=np.int64)
 
 
 def _logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> np.ndarray:  # type: ignore[type-arg]
     return (np.random.default_rng(seed).standard_normal((rows, vocab)) * 2).astype(np.float32)
+
+
+def _row(
+    config: SamplingConfig, position: int = 0, *, vocab: int = VOCAB, log_prob: bool = False, **processing: Any
+) -> Row:
+    """A row after `position` tokens, none of which matters."""
+    parameters = SamplingParameters.of(config)
+    processor = LogitsProcessor(parameters, NO_PROMPT, vocab_size=vocab, **({"end_id": -1} | processing))
+    return Row(parameters, processor, range(position), log_prob)
+
+
+def _tokens(logits: np.ndarray, rows: list[Row]) -> list[int]:  # type: ignore[type-arg]
+    return [choice.token for choice in choose_tokens(logits, rows)]
 
 
 def _scalar_uniform(seed: int, position: int) -> float:
@@ -65,20 +94,29 @@ CONFIGS = {
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_equals_the_scalar_reference(config: SamplingConfig) -> None:
     logits = _logits(12)
-    parameters = [SamplingParameters.of(config)] * 12
-    positions = list(range(12))
     expected = [_scalar_choice(row.tolist(), config, position) for position, row in enumerate(logits)]
-    assert choose_tokens(logits, parameters, positions, [-1] * 12) == expected
+    assert _tokens(logits, [_row(config, position) for position in range(12)]) == expected
 
 
 def test_a_mixed_batch_equals_each_row_alone() -> None:
     configs = list(CONFIGS.values())
     logits = _logits(len(configs), seed=1)
-    parameters = [SamplingParameters.of(config) for config in configs]
-    together = choose_tokens(logits, parameters, [7] * len(configs), [-1] * len(configs))
-    alone = [choose_tokens(logits[i : i + 1], [parameters[i]], [7], [-1])[0] for i in range(len(configs))]
-    assert together == alone
+    together = _tokens(logits, [_row(config, 7) for config in configs])
+    assert together == [_tokens(logits[i : i + 1], [_row(config, 7)])[0] for i, config in enumerate(configs)]
     assert len(set(together)) > 3
+
+
+@given(st.permutations(range(len(CONFIGS))), st.integers(1, len(CONFIGS)), st.integers(0, 50))
+def test_neighbours_and_order_change_nothing(order: list[int], count: int, position: int) -> None:
+    configs, logits = list(CONFIGS.values()), _logits(len(CONFIGS), seed=2, vocab=100)
+    chosen = order[:count]
+    together = choose_tokens(
+        logits[chosen], [_row(configs[i], position, vocab=100, log_prob=i % 2 == 0) for i in chosen]
+    )
+    for i, choice in zip(chosen, together, strict=True):
+        (alone,) = choose_tokens(logits[i : i + 1], [_row(configs[i], position, vocab=100, log_prob=True)])
+        assert choice.token == alone.token
+        assert i % 2 or choice == alone
 
 
 def test_the_random_stream_depends_on_seed_and_position() -> None:
@@ -98,22 +136,30 @@ def test_random_numbers_are_uniform() -> None:
 def test_sampled_frequencies_follow_the_distribution() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
     count = 4000
-    parameters = [SamplingParameters.of(SamplingConfig(top_p=1.0, seed=9))] * count
-    tokens = choose_tokens(np.tile(logits, (count, 1)), parameters, list(range(count)), [-1] * count)
-    shares = np.bincount(tokens, minlength=4) / count
+    rows = [_row(SamplingConfig(top_p=1.0, seed=9), position, vocab=4) for position in range(count)]
+    shares = np.bincount(_tokens(np.tile(logits, (count, 1)), rows), minlength=4) / count
     assert np.abs(shares - [0.5, 0.3, 0.15, 0.05]).max() < 0.03
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("count", [1, 5, 700, 1024])
+def test_the_best_are_the_first_of_the_whole_order(spread: float, count: int) -> None:
+    logits = np.round(_logits(1, seed=5)[0] * np.float32(spread), 2)  # with ties
+    whole = sorted(range(VOCAB), key=lambda token: -logits[token])
+    assert _best(logits, count).tolist() == whole[:count]
+    assert len(_best(logits, VOCAB + 1)) == VOCAB
 
 
 def test_min_tokens_keeps_the_end_token_away() -> None:
     logits = np.array([[0.0, 5.0, 3.0]] * 3, dtype=np.float32)
     logits.flags.writeable = False  # the model's own memory
-    parameters = [SamplingParameters.of(SamplingConfig(min_tokens=2))] * 3
-    assert choose_tokens(logits, parameters, [0, 1, 2], [1, 1, 1]) == [2, 2, 1]
-    assert choose_tokens(logits, parameters, [0, 0, 0], [-1, 0, 1]) == [1, 1, 2]
+    config = SamplingConfig(min_tokens=2)
+    assert _tokens(logits, [_row(config, position, vocab=3, end_id=1) for position in (0, 1, 2)]) == [2, 2, 1]
+    assert _tokens(logits, [_row(config, 0, vocab=3, end_id=end) for end in (-1, 0, 1)]) == [1, 1, 2]
 
 
 def test_equal_logits_give_the_first_token() -> None:
-    assert choose_tokens(np.zeros((1, 5), np.float32), [SamplingParameters()], [0], [-1]) == [0]
+    assert _tokens(np.zeros((1, 5), np.float32), [_row(SamplingConfig(), vocab=5)]) == [0]
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -123,7 +169,107 @@ def test_rows_without_numbers_yield_no_token(wrong: float) -> None:
     logits[5] = -np.inf
     logits[0, 5] = -np.inf
     for configs in ([SamplingConfig()] * 6, [SamplingConfig(top_k=3)] * 3 + [SamplingConfig(top_p=0.5)] * 3):
-        parameters = [SamplingParameters.of(config) for config in configs]
-        tokens = choose_tokens(logits, parameters, [0] * 6, [-1] * 6)
+        tokens = _tokens(logits, [_row(config) for config in configs])
         assert [token == UNDEFINED for token in tokens] == [False, True, False, False, True, True]
-        assert tokens[0] == choose_tokens(logits[:1], parameters[:1], [0], [-1])[0]
+        assert tokens[0] == _tokens(logits[:1], [_row(configs[0])])[0]
+
+
+@pytest.mark.parametrize("config", [SamplingConfig(), SamplingConfig(top_p=0.5), SamplingConfig(top_k=2)])
+def test_a_row_in_which_all_is_banned_is_exhausted(config: SamplingConfig) -> None:
+    logits = _logits(2, vocab=3)
+    rows = [_row(config, vocab=3, bad_words=[[0], [1], [2]], log_prob=True), _row(config, vocab=3)]
+    exhausted, free = choose_tokens(logits, rows)
+    assert exhausted.token == EXHAUSTED
+    assert math.isnan(exhausted.log_prob)
+    assert free.token >= 0
+
+
+def test_a_bias_that_is_no_number_gives_no_token() -> None:
+    bias = np.array([0, np.nan, 0], dtype=np.float32)
+    assert _tokens(np.ones((1, 3), np.float32), [_row(SamplingConfig(), vocab=3, bias=bias)]) == [UNDEFINED]
+
+
+def _log_softmax(logits: list[float]) -> list[float]:
+    total = math.fsum(math.exp(logit) for logit in logits)
+    return [logit - math.log(total) for logit in logits]
+
+
+LOG_PROBS = {
+    "greedy": (SamplingConfig(), 1.0, False),
+    "greedy after a temperature": (SamplingConfig(temperature=0.5), 1 / (0.5 + 1e-6), False),
+    "temperature 0 becomes 1": (SamplingConfig(temperature=0.0, top_k=5), 1.0, False),
+    "top_k 1": (SamplingConfig(top_k=1), 1.0, False),
+    "top_k": (SamplingConfig(top_k=3, seed=4), 1.0, True),
+    "top_k with a nucleus": (SamplingConfig(top_k=3, top_p=0.8, temperature=2.0), 1 / (2 + 1e-6), True),
+    "nucleus": (SamplingConfig(top_p=0.9, seed=3), 1.0, False),
+}
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("config", "factor", "kept"), LOG_PROBS.values(), ids=LOG_PROBS.keys())
+def test_log_probs_are_of_the_logits_chosen_from(
+    config: SamplingConfig, factor: float, kept: bool, normalize: bool
+) -> None:
+    logits = _logits(1, seed=6, vocab=20)
+    expected = _log_softmax([float(logit) * factor for logit in logits[0]])
+    rows = [_row(config, vocab=20, log_prob=True)]
+    (choice,) = choose_tokens(logits, rows, normalize_log_probs=normalize)
+    assert choice.full_log_prob == pytest.approx(expected[choice.token], abs=1e-5)
+    if kept and normalize:
+        mass = math.fsum(sorted(map(math.exp, expected))[-3:])
+        assert choice.log_prob == pytest.approx(expected[choice.token] - math.log(mass), abs=1e-5)
+    else:
+        assert choice.log_prob == choice.full_log_prob
+
+
+def test_log_probs_are_absent_unless_asked_for() -> None:
+    (choice,) = choose_tokens(_logits(1), [_row(SamplingConfig(top_k=4))])
+    assert math.isnan(choice.log_prob)
+    assert math.isnan(Choice(3).full_log_prob)
+
+
+def test_log_softmax_of_rows() -> None:
+    logits = np.array([[1.0, 2.0, 3.0], [-np.inf, 0.0, 1000.0]], dtype=np.float32)
+    result = log_softmax(logits)
+    assert result.dtype == np.float32
+    assert result[0].tolist() == pytest.approx(_log_softmax([1.0, 2.0, 3.0]), abs=1e-6)
+    assert result[1].tolist() == [-math.inf, -1000.0, 0.0]
+
+
+def test_a_banned_token_is_never_sampled() -> None:
+    """Even where the random number is the largest there is and sums are rounded."""
+    logits = np.zeros((1, 3000), dtype=np.float32)
+    row = _row(SamplingConfig(top_p=1.0), bad_words=[[token] for token in range(1500, 3000)])
+    with patch("trtserve.executor.sampling.uniform", return_value=np.array([1 - 2**-53])):
+        assert _tokens(logits, [row]) == [1499]
+
+
+def test_defaults_and_combinations() -> None:
+    assert SamplingParameters.of(SamplingConfig()) == SamplingParameters()
+    config = SamplingConfig(
+        beam_width=4,
+        top_k=2000,
+        top_p=0.5,
+        top_p_decay=0.9,
+        temperature=0.0,
+        seed=MASK,
+        num_return_sequences=2,
+        early_stopping=0,
+        length_penalty=1.5,
+        beam_search_diversity_rate=0.3,
+        prompt_ignore_length=3,
+    )
+    assert SamplingParameters.of(config, index=2) == SamplingParameters(
+        greedy=True,
+        beam_width=4,
+        top_k=1024,
+        top_p=0.5,
+        seed=1,
+        num_return_sequences=2,
+        early_stopping=0,
+        length_penalty=1.5,
+        beam_search_diversity_rate=0.3,
+        prompt_ignore_length=3,
+    )
+    assert SamplingParameters.of(SamplingConfig(beam_width=3)).num_return_sequences == 3
+    assert SamplingParameters.of(SamplingConfig(top_p=0.5, top_p_decay=0.9)).top_p_decay == 0.9

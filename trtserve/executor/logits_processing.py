@@ -26,6 +26,8 @@ _TEMPERATURE_EPSILON = 1e-6
 class Mask(Protocol):
     """A guide as the processor sees it (guided.Guide)."""
 
+    failure: str | None
+
     def mask(self, row: Floats) -> None:
         """Set the logits of tokens that the guide does not allow next to −∞."""
 
@@ -68,6 +70,11 @@ class LogitsProcessor:
         conditions = (bias, self.counts, self._guarded_end, self.ngrams, self._bad_words, guide)
         self.keeps_order = all(each is None for each in conditions)
         self.neutral = self.keeps_order and parameters.temperature == 1 and not parameters.min_p
+
+    @property
+    def failure(self) -> str | None:
+        """Why the guide allows no token any more; None when it does, or when there is none."""
+        return None if self.guide is None else self.guide.failure
 
     def process(self, row: npt.NDArray[Any], generated: SequenceOf[int]) -> Floats:
         """The logits f32[V] that count after the tokens `generated`, which `accept` has seen; `row` is not changed."""

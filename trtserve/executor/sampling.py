@@ -7,6 +7,7 @@ on its own logits, its parameters and its position alone, never on its neighbour
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
 from typing import Any, overload
@@ -19,14 +20,14 @@ from trtserve.executor.requests import SamplingConfig
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
 MAX_TOP_K = 1024
 UNDEFINED = -1
 """The token of a row whose logits are not numbers."""
 EXHAUSTED = -2
 """The token of a row in which bans, bias or guide leave none."""
-# Candidates sorted at first for a nucleus over the whole vocabulary; nearly always enough.
-_FIRST_CANDIDATES = 1024
+_DISTANCES = (4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -209,13 +210,10 @@ def _pick(logits: Floats, row: Row, u: float) -> tuple[int, float | None]:
         order = _best(logits, top_k)
         sums = _running_sums(logits[order])
         return _first_to_reach(order, sums, u * top_p * float(sums[-1])), float(sums[-1])
-    target = u * top_p * float(np.exp(logits - logits.max()).sum(dtype=np.float64))
-    order = _best(logits, _FIRST_CANDIDATES)
-    sums = _running_sums(logits[order])
-    if sums[-1] < target:
-        order = _best(logits, len(logits))
-        sums = _running_sums(logits[order])
-    return _first_to_reach(order, sums, target), None
+    weights = np.exp(logits - logits.max())
+    target = u * top_p * float(weights.sum(dtype=np.float64))
+    order = _sorted(logits, _nearest(logits, lambda candidates: bool(weights[candidates].sum() >= target)))
+    return _first_to_reach(order, _running_sums(logits[order]), target), None
 
 
 def _running_sums(descending: Floats) -> Doubles:
@@ -223,18 +221,33 @@ def _running_sums(descending: Floats) -> Doubles:
     return sums
 
 
-def _first_to_reach(order: npt.NDArray[np.intp], sums: Doubles, target: float) -> int:
+def _first_to_reach(order: Indices, sums: Doubles, target: float) -> int:
     """The first token whose sum is at least `target`; tokens of weight zero are never reached."""
     return int(order[np.searchsorted(sums, min(target, float(sums[-1])))])
 
 
-def _best(logits: Floats, count: int) -> npt.NDArray[np.intp]:
-    """Indices of the `count` largest logits, largest first, the lower index first among equals."""
-    if count >= len(logits):
-        return np.argsort(-logits, kind="stable")
-    threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
-    candidates = np.flatnonzero(logits >= threshold)
-    order: npt.NDArray[np.intp] = candidates[np.argsort(-logits[candidates], kind="stable")][:count]
+def _best(logits: Floats, count: int) -> Indices:
+    """The `count` largest logits, largest first, the lower index first among equals."""
+    candidates = _nearest(logits, lambda found: len(found) >= count)
+    if len(candidates) > 4 * count:
+        values = logits[candidates]
+        candidates = candidates[values >= np.partition(values, -count)[-count]]
+    return _sorted(logits, candidates)[:count]
+
+
+def _nearest(logits: Floats, enough: Callable[[Indices], bool]) -> Indices:
+    """All tokens within a distance of the largest logit, at which there are enough: nearly always few."""
+    highest = logits.max()
+    for distance in _DISTANCES:
+        candidates = np.flatnonzero(logits >= highest - distance)
+        if enough(candidates):
+            return candidates
+    return np.arange(len(logits))
+
+
+def _sorted(logits: Floats, candidates: Indices) -> Indices:
+    """The candidates, largest logit first, the lower index first among equals."""
+    order: Indices = candidates[np.argsort(-logits[candidates], kind="stable")]
     return order
 
 
