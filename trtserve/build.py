@@ -1,4 +1,4 @@
-"""TensorRT-LLM checkpoint → engine: limits and precision are fixed, and the engine is proven to run."""
+"""TensorRT-LLM checkpoint → engine: limits, features and precision are fixed, and the engine is proven to run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trtserve.runtimes import EnginePlan, Runtime, choose_runtime
 from trtserve.specs import BuildSpec
 from trtserve.store import Store, publish, reusable
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,7 @@ def _plan(
         runtime=engine.runtime,
         tools=dict(engine.tools),
         limits=asdict(engine.limits),
+        features=engine.features.record(),
         compute_precision=engine.compute_precision,
         kv_precision=engine.kv_precision,
     )
@@ -78,7 +79,7 @@ def build_engine(
     store: Store | None = None,
     progress: Progress = SILENT,
 ) -> Engine:
-    """Build the engine of a checkpoint, or reuse the one that was built from it with the same limits and precision.
+    """Build the engine of a checkpoint, or reuse the one that was built from it for the same.
 
     Raises MissingDependencyError, UnsupportedModelError, UsageError, CorruptFileError, MemoryLimitError,
     DiskSpaceError or BuildError; nothing is left behind then.
@@ -107,7 +108,7 @@ def _manifest(plan: Plan, checkpoint: Checkpoint, name: str) -> Manifest:
         name=name,
         fingerprint=plan.fingerprint,
         inputs={checkpoint.name: checkpoint.fingerprint},
-        spec={"runtime": engine.runtime, **asdict(engine.limits), **precision},
+        spec={"runtime": engine.runtime, **asdict(engine.limits), **engine.features.record(), **precision},
         tools=dict(engine.tools),
         facts={"checkpoint": str(checkpoint.path.absolute()), "machine": describe(), **precision},
     )

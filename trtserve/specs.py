@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -12,6 +13,11 @@ DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["none", "int8"]
 KvPrecision = Literal["auto", "f32", "f16", "u8"]
 RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "openvino"]
+PluginType = Literal["disable", "auto", "float16", "float32", "bfloat16"]
+Switch = Literal["enable", "disable"]
+SpeculativeMode = Literal[
+    "none", "draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"
+]
 
 # Triton's configuration and TensorRT-LLM's SizeType32 are 32-bit numbers.
 _LARGEST = 2**31 - 1
@@ -27,6 +33,13 @@ def _require_positive(owner: object, *names: str) -> None:
             raise UsageError(f"{flag} is {value}; it must be at least 1.")
         if value > _LARGEST:
             raise UsageError(f"{flag} is {value}; it must be at most {_LARGEST}.")
+
+
+def _require_not_negative(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not 0 <= value <= _LARGEST:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be 0 … {_LARGEST}.")
 
 
 def _require_above_zero(owner: object, *names: str) -> None:
@@ -65,20 +78,38 @@ class ConvertSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSpec:
-    """Limits and precision of an engine; None means: derived from the model by the runtime.
+    """Limits, features and precision of an engine; None means: derived from the model by the runtime.
 
-    `max_input_len`, `max_seq_len` and `max_num_tokens` count tokens, `max_batch_size` counts requests.
+    `max_input_len`, `max_seq_len` and `max_num_tokens` count tokens, `max_batch_size` counts requests. From
+    `max_beam_width` on the names and defaults are those of `trtllm-build` of TensorRT-LLM 1.2.
     """
 
     max_batch_size: int | None = None
     max_input_len: int | None = None
     max_seq_len: int | None = None
     max_num_tokens: int | None = None
+    max_beam_width: int = 1
+    max_draft_len: int = 0
+    speculative_decoding_mode: SpeculativeMode | None = None
+    max_prompt_embedding_table_size: int = 0
+    gather_context_logits: bool = False
+    gather_generation_logits: bool = False
+    gather_all_token_logits: bool = False
+    lora_plugin: PluginType = "disable"
+    lora_target_modules: Sequence[str] | None = None
+    max_lora_rank: int = 64
+    use_paged_context_fmha: Switch = "enable"
     kv_precision: KvPrecision = "auto"
     runtime: RuntimeName = "auto"
 
     def __post_init__(self) -> None:
         _require_positive(self, "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens")
+        _require_positive(self, "max_beam_width", "max_lora_rank")
+        _require_not_negative(self, "max_draft_len", "max_prompt_embedding_table_size")
+        if self.speculative_decoding_mode is not None:
+            _require_choice("--speculative-decoding-mode", self.speculative_decoding_mode, get_args(SpeculativeMode))
+        _require_choice("--lora-plugin", self.lora_plugin, get_args(PluginType))
+        _require_choice("--use-paged-context-fmha", self.use_paged_context_fmha, get_args(Switch))
         _require_choice("--kv-precision", self.kv_precision, get_args(KvPrecision))
         _require_choice("--runtime", self.runtime, get_args(RuntimeName))
 

@@ -125,6 +125,8 @@ def test_build_config_has_every_key_of_tensorrt_llm(engine: Engine) -> None:
         "dtype",
         "remove_input_padding",
         "paged_kv_cache",
+        "context_fmha",
+        "use_paged_context_fmha",
         "tokens_per_block",
     }
     assert plugins["tokens_per_block"] == _manifest(engine).facts["tokens_per_block"]
@@ -157,9 +159,13 @@ def test_equal_builds_are_reused_and_others_are_not(checkpoint: Checkpoint) -> N
         BuildSpec(max_batch_size=4, max_seq_len=128, max_input_len=64),
         BuildSpec(max_batch_size=4, max_seq_len=128, max_num_tokens=64),
         BuildSpec(max_batch_size=4, max_seq_len=128, kv_precision="f16"),
+        BuildSpec(max_batch_size=4, max_seq_len=128, max_beam_width=2),
+        BuildSpec(max_batch_size=4, max_seq_len=128, max_prompt_embedding_table_size=8),
+        BuildSpec(max_batch_size=4, max_seq_len=128, use_paged_context_fmha="disable"),
+        BuildSpec(max_batch_size=4, max_seq_len=128, lora_plugin="auto", lora_target_modules=["attn_q"]),
     ],
 )
-def test_every_limit_and_precision_is_in_the_fingerprint(checkpoint: Checkpoint, spec: BuildSpec) -> None:
+def test_every_limit_feature_and_precision_is_in_the_fingerprint(checkpoint: Checkpoint, spec: BuildSpec) -> None:
     assert plan_build(checkpoint, spec).fingerprint != plan_build(checkpoint, SPEC).fingerprint
 
 

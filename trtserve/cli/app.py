@@ -28,7 +28,12 @@ app = typer.Typer(
     epilog="Every option is also read from the environment, as TRTSERVE_COMMAND_OPTION: TRTSERVE_START_HTTP_PORT=9000.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "TRTSERVE"},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "TRTSERVE",
+        # TensorRT-LLM's own spelling of its flags is --max_batch_size.
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+    },
 )
 
 

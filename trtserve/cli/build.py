@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, cast
+from dataclasses import asdict, fields
+from typing import Annotated
 
 import typer
 
 from trtserve.build import Plan, build_engine, find_checkpoint, plan_build
 from trtserve.cli.options import (
+    AllLogitsOption,
+    ContextLogitsOption,
     DryRunOption,
+    GenerationLogitsOption,
     JsonOption,
     KvPrecisionOption,
+    LoraModulesOption,
+    LoraPluginOption,
     MaxBatchSizeOption,
+    MaxBeamWidthOption,
+    MaxDraftLenOption,
     MaxInputLenOption,
+    MaxLoraRankOption,
     MaxNumTokensOption,
     MaxSeqLenOption,
     OutOption,
+    PagedContextOption,
+    PromptTableOption,
     QuietOption,
     RuntimeOption,
+    SpeculativeModeOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.machine import gibibytes
-from trtserve.specs import BuildSpec, KvPrecision, RuntimeName
+from trtserve.specs import BuildSpec
 
 
 def build(
@@ -33,6 +44,17 @@ def build(
     max_input_len: MaxInputLenOption = None,
     max_seq_len: MaxSeqLenOption = None,
     max_num_tokens: MaxNumTokensOption = None,
+    max_beam_width: MaxBeamWidthOption = 1,
+    max_draft_len: MaxDraftLenOption = 0,
+    speculative_decoding_mode: SpeculativeModeOption = None,
+    max_prompt_embedding_table_size: PromptTableOption = 0,
+    gather_context_logits: ContextLogitsOption = False,
+    gather_generation_logits: GenerationLogitsOption = False,
+    gather_all_token_logits: AllLogitsOption = False,
+    lora_plugin: LoraPluginOption = "disable",
+    lora_target_modules: LoraModulesOption = None,
+    max_lora_rank: MaxLoraRankOption = 64,
+    use_paged_context_fmha: PagedContextOption = "enable",
     kv_precision: KvPrecisionOption = "auto",
     runtime: RuntimeOption = "auto",
     name: Annotated[str | None, typer.Option("--name", help="Name of the engine; default: the checkpoint's.")] = None,
@@ -42,14 +64,8 @@ def build(
     quiet: QuietOption = False,
 ) -> None:
     """Build an engine from a checkpoint and print its path."""
-    spec = BuildSpec(
-        max_batch_size=max_batch_size,
-        max_input_len=max_input_len,
-        max_seq_len=max_seq_len,
-        max_num_tokens=max_num_tokens,
-        kv_precision=cast(KvPrecision, kv_precision),
-        runtime=cast(RuntimeName, runtime),
-    )
+    options = locals()  # before anything else has a name here; each option has the name of the field that it fills
+    spec = BuildSpec(**{field.name: options[field.name] for field in fields(BuildSpec)})
     progress = TerminalProgress(quiet=quiet)
     source = find_checkpoint(checkpoint, progress=progress)
     plan = plan_build(source, spec, name=name, out=out)
@@ -70,6 +86,7 @@ def _described(plan: Plan) -> dict[str, object]:
     return {
         "runtime": engine.runtime,
         **asdict(engine.limits),
+        **engine.features.record(),
         "weights_precision": engine.weights_precision,
         "compute_precision": engine.compute_precision,
         "kv_precision": engine.kv_precision,
@@ -87,6 +104,7 @@ def _lines(plan: Plan) -> list[str]:
         f"as        {engine.precision}",
         f"limits    {limits.max_batch_size} requests, {limits.max_num_tokens} tokens per step",
         f"lengths   prompts up to {limits.max_input_len} tokens, prompt and answer up to {limits.max_seq_len}",
+        *([f"takes     {engine.features.words()}"] if engine.features.words() else []),
         f"needs     {gibibytes(engine.memory_bytes)} of memory",
         *(f"note      {note}" for note in engine.notes),
         "state     reused: it lies there already"

@@ -40,6 +40,55 @@ MaxSeqLenOption = Annotated[
 MaxNumTokensOption = Annotated[
     int | None, typer.Option("--max-num-tokens", help="Tokens of all requests in one step; default: 2048.")
 ]
+MaxBeamWidthOption = Annotated[int, typer.Option("--max-beam-width", help="Beams of a request.")]
+MaxDraftLenOption = Annotated[
+    int, typer.Option("--max-draft-len", help="Draft tokens of a request; more than 0 lets requests bring drafts.")
+]
+SpeculativeModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-decoding-mode",
+        help="none or draft_tokens_external; default: what --max-draft-len needs. Others need a GPU engine.",
+    ),
+]
+PromptTableOption = Annotated[
+    int,
+    typer.Option(
+        "--max-prompt-embedding-table-size",
+        "--max-multimodal-len",
+        help="Rows of the prompt tables (p-tuning) of all requests in a step; 0: none.",
+    ),
+]
+ContextLogitsOption = Annotated[
+    bool, typer.Option("--gather-context-logits", help="Requests may ask for the logits of their prompts.")
+]
+GenerationLogitsOption = Annotated[
+    bool, typer.Option("--gather-generation-logits", help="Requests may ask for the logits of their answers.")
+]
+AllLogitsOption = Annotated[bool, typer.Option("--gather-all-token-logits", help="Both of the former.")]
+LoraPluginOption = Annotated[
+    str,
+    typer.Option(
+        "--lora-plugin",
+        help="Adapters (LoRA), and the type of their weights: disable, auto (the model's), float16, float32, bfloat16.",
+    ),
+]
+LoraModulesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora-target-modules",
+        metavar="NAMES",
+        help="What adapters may change: attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, "
+        "mlp_gate; a list with commas, or given several times.",
+    ),
+]
+MaxLoraRankOption = Annotated[int, typer.Option("--max-lora-rank", help="The largest rank of an adapter.")]
+PagedContextOption = Annotated[
+    str,
+    typer.Option(
+        "--use-paged-context-fmha", help="enable or disable: without it no KV block of another request is reused."
+    ),
+]
 KvPrecisionOption = Annotated[
     str, typer.Option("--kv-precision", help="KV cache: auto, f32, f16, u8; auto: u8, f32 for float32 weights.")
 ]

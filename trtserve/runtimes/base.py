@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import UsageError
 from trtserve.progress import Progress
+from trtserve.runtimes.features import Features
 from trtserve.specs import BuildSpec
 
 CheckpointConfig = Mapping[str, Any]
@@ -44,6 +45,7 @@ class EnginePlan:
     runtime: str
     config: CheckpointConfig
     limits: Limits
+    features: Features
     compute_precision: str
     kv_precision: str
     tools: Mapping[str, str]
@@ -66,7 +68,11 @@ class EnginePlan:
         """What decides the settings of a server in the `config.json` that the engine will have."""
         return {
             "pretrained_config": dict(self.config),
-            "build_config": {**asdict(self.limits), "max_beam_width": 1},
+            "build_config": {
+                **asdict(self.limits),
+                **self.features.build_config(),
+                "plugin_config": self.features.plugin_config(),
+            },
             "trtserve": {"runtime": self.runtime},
         }
 
@@ -118,13 +124,13 @@ def resolve_limits(config: CheckpointConfig, spec: BuildSpec, defaults: Limits) 
             hint=f"Choose --max-input-len {max_seq_len} or less, or a larger --max-seq-len.",
         )
     max_batch_size = spec.max_batch_size or defaults.max_batch_size
-    max_num_tokens = spec.max_num_tokens or max(
-        max_batch_size, min(defaults.max_num_tokens, max_batch_size * max_seq_len)
-    )
-    if max_num_tokens < max_batch_size:
+    least = max_batch_size * spec.max_beam_width
+    max_num_tokens = spec.max_num_tokens or max(least, min(defaults.max_num_tokens, max_batch_size * max_seq_len))
+    if max_num_tokens < least:
+        each = "token" if spec.max_beam_width == 1 else f"token for each of {spec.max_beam_width} beams"
         raise UsageError(
-            f"--max-num-tokens is {max_num_tokens}, but each of {max_batch_size} requests needs one token per step.",
-            hint=f"Choose --max-num-tokens {max_batch_size} or more, or a smaller --max-batch-size.",
+            f"--max-num-tokens is {max_num_tokens}, but each of {max_batch_size} requests needs one {each} per step.",
+            hint=f"Choose --max-num-tokens {least} or more, or a smaller --max-batch-size.",
         )
     return Limits(
         max_batch_size=max_batch_size,

@@ -23,6 +23,7 @@ from trtserve.errors import (
 )
 from trtserve.progress import Progress, Task
 from trtserve.runtimes.base import WEIGHT_ONLY_INT8, CheckpointConfig, EnginePlan, Limits, resolve_limits
+from trtserve.runtimes.features import resolve_features
 from trtserve.specs import BuildSpec
 
 if TYPE_CHECKING:
@@ -87,17 +88,19 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
     version = _openvino_version()
     _require_supported(config)
     compute, kv, notes = resolve_precision(config["dtype"], spec.kv_precision, bfloat16=machine.has_bfloat16())
+    features, remarks = resolve_features(config, spec)
     size = weight_bytes(config)
     return EnginePlan(
         runtime=NAME,
         config=_merged_config(config),
         limits=resolve_limits(config, spec, _DEFAULTS),
+        features=features,
         compute_precision=compute,
         kv_precision=kv,
         tools={"openvino": version},
         memory_bytes=int(size * _MEMORY_FACTOR) + _MEMORY_BASE,
         disk_bytes=size,
-        notes=(*notes, *_merge_notes(config)),
+        notes=(*notes, *remarks, *_merge_notes(config)),
     )
 
 
@@ -191,35 +194,29 @@ def engine_config(plan: EnginePlan, *, window: int | None, tokens_per_block: int
 
 def _build_config(plan: EnginePlan, tokens_per_block: int | None) -> dict[str, Any]:
     """TensorRT-LLM's build_config, key by key in its order; what only TensorRT has is off or empty."""
-    limits = plan.limits
+    limits, features = plan.limits, plan.features.build_config()
     return {
         "max_input_len": limits.max_input_len,
         "max_seq_len": limits.max_seq_len,
         "opt_batch_size": min(8, limits.max_batch_size),
         "max_batch_size": limits.max_batch_size,
-        "max_beam_width": 1,
+        "max_beam_width": features["max_beam_width"],
         "max_num_tokens": limits.max_num_tokens,
-        "opt_num_tokens": limits.max_batch_size,
-        "max_prompt_embedding_table_size": 0,
+        "opt_num_tokens": limits.max_batch_size * features["max_beam_width"],
+        "max_prompt_embedding_table_size": features["max_prompt_embedding_table_size"],
         "kv_cache_type": "PAGED",
-        "gather_context_logits": False,
-        "gather_generation_logits": False,
+        "gather_context_logits": features["gather_context_logits"],
+        "gather_generation_logits": features["gather_generation_logits"],
         "strongly_typed": True,
         "force_num_profiles": None,
         "profiling_verbosity": "layer_names_only",
         "enable_debug_output": False,
-        "max_draft_len": 0,
-        "speculative_decoding_mode": 1,
+        "max_draft_len": features["max_draft_len"],
+        "speculative_decoding_mode": features["speculative_decoding_mode"],
         "use_refit": False,
         "input_timing_cache": None,
         "output_timing_cache": None,
-        "lora_config": {
-            "lora_dir": [],
-            "lora_ckpt_source": "hf",
-            "max_lora_rank": 64,
-            "lora_target_modules": [],
-            "trtllm_modules_to_hf_modules": {},
-        },
+        "lora_config": features["lora_config"],
         "auto_parallel_config": {"world_size": 1},
         "weight_sparsity": False,
         "weight_streaming": False,
@@ -233,12 +230,13 @@ def _build_config(plan: EnginePlan, tokens_per_block: int | None) -> dict[str, A
 
 
 def _plugin_config(plan: EnginePlan, tokens_per_block: int | None) -> dict[str, Any]:
-    """No plugin is used (None), and of the features only packed input and the paged KV cache (bool)."""
-    features = dict.fromkeys(_FEATURES, False) | {"remove_input_padding": True, "paged_kv_cache": True}
+    """No plugin is used (None) but that of adapters, and of the switches (bool) only those of paged attention."""
+    switches = dict.fromkeys(_FEATURES, False) | {"remove_input_padding": True, "paged_kv_cache": True}
     return {
         "dtype": plan.config["dtype"],
         **dict.fromkeys(_PLUGINS),
-        **features,
+        **switches,
+        **plan.features.plugin_config(),
         "tokens_per_block": tokens_per_block,
     }
 

@@ -1,0 +1,179 @@
+"""What an engine is built for beside its limits, under the names of `trtllm-build`: beams, drafts, logits, adapters."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trtserve.architectures import family
+from trtserve.errors import UsageError
+from trtserve.executor.lora_modules import HF_MODULES, MODULE_IDS, OTHER_MODULES
+from trtserve.specs import BuildSpec
+
+CheckpointConfig = Mapping[str, Any]
+
+# TensorRT-LLM's SpeculativeDecodingMode; `config.json` holds the number.
+_MODES = {"none": 1, "draft_tokens_external": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """Everything of these decides what requests an engine takes; the fields have their names in `config.json`.
+
+    `lora_plugin` is the type of the adapters' weights, None without adapters; `max_lora_rank` and
+    `lora_target_modules` matter with it only.
+    """
+
+    max_beam_width: int = 1
+    max_draft_len: int = 0
+    speculative_decoding_mode: str = "none"
+    max_prompt_embedding_table_size: int = 0
+    gather_context_logits: bool = False
+    gather_generation_logits: bool = False
+    use_paged_context_fmha: bool = True
+    lora_plugin: str | None = None
+    max_lora_rank: int = 64
+    lora_target_modules: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """The fields as JSON holds them."""
+        return {**asdict(self), "lora_target_modules": list(self.lora_target_modules)}
+
+    def build_config(self) -> dict[str, Any]:
+        """The keys of `build_config` that these decide."""
+        return {
+            "max_beam_width": self.max_beam_width,
+            "max_prompt_embedding_table_size": self.max_prompt_embedding_table_size,
+            "gather_context_logits": self.gather_context_logits,
+            "gather_generation_logits": self.gather_generation_logits,
+            "max_draft_len": self.max_draft_len,
+            "speculative_decoding_mode": _MODES[self.speculative_decoding_mode],
+            "lora_config": {
+                "lora_dir": [],
+                "lora_ckpt_source": "hf",
+                "max_lora_rank": self.max_lora_rank,
+                "lora_target_modules": list(self.lora_target_modules),
+                "trtllm_modules_to_hf_modules": {name: HF_MODULES[name] for name in self.lora_target_modules},
+            },
+        }
+
+    def plugin_config(self) -> dict[str, Any]:
+        """The keys of `plugin_config` that these decide. Packed attention of prompts is always one kernel here."""
+        return {
+            "lora_plugin": self.lora_plugin,
+            "context_fmha": True,
+            "use_paged_context_fmha": self.use_paged_context_fmha,
+        }
+
+    def words(self) -> str:
+        """What goes beyond plain decoding, in words; empty when nothing does."""
+        words = [
+            (self.max_beam_width > 1, f"{self.max_beam_width} beams"),
+            (self.max_draft_len > 0, f"{self.max_draft_len} draft tokens"),
+            (self.max_prompt_embedding_table_size > 0, f"prompt tables of {self.max_prompt_embedding_table_size} rows"),
+            (self.gather_context_logits, "context logits"),
+            (self.gather_generation_logits, "generation logits"),
+            (
+                self.lora_plugin is not None,
+                f"adapters of rank {self.max_lora_rank} on {' '.join(self.lora_target_modules)}",
+            ),
+            (not self.use_paged_context_fmha, "no reuse of KV blocks"),
+        ]
+        return ", ".join(text for present, text in words if present)
+
+
+def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Features, tuple[str, ...]]:
+    """What `spec` asks for on a checkpoint with `config`, and what has to be said about it.
+
+    The rules are those of `trtllm-build`; UsageError where it refuses, or where its engine would refuse to load.
+    """
+    mode, mode_notes = _resolve_mode(spec)
+    modules, lora_notes = _resolve_modules(config, spec)
+    context = spec.gather_context_logits or spec.gather_all_token_logits
+    if context and spec.max_draft_len:
+        raise UsageError(
+            f"Context logits cannot be gathered by an engine for draft tokens (--max-draft-len {spec.max_draft_len}).",
+            hint="The logits of accepted draft tokens come with --gather-generation-logits alone.",
+        )
+    features = Features(
+        max_beam_width=spec.max_beam_width,
+        max_draft_len=spec.max_draft_len,
+        speculative_decoding_mode=mode,
+        max_prompt_embedding_table_size=spec.max_prompt_embedding_table_size,
+        gather_context_logits=context,
+        gather_generation_logits=spec.gather_generation_logits or spec.gather_all_token_logits,
+        use_paged_context_fmha=spec.use_paged_context_fmha == "enable",
+        lora_plugin=_lora_type(config, spec) if modules else None,
+        max_lora_rank=spec.max_lora_rank,
+        lora_target_modules=modules,
+    )
+    return features, (*mode_notes, *lora_notes)
+
+
+def _resolve_mode(spec: BuildSpec) -> tuple[str, tuple[str, ...]]:
+    mode = spec.speculative_decoding_mode
+    if mode is None and spec.max_draft_len:
+        note = f"--max-draft-len {spec.max_draft_len} alone: drafts come with the requests (draft_tokens_external)."
+        return "draft_tokens_external", (note,)
+    if mode not in (None, *_MODES):
+        raise UsageError(
+            f"--speculative-decoding-mode {mode} is done by TensorRT-LLM's GPU engines only.",
+            hint=f"Choose one of {', '.join(_MODES)}.",
+        )
+    if mode == "draft_tokens_external" and not spec.max_draft_len:
+        raise UsageError(
+            "--speculative-decoding-mode draft_tokens_external with --max-draft-len 0 leaves no room for a draft.",
+            hint="Give --max-draft-len N, the longest draft of a request.",
+        )
+    if mode == "none" and spec.max_draft_len:
+        raise UsageError(
+            f"--max-draft-len is {spec.max_draft_len}, but --speculative-decoding-mode none takes no drafts.",
+            hint="Choose --speculative-decoding-mode draft_tokens_external, or leave --max-draft-len out.",
+        )
+    return mode or "none", ()
+
+
+def _resolve_modules(config: CheckpointConfig, spec: BuildSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = _split(spec.lora_target_modules or ())
+    for name in names:
+        _require_module(config, name)
+    if spec.lora_plugin == "disable":
+        note = "--lora-target-modules does nothing without --lora-plugin, as in trtllm-build."
+        return (), ((note,) if names else ())
+    if not names:
+        raise UsageError(
+            f"--lora-plugin {spec.lora_plugin} without --lora-target-modules: the engine would take no adapter.",
+            hint="Give the modules of your adapters, such as --lora-target-modules attn_q,attn_k,attn_v.",
+        )
+    return tuple(sorted(set(names), key=MODULE_IDS.__getitem__)), ()
+
+
+def _split(words: Iterable[str]) -> list[str]:
+    """Words of a list that may be given with commas, with spaces, or piece by piece."""
+    return [name for word in words for name in word.replace(",", " ").split()]
+
+
+def _require_module(config: CheckpointConfig, name: str) -> None:
+    if name in MODULE_IDS:
+        if name == "mlp_gate" and family(config["architecture"]).decoder(config).mlp != "gated":
+            raise UsageError(
+                f"--lora-target-modules mlp_gate: {config['architecture']} has no gate.",
+                hint="Choose mlp_h_to_4h and mlp_4h_to_h for its MLP.",
+            )
+        return
+    if name in OTHER_MODULES:
+        raise UsageError(
+            f"--lora-target-modules {name}: {config['architecture']} has no such part.",
+            hint=f"Choose of {', '.join(MODULE_IDS)}.",
+        )
+    close = difflib.get_close_matches(name, MODULE_IDS, n=1)
+    raise UsageError(
+        f"--lora-target-modules {name!r} is not a module; expected {', '.join(MODULE_IDS)}.",
+        hint=f"Did you mean {close[0]}?" if close else None,
+    )
+
+
+def _lora_type(config: CheckpointConfig, spec: BuildSpec) -> str:
+    return str(config["dtype"]) if spec.lora_plugin == "auto" else spec.lora_plugin
