@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 Tensors = dict[str, NDArray[Any]]
+"""Arrays by name; an input in BF16, which NumPy has not, is the `pb_utils.Tensor` itself."""
 
 
 class InnerModelError(Exception):
@@ -47,9 +48,14 @@ def _request(model: str, inputs: Tensors, outputs: Sequence[str], request_id: st
     return pb_utils.InferenceRequest(
         model_name=model,
         request_id=request_id,
-        inputs=[pb_utils.Tensor(name, value) for name, value in inputs.items()],
+        inputs=[_tensor(name, value) for name, value in inputs.items()],
         requested_output_names=list(outputs),
     )
+
+
+def _tensor(name: str, value: Any) -> Any:
+    """What NumPy cannot hold comes as a tensor of Triton, under the name that the inner model has for it too."""
+    return pb_utils.Tensor(name, value) if isinstance(value, np.ndarray) else value
 
 
 def _tensors(answer: Any) -> Tensors:

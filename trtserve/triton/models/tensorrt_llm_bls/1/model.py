@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
-from conversation import Chain, Conversation
+from chain import Chain, engine_length
+from conversation import Conversation
 from guarded_sender import GuardedSender
 from inner_models import InnerModelError, Tensors, stop_request
+from lora_names import LoraNames
 from model_parameters import ModelParameters, check_request_type
-from numpy.typing import NDArray
 
 # Threads only wait for other models; as many requests as this are in work at once, the next ones wait in line.
 _MOST_AT_ONCE = 256
@@ -29,17 +30,15 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Read the names of the models behind this one."""
         config = json.loads(args["model_config"])
-        parameters = ModelParameters(config, Path(args["model_repository"]), pb_utils.Logger.log_warn)
+        repository = Path(args["model_repository"]).resolve().parent
+        parameters = ModelParameters(config, repository, pb_utils.Logger.log_warn)
         self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
-        outputs = tuple(output["name"] for output in config["output"] if output["name"] != "text_output")
-        self._chain = Chain(
-            core=parameters.text("tensorrt_llm_model_name") or "tensorrt_llm",
-            draft=parameters.text("tensorrt_llm_draft_model_name"),
-            outputs=outputs,
-            accumulate=self._decoupled and parameters.choice("accumulate_tokens", default=False),
-        )
+        try:
+            self._chain = _chain(config, repository, parameters, decoupled=self._decoupled)
+        except ValueError as error:
+            raise pb_utils.TritonModelException(f"The BLS model cannot be loaded: {error}") from error
         self._workers = ThreadPoolExecutor(max_workers=_MOST_AT_ONCE, thread_name_prefix="request")
-        self._active: dict[str, GuardedSender] = {}
+        self._active: dict[str, tuple[GuardedSender, threading.Event]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch_cancellation, daemon=True, name="cancellation")
@@ -60,10 +59,11 @@ class TritonPythonModel:
     def _serve(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
         # The core model knows this mark: a stop request sent to it with the client's id reaches this request.
         inner_id = f"{client_id}/bls-{uuid.uuid4()}" if client_id else str(uuid.uuid4())
+        cancelled = threading.Event()
         with self._lock:
-            self._active[inner_id] = sender
+            self._active[inner_id] = sender, cancelled
         try:
-            self._send_all(Conversation(self._chain, inputs, inner_id).answers(), sender)
+            self._send_all(Conversation(self._chain, inputs, inner_id, cancelled).answers(), sender)
         except InnerModelError as error:
             self._fail(sender, str(error))
         except _OWN_ERRORS as error:
@@ -92,16 +92,18 @@ class TritonPythonModel:
             with self._lock:
                 active = dict(self._active)
             stopped &= active.keys()
-            for inner_id, sender in active.items():
+            for inner_id, (sender, cancelled) in active.items():
                 if inner_id not in stopped and sender.is_cancelled():
                     stopped.add(inner_id)
-                    self._stop(inner_id)
+                    cancelled.set()  # between two rounds of speculative decoding no core model knows the request
+                    for model in filter(None, (self._chain.core, self._chain.draft)):
+                        self._stop(model, inner_id)
 
-    def _stop(self, inner_id: str) -> None:
+    def _stop(self, model: str, inner_id: str) -> None:
         try:
-            stop_request(self._chain.core, inner_id)
+            stop_request(model, inner_id)
         except (InnerModelError, RuntimeError) as error:
-            pb_utils.Logger.log_error(f"A cancelled request could not be stopped: {error}")
+            pb_utils.Logger.log_error(f"A cancelled request could not be stopped in {model}: {error}")
 
     def finalize(self) -> None:
         """Wait for the requests in work; Triton unloads a model only when it has answered."""
@@ -110,9 +112,25 @@ class TritonPythonModel:
         self._watcher.join(timeout=5)
 
 
-def _array(tensor: Any) -> NDArray[Any]:
+def _chain(config: dict[str, Any], repository: Path, parameters: ModelParameters, *, decoupled: bool) -> Chain:
+    core = parameters.text("tensorrt_llm_model_name") or "tensorrt_llm"
+    draft = parameters.text("tensorrt_llm_draft_model_name")
+    return Chain(
+        core=core,
+        lora=LoraNames(repository),
+        inputs=frozenset(tensor["name"] for tensor in config["input"]),
+        outputs=tuple(output["name"] for output in config["output"] if output["name"] != "text_output"),
+        accumulate=decoupled and parameters.choice("accumulate_tokens", default=False),
+        exclude_input=bool(parameters.switch("exclude_input_in_output")),
+        longest=engine_length(repository, core),
+        draft=draft,
+        draft_longest=None if draft is None else engine_length(repository, draft),
+    )
+
+
+def _array(tensor: Any) -> Any:
+    """The tensor as an array; as it is where its type is BF16, which NumPy has not, for the core model to read."""
     try:
-        array: NDArray[Any] = tensor.as_numpy()
-    except pb_utils.TritonModelException as error:
-        raise ValueError(f"{tensor.name()} is BF16, which the BLS model cannot hand on; ask the ensemble.") from error
-    return array
+        return tensor.as_numpy()
+    except pb_utils.TritonModelException:
+        return tensor

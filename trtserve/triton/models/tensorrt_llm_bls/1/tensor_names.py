@@ -66,6 +66,7 @@ CORE = {
             "return_kv_cache_reuse_stats",
             "return_num_input_tokens",
             "return_num_output_tokens",
+            "return_finish_reason",
             "prompt_embedding_table",
             "prompt_vocab_size",
             "lora_task_id",

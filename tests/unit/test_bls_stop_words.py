@@ -1,0 +1,138 @@
+"""Stop words on text: found across pieces, cut behind the first one, nothing afterwards."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.model_modules import load
+from trtserve.triton.profiles import BLS
+
+
+def decode(rows: Sequence[list[int]]) -> list[str]:
+    """A byte-level vocabulary: id = byte."""
+    return [bytes(row).decode("utf-8", errors="replace") for row in rows]
+
+
+def result(*beams: str, **others: Any) -> dict[str, Any]:
+    """An answer of the core model with these beams, short ones padded with -1."""
+    rows = [list(beam.encode()) for beam in beams]
+    ids = np.full((1, len(rows), max(map(len, rows))), -1, dtype=np.int32)
+    for index, row in enumerate(rows):
+        ids[0, index, : len(row)] = row
+    lengths = np.array([[len(row) for row in rows]], dtype=np.int32)
+    return {"output_ids": ids, "sequence_length": lengths, **others}
+
+
+def reasons(*names: str) -> Any:
+    return np.array([[name.encode() for name in names]], dtype=np.object_)
+
+
+def number(value: int) -> Any:
+    return np.array([[value]], dtype=np.int32)
+
+
+def text_of(answer: Any) -> list[str]:
+    return [text.decode() for text in answer["text_output"]]
+
+
+@pytest.fixture
+def stop_words(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load(monkeypatch, BLS, "stop_words")
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
+    return load(monkeypatch, BLS, "texts")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_end_where_the_whole_text_does(stop_words: Any, seed: int) -> None:
+    generator = random.Random(seed)
+    text = "".join(generator.choice("ab c") for _ in range(40))
+    words = stop_words.StopWords(["".join(generator.choice("ab c") for _ in range(size)) for size in (0, 3, 5)])
+    stopped, pieces, at = stop_words.StoppedText(words), [], 0
+    while at < len(text):
+        size = generator.randint(0, 4)
+        pieces.append(stopped.add(text[at : at + size]))
+        at += size
+    end = words.end(text)
+    assert "".join(pieces) == text[:end]
+    assert stopped.stopped == (end is not None)
+
+
+def test_the_word_that_is_complete_first_ends_the_text(stop_words: Any) -> None:
+    words = stop_words.StopWords(["long word", "ng"])
+    assert "a long word"[: words.end("a long word")] == "a long"
+    assert words.end("a long word", 6) is None
+    assert not stop_words.StopWords(["", ""])
+
+
+def test_whole_texts_are_cut_behind_the_prompt(texts: Any, stop_words: Any) -> None:
+    words = [stop_words.StopWords(["stop"])]
+    whole = texts.WholeTexts(decode, words, [list(b"stop it")])
+    answer = whole.add(
+        result(
+            "stop it, and stop now", "stop it: go on", "stop it. stop", finish_reason=reasons("length", "end_id", "x")
+        )
+    )
+    assert text_of(answer) == ["stop it, and stop", "stop it: go on", "stop it. stop"]
+    assert answer["finish_reason"].tolist() == [[b"stop_words", b"end_id", b"stop_words"]]
+    assert whole.stopped == set()
+    without = texts.WholeTexts(decode, words, None)
+    assert text_of(without.add(result("now stop it"))) == ["now stop"]
+    assert without.stopped == {(0, 0)}
+
+
+def test_whole_texts_without_the_prompt_that_was_expected(texts: Any, stop_words: Any) -> None:
+    """A repository by hand may leave the prompt out without saying so to the BLS model."""
+    whole = texts.WholeTexts(decode, [stop_words.StopWords(["b"])], [list(b"ab")])
+    assert text_of(whole.add(result("b and b"))) == ["b"]
+
+
+def test_rows_stop_by_their_own_words(texts: Any, stop_words: Any) -> None:
+    words = [stop_words.StopWords(["x"]), stop_words.StopWords(["y"])]
+    streamed = texts.StreamedTexts(decode, words, accumulate=False)
+    sent: dict[int, str] = {0: "", 1: ""}
+    for row, piece in ((0, "ay"), (1, "ax"), (0, "xz"), (1, "cyd"), (0, "more"), (1, "more")):
+        answer = streamed.add(result(piece, batch_index=number(row)))
+        sent[row] += text_of(answer)[0]
+    assert sent == {0: "ayx", 1: "axcy"}
+    assert streamed.stopped == {(0, 0), (1, 0)}
+    assert list(streamed.finish()) == []
+
+
+def test_a_streamed_stop_is_the_reason_of_the_end(texts: Any, stop_words: Any) -> None:
+    streamed = texts.StreamedTexts(decode, [stop_words.StopWords(["no"])], accumulate=False)
+    assert text_of(streamed.add(result("n"))) == ["n"]
+    assert text_of(streamed.add(result("ow"))) == ["o"]
+    last = streamed.add(result("", finish_reason=reasons("cancelled")))
+    assert (text_of(last), last["finish_reason"].tolist()) == ([""], [[b"stop_words"]])
+
+
+def test_sequences_have_states_of_their_own(texts: Any, stop_words: Any) -> None:
+    streamed = texts.StreamedTexts(decode, [stop_words.StopWords(["b"])], accumulate=False)
+    first = [text_of(streamed.add(result(piece, sequence_index=number(0))))[0] for piece in ("a", "b", "c")]
+    second = [text_of(streamed.add(result(piece, sequence_index=number(1))))[0] for piece in ("a", "c", "b")]
+    assert (first, second) == (["a", "b", ""], ["a", "c", "b"])
+
+
+def test_a_closing_result_without_anything_is_no_answer(texts: Any, stop_words: Any) -> None:
+    streamed = texts.StreamedTexts(decode, [stop_words.StopWords()], accumulate=False)
+    assert text_of(streamed.add(result(""))) == [""]
+    assert streamed.add(result("")) is None
+    assert streamed.add(result("", finish_reason=reasons("end_id"))) is not None
+
+
+def test_accumulated_texts_stay_at_the_stop_word(texts: Any, stop_words: Any) -> None:
+    streamed = texts.StreamedTexts(decode, [stop_words.StopWords(["c d"])], accumulate=True)
+    found = [text_of(streamed.add(result(piece)))[0] for piece in ("a", "bc", " de", "f")]
+    assert found == ["a", "abc", "abc d", "abc d"]
+    assert streamed.stopped == {(0, 0)}

@@ -1,0 +1,68 @@
+"""The LoRA adapters that a repository knows by name: `lora.json`, and the files that it points to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOT_CACHED = "not found in cache"
+"""Part of the error with which the core model answers a task id whose adapter it has not, or not any more."""
+
+
+class LoraNames:
+    """Names → task ids and tensors; safe to use from any thread.
+
+    `lora.json` is `{"adapters": {name: {"task_id": number, "folder": relative path}}}`; a repository without the file
+    knows no name.
+    """
+
+    def __init__(self, repository: Path) -> None:
+        """Read the table; the adapters themselves are read when they are asked for. ValueError for a broken file."""
+        self._repository = repository
+        self._adapters = _adapters(repository / "lora.json")
+        self._tensors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name, in order."""
+        return tuple(sorted(self._adapters))
+
+    def task_id(self, name: str) -> int:
+        """Id under which the core model caches the adapter; ValueError listing the names when there is none."""
+        if name not in self._adapters:
+            known = f"it has {', '.join(self.names)}" if self._adapters else "it has none"
+            raise ValueError(f"lora_name is {name!r}, which this repository does not know; {known}.")
+        return int(self._adapters[name]["task_id"])
+
+    def tensors(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Weights FP16 [1, rows, width] and config INT32 [1, rows, 3]; ValueError when the files cannot be read."""
+        self.task_id(name)
+        with self._lock:
+            if name not in self._tensors:
+                self._tensors[name] = self._read(name)
+            return self._tensors[name]
+
+    def _read(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        folder = self._repository / str(self._adapters[name]["folder"])
+        try:
+            weights = np.load(folder / "model.lora_weights.npy", allow_pickle=False)
+            config = np.load(folder / "model.lora_config.npy", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"The files of the LoRA adapter {name} cannot be read: {error}") from error
+        return weights.astype(np.float16, copy=False), config.astype(np.int32, copy=False)
+
+
+def _adapters(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        return {}
+    try:
+        adapters = json.loads(path.read_text(encoding="utf-8"))["adapters"]
+        return {str(name): {"task_id": int(entry["task_id"]), **entry} for name, entry in adapters.items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path.name} is not a table of LoRA adapters: {error!r}") from error

@@ -1,0 +1,59 @@
+"""The core model with the LoRA adapter that a request names: its tensors are sent only when they are not cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from inner_models import InnerModelError, Tensors, call_streamed, stop_request
+from lora_names import NOT_CACHED, LoraNames
+
+
+def adapter_of(inputs: Tensors) -> str | None:
+    """The name under `lora_name`, one for all rows of the batch; None when there is none. ValueError otherwise."""
+    value = inputs.get("lora_name")
+    names = set() if value is None else {name.decode("utf-8") for name in value.reshape(-1)}
+    if len(names) > 1:
+        told = ", ".join(repr(name) for name in sorted(names))
+        raise ValueError(f"lora_name differs between the rows of one batch ({told}); send one request per adapter.")
+    name = next(iter(names), "")
+    if name and any(other in inputs for other in ("lora_task_id", "lora_weights", "lora_config")):
+        raise ValueError("lora_name and lora_task_id were both given; each of them chooses the adapter.")
+    return name or None
+
+
+class CoreModel:
+    """Asks the core model under one request id."""
+
+    def __init__(self, model: str, request_id: str, *, lora: LoraNames, adapter: str | None) -> None:
+        """ValueError for an adapter that the repository does not know."""
+        self._model = model
+        self._request_id = request_id
+        self._lora = lora
+        self._adapter = adapter
+        self._task_id = None if adapter is None else lora.task_id(adapter)
+
+    def answers(self, inputs: Tensors, outputs: Sequence[str]) -> Iterator[Tensors]:
+        """Every answer with tensors; InnerModelError carries the message of an error."""
+        if self._adapter is None:
+            yield from call_streamed(self._model, inputs, outputs, self._request_id)
+            return
+        batch = len(inputs["input_ids"])
+        inputs = {**inputs, "lora_task_id": np.full((batch, 1), self._task_id, dtype=np.uint64)}
+        begun = False
+        try:
+            for answer in call_streamed(self._model, inputs, outputs, self._request_id):
+                begun = True
+                yield answer
+        except InnerModelError as error:
+            if begun or NOT_CACHED not in str(error):
+                raise
+            if batch > 1:
+                self.stop()  # another row may have found the adapter, when someone else just sent it
+            weights, config = self._lora.tensors(self._adapter)
+            tensors = {"lora_weights": np.repeat(weights, batch, axis=0), "lora_config": np.repeat(config, batch, 0)}
+            yield from call_streamed(self._model, inputs | tensors, outputs, self._request_id)
+
+    def stop(self) -> None:
+        """Stop what is running under the request id."""
+        stop_request(self._model, self._request_id)

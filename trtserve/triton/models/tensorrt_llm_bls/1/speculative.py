@@ -1,0 +1,189 @@
+"""Speculative decoding: a draft model proposes tokens, the target model takes over those that it would have chosen.
+
+Loop of NVIDIA's BLS model (interface reference of the Triton models, section 5). Each round is one request to either
+model with everything generated so far as its prompt, so that KV cache reuse makes it short.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from adapter import CoreModel
+from chain import Chain
+from core_inputs import asks, largest, prompts
+from draft_statistics import DraftStatistics
+from incremental_text import IncrementalText
+from inner_models import Tensors, call_streamed
+from numpy.typing import NDArray
+from stop_words import StoppedText, StopWords
+
+_TOKENS = ("output_ids", "sequence_length")
+# The draft model proposes ids; what belongs to the target alone, or to its answer, is not its business.
+_TARGET_ONLY = (
+    "prompt_embedding_table",
+    "prompt_vocab_size",
+    "prompt_table_extra_ids",
+    "lora_task_id",
+    "lora_weights",
+    "lora_config",
+    "return_log_probs",
+    "return_perf_metrics",
+    "return_kv_cache_reuse_stats",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "return_finish_reason",
+)
+
+
+class SpeculativeDecoding:
+    """One request without stream, beams or batch."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        target: CoreModel,
+        client: Tensors,
+        inputs: Tensors,
+        *,
+        request_id: str,
+        cancelled: threading.Event,
+    ) -> None:
+        """`client` are the inputs of the BLS model, `inputs` those of the core model made of them."""
+        self._chain = chain
+        self._target = target
+        self._client = client
+        self._inputs = inputs
+        self._request_id = request_id
+        self._cancelled = cancelled
+        (self._prompt,) = prompts(inputs)
+        self._generated: list[int] = []
+        self._statistics = DraftStatistics()
+        self._uses_logits = asks(client, "use_draft_logits")
+        wanted = len(self._prompt) + int(client["max_tokens"].item())
+        self._longest = min(wanted, chain.longest or wanted)
+
+    def run(self, words: StopWords, decode: Callable[[Sequence[list[int]]], list[str]]) -> Tensors:
+        """Generate; the outputs of the core model for the whole request.
+
+        Ends at max_tokens, when the target ends (end id or stop words), adds nothing, or completes one of `words` in
+        the text, and when the client gave up. Every round adds a token, so there are at most max_tokens of them.
+        """
+        text, stopped = IncrementalText(decode), StoppedText(words)
+        room = self._longest - len(self._prompt)
+        while not self._statistics.rounds or len(self._generated) < room:
+            drafts, logits = self._drafts()
+            answer = self._verify(drafts, logits)
+            new = self._new_ids(answer, most=self._asked(drafts))
+            self._generated += new
+            self._statistics.add(answer, drafts, new)
+            if words:
+                stopped.add(text.add(new))
+            if stopped.stopped or self._has_ended(answer, drafts, new):
+                break
+        return self._outcome()
+
+    @property
+    def _tokens(self) -> list[int]:
+        return self._prompt + self._generated
+
+    def _drafts(self) -> tuple[list[int], NDArray[np.float32] | None]:
+        """Proposed ids, and their logits [1, ids, vocabulary] where the request wants these compared."""
+        tokens = self._tokens
+        count = min(largest(self._client, "num_draft_tokens", 0), self._longest - len(tokens) - 1)
+        if self._chain.draft_longest is not None:
+            count = min(count, self._chain.draft_longest - len(tokens))
+        if count <= 0 or self._chain.draft is None:
+            return [], None
+        inputs = self._round_inputs(count, least=count)
+        inputs = {name: value for name, value in inputs.items() if name not in _TARGET_ONLY}
+        inputs["return_generation_logits"] = np.array([[self._uses_logits]])
+        outputs = (*_TOKENS, "generation_logits") if self._uses_logits else _TOKENS
+        (answer,) = list(call_streamed(self._chain.draft, inputs, outputs, self._request_id))
+        ids = self._new_ids(answer, most=count)
+        if not self._uses_logits:
+            return ids, None
+        return ids, answer["generation_logits"].reshape(1, -1, answer["generation_logits"].shape[-1])[:, : len(ids)]
+
+    def _verify(self, drafts: list[int], logits: NDArray[np.float32] | None) -> Tensors:
+        given = int(self._inputs.get(self._chain.min_tokens_input, np.zeros(1)).item())
+        inputs = self._round_inputs(self._asked(drafts), least=max(0, given - len(self._generated)))
+        inputs["return_generation_logits"] = np.array([[False]])
+        if drafts:
+            inputs["draft_input_ids"] = np.array([drafts], dtype=np.int32)
+        if logits is not None and drafts:
+            inputs["draft_logits"] = logits
+            if "draft_acceptance_threshold" in self._client:
+                inputs["draft_acceptance_threshold"] = self._client["draft_acceptance_threshold"].reshape(1, 1)
+        if "return_finish_reason" in self._chain.inputs:
+            inputs["return_finish_reason"] = np.array([[True]])
+        (answer,) = list(self._target.answers(inputs, (*_TOKENS, *self._chain.outputs)))
+        return answer
+
+    def _asked(self, drafts: list[int]) -> int:
+        """New tokens that a round may bring: without drafts nothing is verified, and the rest comes in one go."""
+        if drafts:
+            return len(drafts) + 1
+        return max(1, self._longest - len(self._tokens))
+
+    def _round_inputs(self, count: int, *, least: int) -> Tensors:
+        tokens, chain = self._tokens, self._chain
+        inputs = self._inputs | {
+            "input_ids": np.array([tokens], dtype=np.int32),
+            "input_lengths": np.array([[len(tokens)]], dtype=np.int32),
+            "request_output_len": np.array([[count]], dtype=np.int32),
+        }
+        for name in ("min_length", "min_tokens"):
+            inputs.pop(name, None)
+        if least:
+            inputs[chain.min_tokens_input] = np.array([[least]], dtype=np.int32)
+        if "exclude_input_in_output" in chain.inputs:
+            inputs["exclude_input_in_output"] = np.array([[True]])
+        seeds = [inputs.pop(name) for name in ("seed", "random_seed") if name in inputs]
+        # Random numbers go by the position in a request; with one seed every round would begin with the same one.
+        seed = int(seeds[0].item()) if seeds else 0
+        shifted = (seed + len(self._generated)) % 2**64
+        inputs[chain.seed_input] = np.array([[shifted]], dtype=np.uint64)
+        return inputs
+
+    def _new_ids(self, answer: Tensors, *, most: int) -> list[int]:
+        """Ids behind the prompt. Releases that do not let a request choose may return it, or leave it out."""
+        tokens = self._tokens
+        length = int(answer["sequence_length"].reshape(-1)[0])
+        ids: list[int] = answer["output_ids"].reshape(-1)[:length].tolist()
+        if "exclude_input_in_output" in self._chain.inputs:
+            return ids
+        return ids[len(tokens) :] if length > most or ids[: len(tokens)] == tokens else ids
+
+    def _has_ended(self, answer: Tensors, drafts: list[int], new: list[int]) -> bool:
+        if not new or self._cancelled.is_set():
+            return True
+        if "finish_reason" in answer:
+            return bool(answer["finish_reason"].reshape(-1)[0] != b"length")
+        if any(self._tokens[-len(word) :] == word for word in self._stop_ids()):
+            return True
+        # The target adds a token of its own to those it takes over, unless its own was the end id.
+        return not self._uses_logits and len(new) < self._asked(drafts) and new == drafts[: len(new)]
+
+    def _stop_ids(self) -> list[list[int]]:
+        """The stop words as ids, for core models that do not say why they ended."""
+        lists = self._inputs.get("stop_words_list")
+        if lists is None or lists.size == 0:
+            return []
+        ids, ends = lists[0].tolist()
+        used = [end for end in ends if end > 0]
+        return [ids[start:end] for start, end in zip([0, *used], used, strict=False)]
+
+    def _outcome(self) -> Tensors:
+        given = self._client.get("exclude_input_in_output")
+        excluded = self._chain.exclude_input if given is None else bool(np.any(given))
+        ids = self._generated if excluded else self._tokens
+        tokens = {
+            "output_ids": np.array(ids, dtype=np.int32).reshape(1, 1, len(ids)),
+            "sequence_length": np.array([[len(ids)]], dtype=np.int32),
+        }
+        outputs = self._statistics.outputs(len(self._prompt), len(self._generated))
+        if not asks(self._client, "return_finish_reason"):
+            outputs.pop("finish_reason", None)
+        return tokens | outputs
