@@ -234,6 +234,10 @@ def test_log_softmax_of_rows() -> None:
     assert result.dtype == np.float32
     assert result[0].tolist() == pytest.approx(_log_softmax([1.0, 2.0, 3.0]), abs=1e-6)
     assert result[1].tolist() == [-math.inf, -1000.0, 0.0]
+    odd = log_softmax(np.array([[-np.inf] * 2, [np.nan, 0], [np.inf, 0]], dtype=np.float32))
+    assert odd[0].tolist() == [-math.inf] * 2
+    assert np.isnan(odd[1]).all()
+    assert np.isnan(odd[2, 0])
 
 
 def test_a_banned_token_is_never_sampled() -> None:

@@ -77,18 +77,22 @@ class LogitsProcessor:
         return None if self.guide is None else self.guide.failure
 
     def process(self, row: npt.NDArray[Any], generated: SequenceOf[int]) -> Floats:
-        """The logits f32[V] that count after the tokens `generated`, which `accept` has seen; `row` is not changed."""
+        """The logits f32[V] that count after the tokens `generated`, which `accept` has seen; `row` is not changed.
+
+        All are −∞ when no token is left. What is not a number, in the row or in the request, comes through as such.
+        """
         result: Floats = np.array(row, dtype=np.float32)
-        if self._bias is not None:
-            result += self._bias
-        if self._divisor != 1:
-            result /= self._divisor
-        if self.counts is not None:
-            self.counts.penalise(result)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self._bias is not None:
+                result += self._bias
+            if self._divisor != 1:
+                result /= self._divisor
+            if self.counts is not None:
+                self.counts.penalise(result)
         if not self.keeps_order:
             self._ban(result, generated)
         if self._parameters.min_p:
-            result[np.exp(result - result.max()) < self._parameters.min_p] = -np.inf
+            _drop_improbable(result, self._parameters.min_p)
         return result
 
     def _ban(self, row: Floats, generated: SequenceOf[int]) -> None:
@@ -137,6 +141,13 @@ class LogitsProcessor:
         if self.guide is not None:
             twin.guide = self.guide.fork()
         return twin
+
+
+def _drop_improbable(row: Floats, min_p: float) -> None:
+    """Mask the tokens whose probability is below `min_p` times the best one's."""
+    highest = row.max()
+    if np.isfinite(highest):
+        row[np.exp(row - highest) < min_p] = -np.inf
 
 
 class TokenCounts:

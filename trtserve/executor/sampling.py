@@ -28,6 +28,7 @@ UNDEFINED = -1
 EXHAUSTED = -2
 """The token of a row in which bans, bias or guide leave none."""
 _DISTANCES = (4, 8, 16)
+_TINY = np.finfo(np.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,12 @@ def _choose_tokens(
 
 
 def log_softmax(rows: npt.NDArray[Any]) -> Floats:
-    """Natural logarithms of the probabilities of each row, f32[r, V]."""
-    shifted = rows - rows.max(axis=1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
+    """Natural logarithms of the probabilities of each row, f32[r, V]; −∞ alone stays so, NaN and +∞ give NaN."""
+    highest = rows.max(axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        shifted = rows - np.where(np.isfinite(highest), highest, 0)
+        totals = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
+        result: Floats = shifted - np.log(np.maximum(totals, _TINY)).astype(np.float32)
     return result
 
 
