@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.model_modules import load
-from trtserve.executor.unbuilt import refuse_unbuilt
 from trtserve.triton.profiles import CORE, profile
 
 TYPES = {"INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "FP32": np.float32, "FP16": np.float16}
 TYPES |= {"BOOL": np.bool_, "UINT8": np.uint8, "STRING": np.object_, "$logits": np.float32}
-TYPES |= {"$encoder": np.float16, "$prompt": np.float16}
+TYPES |= {"$encoder": np.float16, "$prompt": np.float16, "$lora": np.float16}
 DECLARED = {tensor.name: tensor for tensor in profile().models[CORE].inputs}
 BASE = {"input_ids": [1, 5, 6, 7], "input_lengths": 3, "request_output_len": 9}
 
@@ -28,11 +28,19 @@ CARRIED: dict[str, tuple[Any, Callable[[Any], Any], Any]] = {
     "end_id": (4, lambda request: request.end_id, 4),
     "pad_id": (4, lambda request: request.pad_id, 4),
     "stop_words_list": ([[5, 6], [1, 2]], lambda request: request.stop_words, [[5], [6]]),
+    "bad_words_list": ([[5, 6, 7], [1, 3, -1]], lambda request: request.bad_words, [[5], [6, 7]]),
+    "embedding_bias": ([0.5, -0.5], lambda request: request.embedding_bias.tolist(), [0.5, -0.5]),
     "runtime_top_k": (3, lambda request: request.sampling_config.top_k, 3),
     "runtime_top_p": (0.5, lambda request: request.sampling_config.top_p, 0.5),
     "runtime_top_p_min": (0.5, lambda request: request.sampling_config.top_p_min, 0.5),
+    "runtime_top_p_decay": (0.5, lambda request: request.sampling_config.top_p_decay, 0.5),
     "runtime_top_p_reset_ids": (7, lambda request: request.sampling_config.top_p_reset_ids, 7),
     "temperature": (0.5, lambda request: request.sampling_config.temperature, 0.5),
+    "repetition_penalty": (1.5, lambda request: request.sampling_config.repetition_penalty, 1.5),
+    "presence_penalty": (0.5, lambda request: request.sampling_config.presence_penalty, 0.5),
+    "frequency_penalty": (0.5, lambda request: request.sampling_config.frequency_penalty, 0.5),
+    "beam_width": (2, lambda request: request.sampling_config.beam_width, 2),
+    "num_return_sequences": (2, lambda request: request.sampling_config.num_return_sequences, 2),
     "len_penalty": (2.0, lambda request: request.sampling_config.length_penalty, 2.0),
     "early_stopping": (True, lambda request: request.sampling_config.early_stopping, 1),
     "beam_search_diversity_rate": (0.5, lambda request: request.sampling_config.beam_search_diversity_rate, 0.5),
@@ -41,35 +49,41 @@ CARRIED: dict[str, tuple[Any, Callable[[Any], Any], Any]] = {
     "random_seed": (7, lambda request: request.sampling_config.seed, 7),
     "seed": (7, lambda request: request.sampling_config.seed, 7),
     "exclude_input_in_output": (True, lambda request: request.output_config.exclude_input_from_output, True),
+    "return_log_probs": (True, lambda request: request.output_config.return_log_probs, True),
+    "return_context_logits": (True, lambda request: request.output_config.return_context_logits, True),
+    "return_generation_logits": (True, lambda request: request.output_config.return_generation_logits, True),
+    "return_perf_metrics": (True, lambda request: request.output_config.return_perf_metrics, True),
+    "return_kv_cache_reuse_stats": (True, lambda request: request.output_config.return_perf_metrics, True),
+    "draft_input_ids": ([3, 4], lambda request: request.external_draft_tokens_config.tokens, [3, 4]),
+    "prompt_embedding_table": (
+        [[0.5, 1.5]],
+        lambda request: request.prompt_tuning_config.embedding_table.tolist(),
+        [[0.5, 1.5]],
+    ),
+    "lora_task_id": (2**63, lambda request: request.lora_config.task_id, 2**63),
+    "retention_decode_priority": (
+        50,
+        lambda request: request.kv_cache_retention_config.decode_retention_priority,
+        50,
+    ),
+    "retention_decode_duration_ms": (
+        50,
+        lambda request: request.kv_cache_retention_config.decode_duration_ms,
+        timedelta(milliseconds=50),
+    ),
+    "encoder_input_features": ([[0.5]], lambda request: request.encoder_input_features.tolist(), [[0.5]]),
+    "skip_cross_attn_blocks": (True, lambda request: request.skip_cross_attn_blocks.tolist(), [True]),
 }
 # Input → a value that asks for something, and what the error says when nothing else is given.
 REFUSED: dict[str, tuple[Any, str]] = {
-    "beam_width": (2, "beam_width"),
-    "num_return_sequences": (2, "num_return_sequences"),
-    "runtime_top_p_decay": (0.5, "runtime_top_p_decay"),
-    "repetition_penalty": (1.5, "repetition_penalty"),
-    "presence_penalty": (0.5, "presence_penalty"),
-    "frequency_penalty": (0.5, "frequency_penalty"),
-    "bad_words_list": ([[5], [1]], "bad_words_list"),
-    "embedding_bias": ([0.5], "embedding_bias"),
-    "return_log_probs": (True, "return_log_probs"),
-    "return_context_logits": (True, "return_context_logits"),
-    "return_generation_logits": (True, "return_generation_logits"),
-    "return_perf_metrics": (True, "return_perf_metrics"),
-    "return_kv_cache_reuse_stats": (True, "return_perf_metrics"),
-    "draft_input_ids": ([3], "draft_input_ids"),
     "draft_logits": ([[0.5]], "draft_logits needs draft_input_ids"),
     "draft_acceptance_threshold": (0.5, "draft_acceptance_threshold needs draft_input_ids"),
     "decoder_input_ids": ([3, 4], "decoder_input_ids"),
-    "encoder_input_features": ([[0.5]], "encoder_input_features"),
     "encoder_output_lengths": (3, "encoder_output_lengths needs encoder_input_features"),
     "cross_attention_mask": ([[True]], "cross_attention_mask needs encoder_input_features"),
-    "skip_cross_attn_blocks": (True, "skip_cross_attn_blocks"),
-    "prompt_embedding_table": ([[0.5]], "prompt_embedding_table"),
     "prompt_table_extra_ids": ([3], "prompt_table_extra_ids needs prompt_embedding_table"),
     "mrope_rotary_cos_sin": ([0.5], "mrope_position_deltas is required"),
     "mrope_position_deltas": (3, "mrope_position_deltas needs mrope_rotary_cos_sin"),
-    "lora_task_id": (3, "lora_task_id"),
     "lora_weights": ([[0.5]], "lora_weights needs lora_task_id"),
     "lora_config": ([[1, 0, 8]], "lora_config needs lora_task_id"),
     "context_phase_params": ([1, 2], "context_phase_params is not carried out"),
@@ -77,9 +91,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "retention_token_range_ends": ([4], "retention_token_range_starts, _ends"),
     "retention_token_range_priorities": ([50], "retention_token_range_starts, _ends and _priorities"),
     "retention_token_range_durations_ms": ([50], "retention_token_range_starts.* _durations_ms"),
-    "retention_decode_priority": (50, "retention_"),
-    "retention_decode_duration_ms": (50, "retention_"),
-    "guided_decoding_guide_type": (b"json", "guided_decoding_guide"),
+    "guided_decoding_guide_type": (b"regex", "guide"),
     "guided_decoding_guide": (b"a+", "guided_decoding_guide needs guided_decoding_guide_type"),
     "lookahead_window_size": (4, "lookahead_ngram_size is required"),
     "lookahead_ngram_size": (4, "lookahead_window_size is required"),
@@ -88,6 +100,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 # What the model itself reads from the batch, and what TensorRT-LLM ignores too.
 ELSEWHERE = {
     "stop": False,
+    "return_finish_reason": True,
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
     "prompt_vocab_size": 3,
@@ -118,13 +131,12 @@ def tensor(name: str, value: Any) -> Any:
     )
 
 
-def admitted(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], release: str = "1.2") -> Any:
-    """The request of the inputs, after the embedded executor has looked for what it does not carry out."""
+def built(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], release: str = "1.2") -> Any:
+    """The executor request of the inputs."""
     executor = load(monkeypatch, "tensorrt_llm", "executor_module").load_executor_module("openvino", release)
     factory = load(monkeypatch, "tensorrt_llm", "core_request").RequestFactory
     inputs = {name: tensor(name, value) for name, value in {**BASE, **values}.items()}
     (request,) = factory(executor, decoupled=True, exclude_input=False).requests(inputs)
-    refuse_unbuilt(request)
     return request
 
 
@@ -135,14 +147,14 @@ def test_every_declared_input_has_a_row() -> None:
 @pytest.mark.parametrize("name", CARRIED)
 def test_carried_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     value, read, expected = CARRIED[name]
-    assert read(admitted(monkeypatch, {name: value})) == expected
+    assert read(built(monkeypatch, {name: value})) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     value, message = REFUSED[name]
     with pytest.raises((ValueError, RuntimeError), match=message):
-        admitted(monkeypatch, {name: value})
+        built(monkeypatch, {name: value})
 
 
 @pytest.mark.parametrize("name", sorted(DECLARED.keys() - NEVER_NEUTRAL))
@@ -151,50 +163,83 @@ def test_neutral_values_ask_for_nothing(monkeypatch: pytest.MonkeyPatch, name: s
     zero: Any = b"" if declared.type == "STRING" else 0
     empty = np.zeros([max(0, size) for size in declared.dims]).tolist()
     value: Any = NEUTRAL.get(name, ELSEWHERE.get(name, empty if name in EMPTY_IS_NEUTRAL else zero))
-    assert admitted(monkeypatch, {name: value}).max_tokens == BASE["request_output_len"]
+    assert built(monkeypatch, {name: value}).max_tokens == BASE["request_output_len"]
 
 
 def test_the_pad_id_for_want_of_decoder_text_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = admitted(monkeypatch, {"pad_id": 2, "decoder_input_ids": [2], "decoder_input_lengths": 1})
+    request = built(monkeypatch, {"pad_id": 2, "decoder_input_ids": [2], "decoder_input_lengths": 1})
     assert request.pad_id == 2
 
 
-GROUPS: dict[str, tuple[dict[str, Any], str]] = {
-    "adapter": ({"lora_task_id": 1, "lora_weights": [[0.5]], "lora_config": [[1, 0, 8]]}, "lora_task_id"),
-    "half an adapter": ({"lora_task_id": 1, "lora_config": [[1, 0, 8]]}, "LoRA weights and config"),
-    "drafts": ({"draft_input_ids": [3], "draft_logits": [[1.0]], "draft_acceptance_threshold": 0.5}, "draft_input_ids"),
-    "encoder": ({"encoder_input_features": [[0.5]], "encoder_output_lengths": 3}, "encoder_input_features"),
-    "table": ({"prompt_embedding_table": [[0.5]], "prompt_table_extra_ids": [1, 1, 1]}, "prompt_embedding_table"),
-    "mrope": ({"mrope_rotary_cos_sin": [0.5], "mrope_position_deltas": 3}, "mrope_rotary_cos_sin"),
-    "guide": ({"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"a+"}, "guided_decoding_guide"),
-    "a guide of nothing": ({"guided_decoding_guide_type": b"regex"}, "needs a guide"),
+GROUPS: dict[str, tuple[dict[str, Any], Callable[[Any], Any], Any]] = {
+    "adapter": (
+        {"lora_task_id": 1, "lora_weights": [[0.5]], "lora_config": [[1, 0, 8]]},
+        lambda request: (request.lora_config.weights.tolist(), request.lora_config.config.tolist()),
+        ([[0.5]], [[1, 0, 8]]),
+    ),
+    "drafts": (
+        {"draft_input_ids": [3], "draft_logits": [[1.0]], "draft_acceptance_threshold": 0.5},
+        lambda request: [
+            getattr(request.external_draft_tokens_config, name) for name in ("tokens", "logits", "acceptance_threshold")
+        ],
+        [[3], [[1.0]], 0.5],
+    ),
+    "table": (
+        {"prompt_embedding_table": [[0.5]], "prompt_table_extra_ids": [1, 2, 3, 4]},
+        lambda request: request.prompt_tuning_config.input_token_extra_ids,
+        [1, 2, 3],
+    ),
+    "mrope": (
+        {"mrope_rotary_cos_sin": [0.5], "mrope_position_deltas": 3},
+        lambda request: request.mrope_config.mrope_position_deltas,
+        3,
+    ),
+    "guide": (
+        {"guided_decoding_guide_type": b"regex", "guided_decoding_guide": b"a+"},
+        lambda request: (request.guided_decoding_params.guide_type.name, request.guided_decoding_params.guide),
+        ("REGEX", "a+"),
+    ),
+    "a guide of nothing": (
+        {"guided_decoding_guide_type": b"json"},
+        lambda request: (request.guided_decoding_params.guide_type.name, request.guided_decoding_params.guide),
+        ("JSON", None),
+    ),
     "lookahead": (
-        {"lookahead_window_size": 4, "lookahead_ngram_size": 3, "lookahead_verification_set_size": 4},
-        "lookahead_window_size",
+        {"lookahead_window_size": 4, "lookahead_ngram_size": 3, "lookahead_verification_set_size": 5},
+        lambda request: request.lookahead_config.max_verification_set_size,
+        5,
     ),
     "retention": (
         {
             "retention_token_range_starts": [0],
             "retention_token_range_ends": [-1],
             "retention_token_range_priorities": [50],
+            "retention_token_range_durations_ms": [20],
         },
-        "retention_token_range_starts",
+        lambda request: [
+            (each.token_start, each.token_end, each.priority, each.duration_ms)
+            for each in request.kv_cache_retention_config.token_range_retention_configs
+        ],
+        [(0, None, 50, timedelta(milliseconds=20))],
     ),
 }
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_whole_groups_reach_the_executor(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
-    """Another executor builds these: the embedded one refuses the object that it gets."""
-    values, message = GROUPS[group]
-    with pytest.raises(RuntimeError, match=message):
-        admitted(monkeypatch, values)
+    values, read, expected = GROUPS[group]
+    assert read(built(monkeypatch, values)) == expected
+
+
+def test_half_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="LoRA weights and config"):
+        built(monkeypatch, {"lora_task_id": 1, "lora_config": [[1, 0, 8]]})
 
 
 def test_what_a_release_lacks_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    admitted(monkeypatch, {"return_perf_metrics": False}, "0.15")
+    built(monkeypatch, {"return_perf_metrics": False}, "0.15")
     with pytest.raises(ValueError, match="return_perf_metrics is not carried out"):
-        admitted(monkeypatch, {"return_perf_metrics": True}, "0.15")
+        built(monkeypatch, {"return_perf_metrics": True}, "0.15")
 
 
 @pytest.mark.parametrize("parameters", ["", "{}", '{"request_type": "context_and_generation"}', '{"priority": 3}'])

@@ -32,7 +32,7 @@ def table(pending: Any, *request_ids: str) -> Any:
 
 def test_a_stop_reaches_its_id_and_what_the_bls_model_made_of_it(pending: Any) -> None:
     ids = table(pending, "mine", f"mine/bls-{UUID4}", "other", "mine")
-    assert ids.executor_ids("mine") == [0, 1, 3]
+    assert ids.stop("mine") == [0, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,90 @@ def test_a_stop_reaches_its_id_and_what_the_bls_model_made_of_it(pending: Any) -
     ],
 )
 def test_a_stop_leaves_the_ids_of_others_alone(pending: Any, other: str) -> None:
-    assert table(pending, other).executor_ids("mine") == []
+    assert table(pending, other).stop("mine") == []
 
 
 def test_an_id_is_no_pattern(pending: Any) -> None:
-    assert table(pending, f"mine/bls-{UUID4}").executor_ids("m.ne") == []
+    assert table(pending, f"mine/bls-{UUID4}").stop("m.ne") == []
+
+
+def ended(pending: Any, request_id: str) -> Any:
+    """A table in which a request with this id came and ended."""
+    found = table(pending, request_id)
+    found.close(0)
+    return found
+
+
+def test_a_stop_between_two_rounds_reaches_the_next_one(pending: Any) -> None:
+    inner = f"mine/bls-{UUID4}"
+    found = ended(pending, inner)
+    assert found.stop("mine") == []
+    assert found.add(pending.Pending(inner, sender=None, open_rows={1: None}))
+    found.close(1)
+    assert found.add(pending.Pending(inner, sender=None, open_rows={2: None}))
+
+
+@pytest.mark.parametrize("stopped", ["other", ""])
+def test_rounds_that_nobody_stopped_go_on(pending: Any, stopped: str) -> None:
+    inner = f"mine/bls-{UUID4}"
+    found = ended(pending, inner)
+    found.stop(stopped)
+    assert not found.add(pending.Pending(inner, sender=None, open_rows={1: None}))
+
+
+def test_ids_of_clients_are_not_remembered(pending: Any) -> None:
+    found = ended(pending, "mine")
+    found.stop("mine")
+    assert not found.add(pending.Pending("mine", sender=None, open_rows={1: None}))
+
+
+def test_few_ended_requests_are_remembered(pending: Any) -> None:
+    found = pending.PendingTable()
+    for number in range(3000):
+        found.add(pending.Pending(f"{number}/bls-{UUID4}", sender=None, open_rows={number: None}))
+        found.close(number)
+    assert len(found._ended) == 1024
+
+
+class Recorder:
+    """What was sent, as (outputs or error, final)."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, bool]] = []
+
+    def send(self, response: Any = None, *, final: bool) -> None:
+        self.sent.append((response, final))
+
+
+def answered(
+    monkeypatch: pytest.MonkeyPatch, pending: Any, *, decoupled: bool, rows: int = 1
+) -> list[tuple[Any, bool]]:
+    """What a request with `rows` rows sends when each of them has one response."""
+    monkeypatch.setattr(pending, "response", lambda tensors, parameters: f"data {parameters}")
+    recorder = Recorder()
+    found = pending.PendingTable()
+    request = pending.Pending("", recorder, decoupled, dict.fromkeys(range(rows)))
+    found.add(request)
+    for number in range(rows):
+        found.close(number)
+        request.send({}, parameters={"row": number})
+    return recorder.sent
+
+
+def test_a_decoupled_model_ends_with_an_empty_response(monkeypatch: pytest.MonkeyPatch, pending: Any) -> None:
+    assert answered(monkeypatch, pending, decoupled=True) == [("data {'row': 0}", False), (None, True)]
+    sent = answered(monkeypatch, pending, decoupled=True, rows=2)
+    assert sent == [("data {'row': 0}", False), ("data {'row': 1}", False), (None, True)]
+
+
+def test_a_model_that_answers_once_answers_once(monkeypatch: pytest.MonkeyPatch, pending: Any) -> None:
+    assert answered(monkeypatch, pending, decoupled=False) == [("data {'row': 0}", True)]
+
+
+def test_tokens_are_counted_per_sequence(pending: Any) -> None:
+    request = pending.Pending("", None)
+    assert [request.count(5, 0, tokens, repeated=False) for tokens in (1, 2)] == [1, 2]
+    assert request.count(5, 1, 4, repeated=False) == 4
+    assert [request.count(6, 0, tokens, repeated=True) for tokens in (1, 2)] == [1, 1]
+    assert request.total(5) == 7
+    assert request.total(6) == 2

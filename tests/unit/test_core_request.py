@@ -114,9 +114,31 @@ def test_bfloat16_reaches_an_executor_that_takes_torch_tensors(monkeypatch: pyte
     module = load(monkeypatch, "tensorrt_llm", "executor_module")
     executor = module.ExecutorModule(None, (1, 2), torch)
     table = torch.arange(6).reshape(1, 2, 3).to(torch.bfloat16)
-    array = executor.bfloat16_array("prompt_embedding_table", torch.utils.dlpack.to_dlpack(table))
+    array = executor.bfloat16_array(torch.utils.dlpack.to_dlpack(table))
     assert array.shape == (1, 2, 3)
     assert torch.equal(executor.as_tensor(array[0]), table[0])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("shape", [(1, 2, 3), (4,), (0, 3)])
+def test_bfloat16_becomes_float32_for_the_embedded_executor(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    torch = pytest.importorskip("torch")
+    executor = load(monkeypatch, "tensorrt_llm", "executor_module").load_executor_module("openvino", "1.2")
+    table = (torch.arange(int(np.prod(shape))) * -0.37).reshape(shape).to(torch.bfloat16)
+    array = executor.bfloat16_array(torch.utils.dlpack.to_dlpack(table))
+    assert array.dtype == np.float32
+    assert np.array_equal(array, table.float().numpy())
+    with pytest.raises(ValueError, match="no BF16 tensor"):
+        executor.bfloat16_array(torch.utils.dlpack.to_dlpack(table.float()))
+
+
+def test_several_sequences_of_beams_are_one_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    (request,) = requests(
+        monkeypatch, decoupled=False, beam_width=one(3, np.int32), num_return_sequences=one(2, np.int32)
+    )
+    assert request.sampling_config.num_return_sequences == 2
 
 
 def test_equal_synonyms_pass(monkeypatch: pytest.MonkeyPatch) -> None:

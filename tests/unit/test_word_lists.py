@@ -10,6 +10,7 @@ import pytest
 from tests.support.model_modules import load
 
 IDS = {"cat": [5], "dogs": [7, 8], "": [], "a b c": [1, 2, 3]}
+SPELLINGS = {**{word: [ids] if ids else [] for word, ids in IDS.items()}, "bird": [[9], [4, 6]], "wing": [[4, 6], [3]]}
 
 
 @pytest.fixture
@@ -25,10 +26,12 @@ def word_lists(monkeypatch: pytest.MonkeyPatch) -> Any:
         ([[]], [[[0], [-1]]]),
         ([["", "cat"]], [[[5], [1]]]),
         ([["cat"], ["a b c"]], [[[5, 0, 0], [1, -1, -1]], [[1, 2, 3], [3, -1, -1]]]),
+        ([["bird"]], [[[9, 4, 6], [1, 3, -1]]]),
+        ([["bird", "wing", "bird"]], [[[9, 4, 6, 3], [1, 3, 4, -1]]]),
     ],
 )
 def test_layout(word_lists: Any, rows: list[list[str]], expected: list[Any]) -> None:
-    result = word_lists.word_list(rows, IDS.__getitem__)
+    result = word_lists.word_list(rows, SPELLINGS.__getitem__)
     assert result.dtype == np.int32
     assert result.tolist() == expected
 
@@ -43,6 +46,17 @@ def test_bias_adds_up(word_lists: Any) -> None:
     assert bias.tolist() == [[0, 0, 0, 0, 0, 1.5, 0, -2, -2, 0]]
     repeated = word_lists.embedding_bias([["cat", "cat"]], weights, IDS.__getitem__, 10)
     assert repeated[0, 5] == -0.5
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_bias_must_be_a_number(word_lists: Any, weight: float) -> None:
+    with pytest.raises(ValueError, match=f"embedding_bias_weights has {weight}"):
+        word_lists.embedding_bias([["cat"]], np.array([[weight]], dtype=np.float32), IDS.__getitem__, 10)
+
+
+def test_bias_stays_within_the_vocabulary(word_lists: Any) -> None:
+    with pytest.raises(ValueError, match="'dogs' has token 8 of a vocabulary of 8"):
+        word_lists.embedding_bias([["dogs"]], np.ones((1, 1), dtype=np.float32), IDS.__getitem__, 8)
 
 
 def test_bias_needs_a_weight_per_word(word_lists: Any) -> None:

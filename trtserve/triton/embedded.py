@@ -19,8 +19,8 @@ _MODELS = Path(__file__).parent / "models"
 _SOURCES = (
     _MODELS / "shared" / "model_parameters.py",
     _MODELS / "shared" / "parameter_classes.py",
+    _MODELS / CORE / "1" / "dlpack_bfloat16.py",
     _MODELS / CORE / "1" / "executor_module.py",
-    _MODELS / CORE / "1" / "core_guides.py",
     _MODELS / CORE / "1" / "core_settings.py",
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,6 +60,14 @@ class ModelParameters:
         if value.lower() in _TRUE + _FALSE:
             return value.lower() in _TRUE
         self._warn(f"Parameter {key} is {value!r}; expected true or false. Using {default}.")
+        return default
+
+    def word(self, key: str, words: Collection[str], *, default: str) -> str:
+        """The value, one of `words`; any other gives the default, with a warning, as in NVIDIA's backend."""
+        value = self.text(key)
+        if value is None or value in words:
+            return value or default
+        self._warn(f"Parameter {key} is {value!r}; expected one of {', '.join(words)}. Using {default}.")
         return default
 
     def path(self, key: str) -> Path | None:

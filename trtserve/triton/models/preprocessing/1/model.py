@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from adapters import adapter_outputs
 from hf_tokenizer import end_and_pad_id, load_tokenizer
+from lora_names import LoraNames
 from model_parameters import ModelParameters
 from numpy.typing import NDArray
+from parameter_classes import check_classes
+from spellings import Spellings
 from word_lists import embedding_bias, empty_word_list, word_list
 
 Inputs = dict[str, NDArray[Any]]
@@ -37,11 +41,17 @@ class TritonPythonModel:
         folder = parameters.path("tokenizer_dir")
         if folder is None:
             raise pb_utils.TritonModelException("Parameter tokenizer_dir is not set; it names the tokenizer's folder.")
+        try:
+            check_classes(parameters, Path(__file__).parent, pb_utils.Logger.log_info)
+            self._adapters = LoraNames(repository)
+        except ValueError as error:
+            raise pb_utils.TritonModelException(str(error)) from error
         self._tokenizer = load_tokenizer(folder)
         self._add_special_tokens = parameters.choice("add_special_tokens", default=True)
         self._end_id, self._pad_id = end_and_pad_id(self._tokenizer, folder)
-        self._vocab_size = len(self._tokenizer)
-        self._outputs = {output["name"] for output in config["output"]}
+        self._spellings = Spellings(self._encode_word)
+        self._vocab_size = _engine_vocabulary(parameters.path("gpt_model_path")) or len(self._tokenizer)
+        self._outputs = {output["name"]: output["data_type"] for output in config["output"]}
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer each request by itself: one that fails does not touch the others."""
@@ -74,6 +84,8 @@ class TritonPythonModel:
             "OUT_PAD_ID": pad_ids,
         }
         outputs.update(self._decoder_ids(inputs, pad_ids))
+        if "OUT_LORA_TASK_ID" in self._outputs:
+            outputs.update(adapter_outputs(inputs, self._adapters, self._outputs["OUT_LORA_WEIGHTS"], batch))
         if "PROMPT_EMBEDDING_TABLE" in inputs:
             outputs["OUT_PROMPT_EMBEDDING_TABLE"] = inputs["PROMPT_EMBEDDING_TABLE"]
         if "PROMPT_TABLE_EXTRA_ID" in inputs:
@@ -95,7 +107,7 @@ class TritonPythonModel:
     def _words(self, inputs: Inputs, name: str, client_name: str, batch: int) -> NDArray[Any]:
         if name not in inputs or inputs[name].size == 0:
             return empty_word_list(batch)
-        return word_list(_texts(inputs, name, client_name), self._encode_word)
+        return word_list(_texts(inputs, name, client_name), self._spellings.of)
 
     def _bias(self, inputs: Inputs, batch: int) -> NDArray[Any]:
         words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
@@ -112,6 +124,15 @@ class TritonPythonModel:
             texts = [row[0] for row in _texts(inputs, "DECODER_QUERY", "decoder_text_input")]
             token_ids = [self._encode_prompt(text) if text else pad for text, pad in zip(texts, token_ids, strict=True)]
         return {"DECODER_INPUT_ID": _padded(token_ids, pad_ids), "REQUEST_DECODER_INPUT_LEN": _lengths(token_ids)}
+
+
+def _engine_vocabulary(engine: Path | None) -> int | None:
+    """Tokens of the engine in the folder; it may have more than its tokenizer, which is what NVIDIA's model goes by."""
+    path = engine and engine / "config.json"
+    if path is None or not path.is_file():
+        return None
+    size = json.loads(path.read_text(encoding="utf-8")).get("pretrained_config", {}).get("vocab_size")
+    return None if size is None else int(size)
 
 
 def _refuse_vision(inputs: Inputs) -> None:

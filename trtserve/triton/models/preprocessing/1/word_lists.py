@@ -8,15 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Encode = Callable[[str], list[int]]
+Spell = Callable[[str], list[list[int]]]
 
 
-def word_list(rows: Sequence[Sequence[str]], encode: Encode) -> NDArray[np.int32]:
+def word_list(rows: Sequence[Sequence[str]], spell: Spell) -> NDArray[np.int32]:
     """Words of each batch row as INT32 [batch, 2, n], with n = max(1, most ids in a row).
 
-    [row, 0] holds the ids of all words behind each other, padded with 0; [row, 1] the running end of each word,
-    padded with -1. Words without ids, such as "", are left out. Layout: TensorRT-LLM's word lists.
+    `spell` gives the ids of each spelling of a word. [row, 0] holds those of all words behind each other, padded with
+    0; [row, 1] the running end of each spelling, padded with -1. A word without ids, such as "", is left out, and what
+    stands twice in a row is taken once. Layout: TensorRT-LLM's word lists.
     """
-    encoded = [[ids for word in row if (ids := encode(word))] for row in rows]
+    encoded = [list(dict.fromkeys(tuple(ids) for word in row for ids in spell(word))) for row in rows]
     width = max([1, *(sum(map(len, words)) for words in encoded)])
     result = np.zeros((len(rows), 2, width), dtype=np.int32)
     result[:, 1, :] = -1
@@ -39,7 +41,8 @@ def embedding_bias(
     """Bias per token, FP32 [batch, vocab_size]: each id of each word adds the word's weight.
 
     `encode` adds the tokenizer's special tokens, as NVIDIA's model does, so that BOS is biased too.
-    ValueError when a row has not as many weights as words.
+    ValueError when a row has not as many weights as words, a weight is no number, or a word has a token that the
+    model has not.
     """
     result = np.zeros((len(words), vocab_size), dtype=np.float32)
     for index, (row, values) in enumerate(zip(words, weights, strict=True)):
@@ -48,6 +51,13 @@ def embedding_bias(
                 f"embedding_bias_words has {len(row)} words and embedding_bias_weights has {len(values)} weights; "
                 "both must have the same length."
             )
+        if not np.isfinite(values).all():
+            raise ValueError(f"embedding_bias_weights has {values[~np.isfinite(values)][0]}; expected finite numbers.")
         for word, weight in zip(row, values, strict=True):
-            np.add.at(result[index], encode(word), weight)
+            ids = encode(word)
+            if ids and max(ids) >= vocab_size:
+                raise ValueError(
+                    f"embedding_bias_words: {word!r} has token {max(ids)} of a vocabulary of {vocab_size}."
+                )
+            np.add.at(result[index], ids, weight)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -63,6 +64,7 @@ _STATIC = (
         "empty_generation_slots": "empty_gen_slots",
     },
 )
+_TOKENS = "nv_trtserve_tokens_total"  # ours: Triton 2.51 has no histograms, and a rate needs a sum
 _LENGTH_BUCKETS = [10, 50, 100, 500, 1000]
 
 
@@ -83,6 +85,15 @@ class MetricsReporter:
             self._families.append(family)
             for value, field in fields.items():
                 self._gauges[family_name, field] = family.Metric(labels={**self._labels, label: value})
+        tokens = pb_utils.MetricFamily(
+            name=_TOKENS, description="Tokens of the requests", kind=pb_utils.MetricFamily.COUNTER
+        )
+        self._families.append(tokens)
+        self._counters = {
+            kind: tokens.Metric(labels={**self._labels, "token_type": kind}) for kind in ("prompt", "generated")
+        }
+        self._tokens = dict.fromkeys(self._counters, 0)
+        self._lock = threading.Lock()
         self._input_lengths = self._histogram("nv_llm_input_token_len", "total_input_tokens")
         self._output_lengths = self._histogram("nv_llm_output_token_len", "total_output_tokens")
 
@@ -102,7 +113,21 @@ class MetricsReporter:
         """
         self._input_lengths = self._output_lengths = None
         self._gauges.clear()
+        self._counters.clear()
         self._families.clear()
+
+    def add_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
+        """Count tokens; the next report tells the server, since each change of a metric is a message to it."""
+        with self._lock:
+            self._tokens["prompt"] += prompt
+            self._tokens["generated"] += generated
+
+    def _report_tokens(self) -> None:
+        with self._lock:
+            counted, self._tokens = self._tokens, dict.fromkeys(self._tokens, 0)
+        for kind, tokens in counted.items():
+            if tokens:
+                self._counters[kind].increment(tokens)
 
     def observe_request(self, input_tokens: int, output_tokens: int) -> None:
         """Record the lengths of one finished executor request."""
@@ -111,7 +136,8 @@ class MetricsReporter:
             self._output_lengths.observe(output_tokens)
 
     def report(self, records: list[Any]) -> None:
-        """Set every gauge to the newest record; without records they keep their values."""
+        """Bring the counters up to date and set every gauge to the newest record, if there is one."""
+        self._report_tokens()
         if not records:
             return
         values = _values(records[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -12,29 +13,48 @@ import triton_python_backend_utils as pb_utils
 from core_response import Outputs, Wanted
 from guarded_sender import GuardedSender
 
+_REMEMBERED = 1024
 _INNER_MARK = "/bls-[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+_INNER_ID = re.compile(f"{_INNER_MARK}$")
 
 
 @dataclass(eq=False)
 class Pending:
-    """One Triton request that is being answered; `open_rows` maps executor ids to what their outputs depend on."""
+    """One Triton request that is being answered; `open_rows` maps executor ids to what their outputs depend on.
+
+    `generated` counts the tokens of each sequence, by executor id and number of the sequence.
+    """
 
     request_id: str
     sender: GuardedSender
+    decoupled: bool = True
     open_rows: dict[int, Wanted] = field(default_factory=dict)
-    generated: dict[int, int] = field(default_factory=dict)
+    generated: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def send(self, outputs: Outputs, *, parameters: dict[str, Any] | None = None) -> None:
-        """Send the outputs of one executor response; with the final flag when no row is open any more."""
+        """Send the outputs of one executor response, and the end when no row is open any more.
+
+        A decoupled model ends with an empty final response, behind every response that has data.
+        """
         tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items()]
-        self._send(response(tensors, parameters))
+        self.sender.send(response(tensors, parameters), final=not self.decoupled)
+        if self.decoupled and not self.open_rows:
+            self.sender.send(final=True)
 
     def fail(self, message: str) -> None:
         """Send an error in place of a response."""
-        self._send(error_response(message))
+        self.sender.send(error_response(message), final=not self.open_rows)
 
-    def _send(self, answer: Any) -> None:
-        self.sender.send(answer, final=not self.open_rows)
+    def count(self, executor_id: int, sequence: int, tokens: int, *, repeated: bool) -> int:
+        """How many of the `tokens` of a result are new; `repeated` means that each result holds all so far."""
+        key = executor_id, sequence
+        before = self.generated.get(key, 0)
+        self.generated[key] = tokens if repeated else before + tokens
+        return self.generated[key] - before
+
+    def total(self, executor_id: int) -> int:
+        """Tokens of all sequences of an executor request."""
+        return sum(tokens for (number, _), tokens in self.generated.items() if number == executor_id)
 
 
 def error_response(message: str) -> Any:
@@ -65,11 +85,18 @@ class PendingTable:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._by_executor_id: dict[int, Pending] = {}
+        # Inner ids of the BLS model that ended lately, and whether a stop came since: speculative decoding goes on
+        # under the same id, and a stop between two of its rounds must not be lost.
+        self._ended: OrderedDict[str, bool] = OrderedDict()
 
-    def add(self, pending: Pending) -> None:
-        """Register a request whose `open_rows` are known; the caller holds the lock."""
+    def add(self, pending: Pending) -> bool:
+        """Register a request whose `open_rows` are known; True when its id was stopped before it came.
+
+        The caller holds the lock.
+        """
         for executor_id in pending.open_rows:
             self._by_executor_id[executor_id] = pending
+        return self._ended.get(pending.request_id, False)
 
     def find(self, executor_id: int) -> Pending | None:
         """The request that an executor request belongs to."""
@@ -80,22 +107,29 @@ class PendingTable:
         """Forget an executor request that ended."""
         with self.lock:
             pending = self._by_executor_id.pop(executor_id, None)
-            if pending is not None:
-                pending.open_rows.pop(executor_id, None)
+            if pending is None:
+                return
+            pending.open_rows.pop(executor_id, None)
+            if _INNER_ID.search(pending.request_id):
+                self._ended.setdefault(pending.request_id, False)
+                while len(self._ended) > _REMEMBERED:
+                    self._ended.popitem(last=False)
 
     def all(self) -> list[Pending]:
         """Every open request once."""
         with self.lock:
             return list(dict.fromkeys(self._by_executor_id.values()))
 
-    def executor_ids(self, request_id: str) -> list[int]:
-        """Executor ids behind a Triton request id, over all requests that carry it.
+    def stop(self, request_id: str) -> list[int]:
+        """Executor ids to cancel for a stop of a Triton request id, over all requests that carry it.
 
         The BLS model marks its inner requests `<client's id>/bls-<uuid4>`: a stop with the client's id reaches them
         too. Nothing else behind the slash counts, since it is part of the id of another client.
         """
         inner = re.compile(re.escape(request_id) + _INNER_MARK)
         with self.lock:
+            for ended in filter(inner.fullmatch, self._ended):
+                self._ended[ended] = True
             return [
                 executor_id
                 for executor_id, pending in self._by_executor_id.items()

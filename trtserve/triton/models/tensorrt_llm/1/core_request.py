@@ -43,6 +43,7 @@ _NEEDS = {
 # decoder ids are looked at without their length.
 _NOT_FOR_THE_REQUEST = {
     "stop",
+    "return_finish_reason",
     "return_num_input_tokens",
     "return_num_output_tokens",
     "prompt_vocab_size",
@@ -74,8 +75,12 @@ class RequestFactory:
             raise ValueError("Streaming is only supported in decoupled mode.")
         if batch > 1:
             raise ValueError(f"Batch size {batch} needs the decoupled transaction policy; this model answers once.")
-        if int(np.max(inputs.get("num_return_sequences", 1))) > 1:
-            raise ValueError("num_return_sequences above 1 needs the decoupled transaction policy.")
+        beams = int(np.max(inputs.get("beam_width", 1)))  # of which it then is the number that comes back, at once
+        if beams <= 1 and (count := int(np.max(inputs.get("num_return_sequences", 1)))) > 1:
+            raise ValueError(
+                f"num_return_sequences is {count}, which needs the decoupled transaction policy: each sequence is a "
+                "response, and this model answers once. Make the repository with streaming, or ask once per sequence."
+            )
 
     def _request(self, row: Row) -> Any:
         keywords = self._keywords(row)

@@ -16,12 +16,18 @@ Outputs = dict[str, NDArray[Any]]
 class Wanted:
     """What the outputs of one Triton request depend on, beside the result.
 
-    `batch_index` is None when the request has one row, `numbered` when it asked for several sequences;
-    `output_prompt_length` counts the prompt tokens in front of each non-streamed result.
+    `batch_index` is None when the request has one row, `numbered` when the answers tell their sequence;
+    `output_prompt_length` counts the prompt tokens in front of each non-streamed result; `max_tokens` is what the
+    request asked for, `repeats` means that each result holds all tokens so far (streamed beams), and `logits` is the
+    type that config.pbtxt declares for them.
     """
 
     prompt_length: int
     output_prompt_length: int = 0
+    max_tokens: int = 0
+    repeats: bool = False
+    logits: Any = np.float32
+    finish_reason: bool = False
     batch_index: int | None = None
     numbered: bool = False
     count_input: bool = False
@@ -36,13 +42,15 @@ def output_arrays(module: ExecutorModule, result: Any, wanted: Wanted) -> Output
     if result.log_probs is not None:
         outputs["output_log_probs"] = _padded(result.log_probs, np.float32)
     if result.context_logits is not None:
-        outputs["context_logits"] = module.as_array(result.context_logits)[np.newaxis]
+        outputs["context_logits"] = _logits(module, result.context_logits, wanted)
     if result.generation_logits is not None:
-        outputs["generation_logits"] = module.as_array(result.generation_logits)[np.newaxis]
+        outputs["generation_logits"] = _logits(module, result.generation_logits, wanted)
     if wanted.batch_index is not None:
         outputs["batch_index"] = _number(wanted.batch_index)
     if wanted.numbered:
         outputs["sequence_index"] = _number(result.sequence_index)
+    if wanted.finish_reason and (words := finish_words(result)):
+        outputs["finish_reason"] = np.array([[word.encode() for word in words]], dtype=np.object_)
     _add_counts(outputs, result, wanted)
     if getattr(result, "request_perf_metrics", None) is not None:
         outputs.update(_performance(result.request_perf_metrics))
@@ -79,6 +87,28 @@ def _padded(rows: list[list[Any]], dtype: Any) -> NDArray[Any]:
     for index, row in enumerate(rows):
         result[0, index, : len(row)] = row
     return result
+
+
+def _logits(module: ExecutorModule, tensor: Any, wanted: Wanted) -> NDArray[Any]:
+    """[1, …] of the declared type: Triton takes a tensor of any other type for what it is not."""
+    return module.as_array(tensor)[np.newaxis].astype(wanted.logits, copy=False)
+
+
+def finish_words(result: Any) -> list[str]:
+    """Why each beam ended, in lower case; [] while it goes on, and before release 0.13."""
+    words = [reason.name.lower() for reason in getattr(result, "finish_reasons", ())]
+    return [] if all(word == "not_finished" for word in words) else words
+
+
+def response_parameters(result: Any, wanted: Wanted, generated: int) -> dict[str, Any]:
+    """What no tensor of the releases tells: why the sequence ended, and a `max_tokens` that the executor reduced."""
+    words = finish_words(result)
+    if not words:
+        return {}
+    parameters: dict[str, Any] = {"finish_reason": ",".join(words)}
+    if set(words) == {"length"} and generated < wanted.max_tokens * len(words):
+        parameters["max_tokens"] = generated // len(words)
+    return parameters
 
 
 def _number(value: int, dtype: Any = np.int32) -> NDArray[Any]:

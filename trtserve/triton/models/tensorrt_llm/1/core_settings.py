@@ -13,21 +13,26 @@ Keywords = dict[str, Any]
 
 _BATCHING = {"inflight_fused_batching": "INFLIGHT", "inflight_batching": "INFLIGHT", "v1": "STATIC"}
 _POLICIES = ("max_utilization", "guaranteed_no_evict")
+# Mode → constructor of DecodingMode, and the first release whose template knows the word.
 _DECODING_MODES = {
-    "auto": "Auto",
-    "top_k": "TopK",
-    "top_p": "TopP",
-    "top_k_top_p": "TopKTopP",
-    "beam_search": "BeamSearch",
-    "medusa": "Medusa",
-    "redrafter": "ExplicitDraftTokens",
-    "lookahead": "Lookahead",
-    "eagle": "Eagle",
+    "auto": ("Auto", "0.12"),
+    "top_k": ("TopK", "0.12"),
+    "top_p": ("TopP", "0.12"),
+    "top_k_top_p": ("TopKTopP", "0.12"),
+    "beam_search": ("BeamSearch", "0.12"),
+    "medusa": ("Medusa", "0.12"),
+    "redrafter": ("ExplicitDraftTokens", "0.16"),
+    "lookahead": ("Lookahead", "0.16"),
+    "eagle": ("Eagle", "0.16"),
 }
 
 
 def executor_config(module: ExecutorModule, parameters: ModelParameters, config: dict[str, Any]) -> Any:
-    """The ExecutorConfig that the parameters ask for; ValueError naming a parameter with an impossible value."""
+    """The ExecutorConfig that the parameters ask for; ValueError naming a parameter with an impossible value.
+
+    A word that no release knows is an error for `gpt_model_type`, and a warning with the default for
+    `batch_scheduler_policy` and `decoding_mode`: as in NVIDIA's backend.
+    """
     api = module.api
     keywords = _given(
         max_beam_width=parameters.integer("max_beam_width"),
@@ -40,12 +45,14 @@ def executor_config(module: ExecutorModule, parameters: ModelParameters, config:
         parallel_config=_parallel_config(module, parameters),
         decoding_config=_decoding_config(module, parameters),
     )
+    if module.since("0.20") and parameters.switch("enable_trt_overlap"):
+        keywords["enable_trt_overlap"] = True
     keywords["batching_type"] = getattr(api.BatchingType, _batching_type(parameters))
     keywords["scheduler_config"] = api.SchedulerConfig(_policy(module, parameters))
     keywords["kv_cache_config"] = api.KvCacheConfig(**_kv_cache(module, parameters))
     keywords["peft_cache_config"] = api.PeftCacheConfig(**_peft_cache(parameters))
     keywords["extended_runtime_perf_knob_config"] = api.ExtendedRuntimePerfKnobConfig(**_knobs(parameters))
-    _refuse_unavailable(parameters)
+    _refuse_an_encoder(module, parameters)
     return api.ExecutorConfig(**keywords)
 
 
@@ -61,9 +68,7 @@ def _batching_type(parameters: ModelParameters) -> str:
 
 
 def _policy(module: ExecutorModule, parameters: ModelParameters) -> Any:
-    value = parameters.text("batch_scheduler_policy") or "guaranteed_no_evict"
-    if value not in _POLICIES:
-        raise ValueError(f"Parameter batch_scheduler_policy is {value!r}; expected one of {', '.join(_POLICIES)}.")
+    value = parameters.word("batch_scheduler_policy", _POLICIES, default="guaranteed_no_evict")
     return getattr(module.api.CapacitySchedulerPolicy, value.upper())
 
 
@@ -116,10 +121,9 @@ def _parallel_config(module: ExecutorModule, parameters: ModelParameters) -> Any
 def _decoding_config(module: ExecutorModule, parameters: ModelParameters) -> Any:
     api = module.api
     keywords: Keywords = {}
-    if mode := parameters.text("decoding_mode"):
-        if mode not in _DECODING_MODES:
-            raise ValueError(f"Parameter decoding_mode is {mode!r}; expected one of {', '.join(_DECODING_MODES)}.")
-        keywords["decoding_mode"] = getattr(api.DecodingMode, _DECODING_MODES[mode])()
+    modes = {word: name for word, (name, since) in _DECODING_MODES.items() if module.since(since)}
+    if (mode := parameters.word("decoding_mode", modes, default="auto")) != "auto":
+        keywords["decoding_mode"] = getattr(api.DecodingMode, modes[mode])()
     if choices := parameters.text("medusa_choices"):
         keywords["medusa_choices"] = _choices(choices)
     if choices := parameters.text("eagle_choices"):
@@ -133,13 +137,10 @@ def _decoding_config(module: ExecutorModule, parameters: ModelParameters) -> Any
     return api.DecodingConfig(**keywords) if keywords else None
 
 
-def _refuse_unavailable(parameters: ModelParameters) -> None:
-    """Parameters that change results and that this model does not carry out."""
-    if parameters.switch("enable_trt_overlap"):
-        raise ValueError("Parameter enable_trt_overlap is true; this model works without overlap only.")
-    for name in ("guided_decoding_backend", "encoder_model_path"):
-        if (value := parameters.text(name)) is not None:
-            raise ValueError(f"Parameter {name} is {value!r}; this model cannot carry it out. Leave it empty.")
+def _refuse_an_encoder(module: ExecutorModule, parameters: ModelParameters) -> None:
+    """This model starts decoder-only executors; the embedded one has no other, and knows no meaning of the path."""
+    if module.torch is not None and (path := parameters.text("encoder_model_path")) is not None:
+        raise ValueError(f"Parameter encoder_model_path is {path!r}; this model serves decoder-only engines.")
 
 
 def _max_queue_size(config: dict[str, Any]) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from dlpack_bfloat16 import bfloat16_as_float32
 from numpy.typing import NDArray
 
 # What NumPy has no type for: two bytes of a bfloat16, on their way from Triton to PyTorch.
@@ -43,10 +44,10 @@ class ExecutorModule:
             return self.torch.from_numpy(array.view(np.int16)).view(self.torch.bfloat16)
         return self.torch.from_numpy(array)
 
-    def bfloat16_array(self, name: str, capsule: Any) -> NDArray[Any]:
-        """The DLPack capsule of a BF16 input as array of BFLOAT16; ValueError from the embedded executor."""
+    def bfloat16_array(self, capsule: Any) -> NDArray[Any]:
+        """The DLPack capsule of a BF16 input as array: of BFLOAT16 for TensorRT-LLM, else of float32."""
         if self.torch is None:
-            raise ValueError(f"{name} is BF16, which the embedded executor does not take.")
+            return bfloat16_as_float32(capsule)
         tensor = self.torch.from_dlpack(capsule).cpu().contiguous()
         array: NDArray[Any] = tensor.view(self.torch.int16).numpy().view(BFLOAT16)
         return array

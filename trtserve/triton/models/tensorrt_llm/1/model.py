@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from core_guides import guided_decoding_config
 from core_metrics import MetricsReporter
 from core_pending import Pending, PendingTable, error_response, response
 from core_request import RequestFactory
-from core_response import Wanted, generated_tokens, output_arrays, zero_filled
+from core_response import Wanted, generated_tokens, output_arrays, response_parameters, zero_filled
 from core_row import Inputs
 from core_settings import executor_config
 from executor_module import load_executor_module
 from guarded_sender import GuardedSender
 from model_parameters import ModelParameters, check_request_type
 from numpy.typing import NDArray
+from parameter_classes import check_classes
 
 # How long the awaiting thread sleeps at most before it looks whether the model is being unloaded. It wakes up for
 # every response at once, so this is no polling period.
@@ -37,7 +39,7 @@ class TritonPythonModel:
         repository = Path(args["model_repository"]).resolve().parent
         parameters = ModelParameters(config, repository, pb_utils.Logger.log_warn)
         self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
-        self._outputs = {output["name"] for output in config["output"]}
+        self._outputs = {output["name"]: output["data_type"] for output in config["output"]}
         self._pending = PendingTable()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -55,7 +57,10 @@ class TritonPythonModel:
         engine = parameters.path("gpt_model_path")
         if engine is None or not engine.is_dir():
             raise ValueError(f"Parameter gpt_model_path is {str(engine)!r}; expected the folder of an engine.")
+        check_classes(parameters, Path(__file__).parent, pb_utils.Logger.log_info)
         settings = executor_config(self._module, parameters, config)
+        if (guides := guided_decoding_config(self._module, parameters)) is not None:
+            settings.guided_decoding_config = guides
         api = self._module.api
         self._factory = RequestFactory(
             self._module,
@@ -106,28 +111,36 @@ class TritonPythonModel:
             raise ValueError(f"{' and '.join(missing)} must be among the requested outputs.")
         executor_requests = self._factory.requests(inputs)
         rows = self._wanted(inputs, executor_requests)
-        pending = Pending(request.request_id(), sender)
+        pending = Pending(request.request_id(), sender, decoupled=self._decoupled)
         with self._pending.lock:  # a response that is ready before the ids are known waits here
             ids = self._executor.enqueue_requests(executor_requests)
             pending.open_rows.update(zip(ids, rows, strict=True))
-            self._pending.add(pending)
+            stopped = self._pending.add(pending)
+        self._metrics.add_tokens(prompt=sum(row.prompt_length for row in rows))
+        if stopped:
+            self._cancel(ids)
 
     def _array(self, tensor: Any) -> NDArray[Any]:
         try:
             array: NDArray[Any] = tensor.as_numpy()
         except pb_utils.TritonModelException:  # NumPy has no bfloat16
-            return self._module.bfloat16_array(tensor.name(), tensor.to_dlpack())
+            return self._module.bfloat16_array(tensor.to_dlpack())
         return array
 
     def _wanted(self, inputs: Inputs, executor_requests: list[Any]) -> list[Wanted]:
         rows = []
-        numbered = int(np.max(inputs.get("num_return_sequences", 0))) > 1
+        numbered = int(np.max(inputs.get("num_return_sequences", 0))) > (1 if self._module.since("0.16") else 0)
+        logits = np.float16 if self._outputs.get("context_logits") == "TYPE_FP16" else np.float32
         for index, request in enumerate(executor_requests):
             length = len(request.input_token_ids)
             with_prompt = not request.streaming and not request.output_config.exclude_input_from_output
             wanted = Wanted(
                 prompt_length=length,
                 output_prompt_length=length if with_prompt else 0,
+                max_tokens=request.max_tokens if self._module.since("0.13") else request.max_new_tokens,
+                repeats=request.streaming and request.sampling_config.beam_width > 1,
+                logits=logits,
+                finish_reason=bool(np.any(inputs.get("return_finish_reason", False))),
                 batch_index=index if len(executor_requests) > 1 else None,
                 numbered=numbered,
                 count_input=bool(np.any(inputs.get("return_num_input_tokens", False))),
@@ -139,9 +152,12 @@ class TritonPythonModel:
     def _stop(self, request_id: str, sender: GuardedSender) -> None:
         if not request_id:
             raise ValueError("A request id must be provided for request cancellation")
-        for executor_id in self._pending.executor_ids(request_id):
-            self._executor.cancel_request(executor_id)
+        self._cancel(self._pending.stop(request_id))
         sender.send(None if self._decoupled else response([]), final=True)
+
+    def _cancel(self, executor_ids: Iterable[int]) -> None:
+        for executor_id in executor_ids:
+            self._executor.cancel_request(executor_id)
 
     def _await_responses(self) -> None:
         while not self._stopping.is_set():
@@ -175,20 +191,19 @@ class TritonPythonModel:
         if not self._module.since("0.14"):
             outputs = zero_filled(outputs, wanted)
         outputs = {name: value for name, value in outputs.items() if name in self._outputs}
-        count = pending.generated.get(answer.request_id, 0) + generated_tokens(result, wanted)
-        pending.generated[answer.request_id] = count
-        reasons = ",".join(reason.name for reason in result.finish_reasons) if final else ""
-        pending.send(outputs, parameters={"finish_reason": reasons} if reasons else None)
+        sequence = answer.request_id, getattr(result, "sequence_index", 0)  # before 0.14 there is one
+        tokens = generated_tokens(result, wanted)
+        self._metrics.add_tokens(generated=pending.count(*sequence, tokens, repeated=wanted.repeats))
+        pending.send(outputs, parameters=response_parameters(result, wanted, pending.generated[sequence]))
         if final:
-            self._metrics.observe_request(wanted.prompt_length, count)
+            self._metrics.observe_request(wanted.prompt_length, pending.total(answer.request_id))
 
     def _watch_cancellation(self, period: float) -> None:
         """Cancel in the executor what clients gave up (gRPC cancel, HTTP disconnect)."""
         while not self._stopping.wait(period):
             for pending in self._pending.all():
                 if pending.sender.is_cancelled():
-                    for executor_id in list(pending.open_rows):
-                        self._executor.cancel_request(executor_id)
+                    self._cancel(list(pending.open_rows))
 
     def _watch_statistics(self, period: float) -> None:
         while not self._stopping.wait(period):
@@ -198,8 +213,7 @@ class TritonPythonModel:
         """End open requests, then the threads, then the executor."""
         self._stopping.set()
         for pending in self._pending.all():
-            for executor_id in list(pending.open_rows):
-                self._executor.cancel_request(executor_id)
+            self._cancel(list(pending.open_rows))
         for thread in self._threads:
             thread.join(timeout=5)
         if self._threads:
