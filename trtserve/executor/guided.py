@@ -96,11 +96,9 @@ class Guide:
         row[~allowed] = -np.inf
 
     def accept(self, token: int) -> None:
-        """Go on to the state after `token`; the token that ends the guide, and what follows it, changes nothing."""
-        matcher = self.matcher
-        if matcher.is_stopped() or matcher.try_consume_tokens([token]) == 1:
-            return
-        if token != self._end_id or not matcher.is_accepting():
+        """Go on to the state after `token`; `end_id`, and what follows the end of the guide, changes nothing."""
+        ended = token == self._end_id or self.matcher.is_stopped()
+        if not ended and self.matcher.try_consume_tokens([token]) != 1:
             self._fail(f"token {token} does not fit it")
 
     def fork(self) -> Guide:

@@ -1,0 +1,346 @@
+"""Guides over small real tokenizers: what they allow, where they end, and how a wrong one is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+import trtserve
+from tests.support.tiny_models import write_byte_tokenizer
+from trtserve.executor import guided
+from trtserve.executor.configs import GuidedDecodingConfig
+from trtserve.executor.enums import GuidedDecodingBackend, GuideType
+from trtserve.executor.guided import Guide, GuideFactory
+from trtserve.executor.logits_processing import LogitsProcessor
+from trtserve.executor.requests import GuidedDecodingParams, SamplingConfig
+from trtserve.executor.sampling import EXHAUSTED, Row, SamplingParameters, choose_tokens
+
+VOCAB = 320
+"""Of the engine: larger than the tokenizers'."""
+END = 2
+
+
+def byte_tokenizer(folder: Path) -> Tokenizer:
+    write_byte_tokenizer(folder)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def sentencepiece_tokenizer(_folder: Path) -> Tokenizer:
+    """▁ for spaces, byte tokens for what has no token of its own, as Llama 2's."""
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'abct{}":,0123456789', "▁a", "ab", "tab"]
+    model = models.BPE(
+        vocab={piece: number for number, piece in enumerate(pieces)},
+        merges=[("▁", "a"), ("a", "b"), ("t", "ab")],
+        byte_fallback=True,
+        unk_token="<unk>",
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return tokenizer
+
+
+def factory_of(tokenizer: Any, vocab_size: int = VOCAB, **settings: Any) -> GuideFactory:
+    settings = {"tokenizer_str": tokenizer.to_str()} | settings
+    return GuideFactory(GuidedDecodingConfig(GuidedDecodingBackend.LLGUIDANCE, **settings), vocab_size)
+
+
+@pytest.fixture(params=[byte_tokenizer, sentencepiece_tokenizer])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return request.param(tmp_path)
+
+
+@pytest.fixture
+def bytes_alone(tmp_path: Path) -> Any:
+    return byte_tokenizer(tmp_path)
+
+
+def allowed(guide: Guide, vocab_size: int = VOCAB) -> list[int]:
+    row = np.zeros(vocab_size, dtype=np.float32)
+    guide.mask(row)
+    assert set(row.tolist()) <= {0.0, -np.inf}
+    tokens: list[int] = np.flatnonzero(row == 0).tolist()
+    return tokens
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def accepts(guide: Guide, tokenizer: Any, text: str) -> bool:
+    """True when `guide` lets `text` come token by token and may end behind it."""
+    for token in ids_of(tokenizer, text):
+        if token not in allowed(guide):
+            return False
+        guide.accept(token)
+    return END in allowed(guide)
+
+
+def generate(guide: Guide, tokenizer: Any, *, seed: int, count: int = 200) -> str | None:
+    """What a model without any preference says under `guide`; None when it finds no end."""
+    random = np.random.default_rng(seed)
+    parameters = SamplingParameters.of(SamplingConfig(top_p=1.0, seed=seed))
+    processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
+    generated: list[int] = []
+    row = Row(parameters, processor, generated)
+    for _ in range(count):
+        (choice,) = choose_tokens(random.standard_normal((1, VOCAB)).astype(np.float32), [row])
+        processor.accept(choice.token)
+        if choice.token == END:
+            return str(tokenizer.decode(generated))
+        assert choice.token != EXHAUSTED
+        generated.append(choice.token)
+    return None
+
+
+def params(kind: GuideType, guide: str | None = None) -> GuidedDecodingParams:
+    return GuidedDecodingParams(kind, guide)
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"enum": ["ab", "b"]}, "c": {"type": "integer", "minimum": 10, "maximum": 99}},
+    "required": ["a", "c"],
+    "additionalProperties": False,
+}
+
+
+def test_text_follows_a_regular_expression(tokenizer: Any) -> None:
+    factory = factory_of(tokenizer)
+    expression = "(tab|ab|é )[0-9]{2,3}"
+    texts = {
+        generate(factory.guide(params(GuideType.REGEX, expression), end_id=END), tokenizer, seed=n) for n in range(8)
+    }
+    assert len(texts) > 3
+    assert all(text is not None and re.fullmatch(expression, text) for text in texts)
+
+
+def test_text_follows_a_schema(tokenizer: Any) -> None:
+    factory = factory_of(tokenizer)
+    guides = [factory.guide(params(GuideType.JSON_SCHEMA, json.dumps(SCHEMA)), end_id=END) for _ in range(8)]
+    texts = [text for seed, guide in enumerate(guides) if (text := generate(guide, tokenizer, seed=seed))]
+    assert len(texts) > 4
+    for text in texts:
+        value = json.loads(text)
+        assert set(value) == {"a", "c"}
+        assert value["a"] in ("ab", "b")
+        assert 10 <= value["c"] <= 99
+
+
+def test_json_is_any_object(tokenizer: Any) -> None:
+    factory = factory_of(tokenizer)
+    for text in ("{}", '{"a": [1, {"b": null}], "c": "é"}', '{ "a":true}'):
+        assert accepts(factory.guide(params(GuideType.JSON), end_id=END), tokenizer, text), text
+    for text in ("[1]", "1", '{"a"}', '{"a": 1', "a", ""):
+        assert not accepts(factory.guide(params(GuideType.JSON), end_id=END), tokenizer, text), text
+
+
+GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
+    "one rule": ('root ::= "a" [0-9]+ ("x" | "y")*', ["a1", "a12xyx"], ["a", "x", "a1z"]),
+    "rules over several lines": (
+        '# a list\nroot ::= item (", " item)*  # of items\n\nitem ::= "x"\n   | "#"   # not a comment\n   | [a-c"]\n',
+        ["x", "a, b", "#, x", '"'],
+        ["", "x,", "d", "x, "],
+    ),
+    "recursion": ('root ::= "(" root ")" | ""', ["", "()", "((()))"], ["(", "())"]),
+    "escapes": (
+        r'root ::= "\u0041\x42\"\\\n\'" [^\n\u0061-z]{2} [\-\^\]x]',
+        ["AB\"\\\n'é1-", "AB\"\\\n'  ^", "AB\"\\\n'AA]"],
+        ["AB\"\\\n'ab-", "AB\"\\\n'AAy", 'AB"'],
+    ),
+    "names with signs": ('root ::= my-rule yourRule?\nmy-rule ::= "m"\nyourRule ::= "y"', ["m", "my"], ["y", ""]),
+    "Lark, as TensorRT-LLM's LLGUIDANCE backend takes it": (
+        'start: WORD ("," WORD)*\nWORD: /[ab]+/',
+        ["a", "ab,ba"],
+        [",", "c", "a,"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("grammar", "good", "bad"), GRAMMARS.values(), ids=GRAMMARS.keys())
+def test_grammars(bytes_alone: Any, grammar: str, good: list[str], bad: list[str]) -> None:
+    factory = factory_of(bytes_alone)
+    for text in good + bad:
+        guide = factory.guide(params(GuideType.EBNF_GRAMMAR, grammar), end_id=END)
+        assert accepts(guide, bytes_alone, text) == (text in good), text
+
+
+WRONG: dict[str, tuple[GuideType, str, str]] = {
+    "expression": (GuideType.REGEX, "([", "unclosed character class"),
+    "look-ahead": (GuideType.REGEX, "(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
+    "schema that is no JSON": (GuideType.JSON_SCHEMA, "{", "Expecting property name"),
+    "schema that is no object": (GuideType.JSON_SCHEMA, "[1]", "schema must be an object or boolean"),
+    "schema of an unknown type": (GuideType.JSON_SCHEMA, '{"type": "zz"}', "Invalid type: zz"),
+    "grammar without a root": (GuideType.EBNF_GRAMMAR, 'x ::= "a"', "No 'root' rule found"),
+    "grammar with a missing rule": (GuideType.EBNF_GRAMMAR, "root ::= a", "Rule 'a' not found"),
+    "grammar that is not closed": (GuideType.EBNF_GRAMMAR, 'root ::= ("a"', "Expected ')'"),
+    "no grammar at all": (GuideType.EBNF_GRAMMAR, "hello", "Expected ::="),
+    "wrong Lark": (GuideType.EBNF_GRAMMAR, "start: missing", "missing"),
+    "structural tag": (GuideType.STRUCTURAL_TAG, "{}", "not supported"),
+}
+
+
+@pytest.mark.parametrize(("kind", "guide", "reason"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_guide_is_refused_in_one_sentence(bytes_alone: Any, kind: GuideType, guide: str, reason: str) -> None:
+    factory = factory_of(bytes_alone)
+    with pytest.raises(RuntimeError, match=f"^The guide of type {kind.name} is wrong: .*{re.escape(reason)}") as caught:
+        factory.guide(params(kind, guide))
+    assert "\n" not in str(caught.value)
+    assert allowed(factory.guide(params(GuideType.JSON)))  # the factory goes on
+
+
+def test_without_a_configuration_there_are_no_guides() -> None:
+    with pytest.raises(RuntimeError, match=r"GuidedDecoder is not setup\. Please provide a valid GuidedDecodingConfig"):
+        GuideFactory(None, VOCAB).guide(params(GuideType.JSON))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tokenizer_str": "{"}, "cannot be read"),
+        ({"stop_token_ids": [1000]}, "EOS token ID 1000 is out of range"),
+        ({"tokenizer_str": None}, "needs tokenizer_str, or encoded_vocab and stop_token_ids"),
+        ({"tokenizer_str": None, "encoded_vocab": ["a"]}, "needs tokenizer_str, or encoded_vocab and stop_token_ids"),
+    ],
+)
+def test_a_configuration_without_a_tokenizer_is_told(bytes_alone: Any, settings: Any, reason: str) -> None:
+    with pytest.raises(RuntimeError, match=reason):
+        factory_of(bytes_alone, **settings).guide(params(GuideType.JSON))
+
+
+def test_tokens_beyond_the_tokenizer_are_never_allowed(bytes_alone: Any) -> None:
+    anything = params(GuideType.REGEX, "(?s:.*)")
+    size = bytes_alone.get_vocab_size()
+    assert size < VOCAB
+    assert max(allowed(factory_of(bytes_alone).guide(anything, end_id=END))) < size
+
+
+def test_an_engine_with_fewer_tokens_than_the_tokenizer(bytes_alone: Any) -> None:
+    guide = factory_of(bytes_alone, vocab_size=100).guide(params(GuideType.REGEX, "[a-z~\xa0-\xff]+"))
+    tokens = allowed(guide, vocab_size=100)
+    assert [bytes_alone.decode([token]) for token in tokens] == sorted("abcdefghijklmnopqrstuvwxyz~")
+
+
+def test_the_end_is_the_requests_own(bytes_alone: Any) -> None:
+    """At the end of the guide nothing but end_id may come, whatever the tokenizer calls its end."""
+    factory = factory_of(bytes_alone)
+    expression = params(GuideType.REGEX, "ab?")
+    a, b = ids_of(bytes_alone, "ab")
+    for end_id, may_end in ((-1, [END]), (END, [END]), (300, [300]), (1, [1])):
+        guide = factory.guide(expression, end_id=end_id)
+        assert allowed(guide) == [a]
+        guide.accept(a)
+        assert allowed(guide) == sorted([b, *may_end])
+        guide.accept(b)
+        assert allowed(guide) == may_end
+        for _ in range(2):
+            guide.accept(may_end[0])
+            assert allowed(guide) == may_end
+        assert guide.failure is None
+
+
+def test_an_end_in_the_middle_changes_nothing(bytes_alone: Any) -> None:
+    guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, "ab?"), end_id=300)
+    (a,) = ids_of(bytes_alone, "a")
+    guide.accept(a)
+    guide.accept(300)
+    assert guide.failure is None
+
+
+def test_stop_token_ids_are_ends(bytes_alone: Any) -> None:
+    factory = factory_of(bytes_alone, stop_token_ids=[1, 2])
+    assert allowed(factory.guide(params(GuideType.REGEX, ""))) == [1, 2]
+
+
+def test_a_token_that_does_not_fit_ends_the_guide(bytes_alone: Any) -> None:
+    guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, "ab"), end_id=END)
+    (c,) = ids_of(bytes_alone, "c")
+    guide.accept(c)
+    assert guide.failure == f"The guide cannot be followed any further: token {c} does not fit it"
+    assert allowed(guide) == []
+    parameters = SamplingParameters()
+    processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
+    assert processor.failure == guide.failure
+    (choice,) = choose_tokens(np.zeros((1, VOCAB), np.float32), [Row(parameters, processor, [])])
+    assert choice.token == EXHAUSTED
+
+
+def test_a_fork_goes_its_own_way(bytes_alone: Any) -> None:
+    factory = factory_of(bytes_alone)
+    trunk = factory.guide(params(GuideType.REGEX, "(ab|cd)+"), end_id=END)
+    a, b, c, d = ids_of(bytes_alone, "abcd")
+    trunk.accept(a)
+    branch = trunk.fork()
+    branch.accept(b)
+    branch.accept(c)
+    assert (allowed(trunk), allowed(branch)) == ([b], [d])
+    assert allowed(factory.guide(params(GuideType.REGEX, "(ab|cd)+"), end_id=END)) == sorted([a, c])
+
+
+def test_plain_vocabularies() -> None:
+    config = GuidedDecodingConfig(
+        GuidedDecodingBackend.XGRAMMAR, encoded_vocab=["<eos>", "a", "b", "ab", "é", ""], stop_token_ids=[0]
+    )
+    guide = GuideFactory(config, 8).guide(params(GuideType.REGEX, "[ab]+é"), end_id=0)
+    for token, expected in ((3, [1, 2, 3]), (2, [1, 2, 3, 4]), (4, [1, 2, 3, 4]), (0, [0])):
+        assert allowed(guide, 8) == expected
+        guide.accept(token)
+
+
+def test_plain_vocabularies_take_the_longest_token() -> None:
+    vocabulary = guided.PlainVocabulary(["<eos>", "a", "ab", "b", "ab"], [0])
+    assert vocabulary(b"abba?b") == [2, 3, 1, 3]
+
+
+def test_the_demo_tokenizer(tmp_path: Path) -> None:
+    text = (Path(trtserve.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_str(text)
+    factory = factory_of(tokenizer, vocab_size=tokenizer.get_vocab_size())
+    guide = factory.guide(params(GuideType.REGEX, "Once upon a time, [a-z]+"))
+    for token in ids_of(tokenizer, "Once upon a time, there"):
+        assert token in allowed(guide, tokenizer.get_vocab_size())
+        guide.accept(token)
+    assert tokenizer.token_to_id("</s>") in allowed(guide, tokenizer.get_vocab_size())
+
+
+def test_guides_are_compiled_once_and_the_latest_are_kept(bytes_alone: Any) -> None:
+    factory = factory_of(bytes_alone)
+    compiled: list[str | None] = []
+
+    def counting(tokenizer: Any, parameters: GuidedDecodingParams) -> Any:
+        compiled.append(parameters.guide)
+        return compile_guide(tokenizer, parameters)
+
+    compile_guide: Callable[..., Any] = guided._compile
+    with patch.object(guided, "_compile", counting):
+        for _ in range(3):
+            factory.guide(params(GuideType.REGEX, "a"))
+        for number in range(70):
+            factory.guide(params(GuideType.REGEX, f"b{number}"))
+            factory.guide(params(GuideType.REGEX, "a"))
+    assert compiled.count("a") == 1
+    assert len(factory._compiled) == 64
+
+
+def test_many_threads_ask_for_guides(bytes_alone: Any) -> None:
+    factory = factory_of(bytes_alone)
+
+    def work(number: int) -> bool:
+        text = "ab" * (number % 3 + 1)
+        return accepts(factory.guide(params(GuideType.REGEX, "(ab)+"), end_id=END), bytes_alone, text)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(64)))
