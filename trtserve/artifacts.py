@@ -15,7 +15,7 @@ from typing import Any, Literal
 from trtserve import __version__
 from trtserve.errors import ArtifactError
 
-Kind = Literal["model", "checkpoint", "engine", "repository"]
+Kind = Literal["model", "checkpoint", "engine", "repository", "adapter"]
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -119,11 +119,16 @@ class ModelRepository(Artifact):
     """Triton model repository."""
 
 
+class Adapter(Artifact):
+    """LoRA adapter in TensorRT-LLM's layout: `model.lora_weights.npy`, `model.lora_config.npy`."""
+
+
 KINDS: dict[type[Artifact], Kind] = {
     Model: "model",
     Checkpoint: "checkpoint",
     Engine: "engine",
     ModelRepository: "repository",
+    Adapter: "adapter",
 }
 
 _TAKEN_BY: dict[str, str] = {
@@ -131,6 +136,7 @@ _TAKEN_BY: dict[str, str] = {
     "checkpoint": "trtserve build",
     "engine": "trtserve repo",
     "repository": "trtserve start --model-repository",
+    "adapter": "trtserve repo --lora NAME=FOLDER",
 }
 
 
@@ -164,6 +170,8 @@ def looks_like(kind: type[Artifact], folder: Path) -> bool:
         return Manifest.read(folder).kind == KINDS[kind]
     if kind is ModelRepository:
         return any(folder.glob("*/config.pbtxt"))
+    if kind is Adapter:
+        return (folder / "model.lora_weights.npy").is_file()
     # A folder of a tokenizer alone is a Hugging Face folder too.
     if kind is Model and any(folder.glob("tokenizer*")):
         return True

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtserve.artifacts import MANIFEST, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
+from trtserve.artifacts import MANIFEST, Adapter, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.servers import Server, list_servers
 from trtserve.store import NameRecord, Store, locked, writing
 
-_KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository)
+_KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository, Adapter)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Where artefacts live, and how they get there: staged beside their place, manifest last, one rename, under a lock.
 
 $TRTSERVE_HOME (else $XDG_CACHE_HOME/trtserve, else ~/.cache/trtserve)
-├── models/ checkpoints/ engines/ repositories/     <name>-<first 12 digits of the fingerprint>/
+├── models/ checkpoints/ engines/ repositories/ adapters/     <name>-<first 12 digits of the fingerprint>/
 ├── names/<name>.json                               what `import` made under that name
 ├── servers/<name>.json  servers/<name>.log         running servers
 └── locks/
@@ -26,6 +26,7 @@ from typing import TextIO, TypeVar
 from trtserve.artifacts import (
     KINDS,
     MANIFEST,
+    Adapter,
     Artifact,
     Checkpoint,
     Engine,
@@ -51,6 +52,7 @@ _FOLDERS: dict[type[Artifact], str] = {
     Checkpoint: "checkpoints",
     Engine: "engines",
     ModelRepository: "repositories",
+    Adapter: "adapters",
 }
 
 
@@ -59,6 +61,7 @@ _MADE_BY: dict[type[Artifact], str] = {
     Checkpoint: "convert MODEL",
     Engine: "build CHECKPOINT",
     ModelRepository: "import MODEL",
+    Adapter: "lora ADAPTER",
 }
 
 
@@ -298,7 +301,7 @@ class Store:
                 found.append(kind(path=path.parent, manifest=Manifest.read(path.parent)))
         made = {artefact.name: artefact for artefact in sorted(found, key=_created)}
         for record in self.recorded():
-            path = Path(getattr(record, KINDS[kind]))
+            path = Path(getattr(record, KINDS[kind], ""))  # an import makes no adapter
             if path.is_absolute():
                 with suppress(ArtifactError):
                     made[record.name] = kind(path=path, manifest=load_artifact(kind, path).manifest)

@@ -13,7 +13,22 @@ from typing import Any
 import typer
 
 from trtserve import __version__
-from trtserve.cli import bench, build, convert, doctor, import_, list_, logs, query, remove, repo, start, status, stop
+from trtserve.cli import (
+    bench,
+    build,
+    convert,
+    doctor,
+    import_,
+    list_,
+    logs,
+    lora,
+    query,
+    remove,
+    repo,
+    start,
+    status,
+    stop,
+)
 from trtserve.cli.output import print_error
 from trtserve.errors import TrtserveError
 from trtserve.store import file_error
@@ -133,6 +148,7 @@ command(start.start, rich_help_panel=STAGES)
 command(query.query, rich_help_panel=STAGES)
 app.add_typer(bench.group, name="bench", help="Measure a served model.", rich_help_panel=STAGES)
 command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
+command(lora.lora, rich_help_panel=UPKEEP)
 command(stop.stop, rich_help_panel=UPKEEP)
 command(status.status, rich_help_panel=UPKEEP)
 command(logs.logs, rich_help_panel=UPKEEP)

@@ -1,0 +1,60 @@
+"""`trtserve lora org/name`: the adapter is pulled from a hub on loopback, by the real client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.adapters import write_adapter
+from tests.support.hub import Hub, running_hub
+from trtserve.artifacts import Manifest
+from trtserve.errors import ModelNotFoundError, NetworkError, UnsupportedModelError
+from trtserve.lora import WEIGHTS, convert_adapter, plan_adapter
+
+ID = "acme/polite"
+MODULES = {"self_attn.q_proj": (16, 16)}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running_hub() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
+        yield running
+
+
+def test_an_adapter_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+    model = hub.add(ID, write_adapter(tmp_path / "source", modules=MODULES))
+    plan = plan_adapter(ID)
+    assert (plan.source.name, plan.pairs, plan.reused) == ("polite", (), False)
+    assert not hub.asked_for("adapter_model.safetensors")
+    adapter = convert_adapter(ID)
+    assert Manifest.read(adapter.path).facts["commit"] == model.commit
+    local = convert_adapter(tmp_path / "source", out=tmp_path / "local")
+    assert np.array_equal(np.load(adapter.path / WEIGHTS), np.load(local.path / WEIGHTS))
+    asked = len(hub.asked_for("adapter_model.safetensors"))
+    assert convert_adapter(ID).path == adapter.path
+    assert len(hub.asked_for("adapter_model.safetensors")) == asked
+
+
+def test_a_lost_connection_leaves_no_half_adapter(hub: Hub, tmp_path: Path) -> None:
+    source = write_adapter(tmp_path / "source", modules={"mlp.down_proj": (256, 256)}, rank=64)
+    hub.add(ID, source, cut={"adapter_model.safetensors": 100_000}, cuts=99)
+    with pytest.raises(NetworkError, match="stopped after"):
+        convert_adapter(ID)
+    assert not plan_adapter(ID).path.exists()
+    hub.models[ID].cut.clear()
+    assert convert_adapter(ID).path.exists()
+
+
+def test_repositories_that_are_no_adapters(hub: Hub, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "old", modules=MODULES)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    hub.add(ID, folder)
+    with pytest.raises(UnsupportedModelError, match="takes PyTorch"):
+        plan_adapter(ID)
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(ModelNotFoundError, match="not a PEFT adapter"):
+        plan_adapter(ID)

@@ -1,0 +1,66 @@
+"""`trtserve lora`: a PEFT adapter becomes the LoRA tensors that TensorRT-LLM's models take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
+from trtserve.cli.output import TerminalProgress, print_data, print_json
+from trtserve.lora import AdapterPlan, build_options, carry_out, plan_adapter
+
+
+def lora(
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="Folder of a PEFT adapter, or org/name[@revision] of the hub.")
+    ],
+    storage_type: Annotated[
+        str, typer.Option("--storage-type", help="Type of the weights: float16, float32 or bfloat16.")
+    ] = "float16",
+    name: Annotated[str | None, typer.Option("--name", help="Name of the result; default: the adapter's.")] = None,
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Convert a LoRA adapter (as NVIDIA's hf_lora_convert does) and print the folder of its two .npy files."""
+    progress = TerminalProgress(quiet=quiet)
+    plan = plan_adapter(adapter, name=name, out=out, storage_type=storage_type)
+    facts: dict[str, object] = {}
+    if not dry_run:
+        made = carry_out(plan, progress=progress)
+        facts = dict(made.manifest.facts) if made.manifest else {}
+        progress.step(f"Engines for it are built with: {build_options(made)}")
+    if json:
+        print_json("lora", {**_described(plan), **facts})
+    elif dry_run:
+        print_data("\n".join(_lines(plan)))
+    else:
+        print_data(str(plan.path))
+
+
+def _described(plan: AdapterPlan) -> dict[str, object]:
+    return {
+        "path": str(plan.path),
+        "reused": plan.reused,
+        "source": plan.source.text,
+        "storage_type": plan.storage_type,
+        "base_model": plan.config.base_model,
+        "targets": plan.targets,
+        "rows": len(plan.pairs),
+        "unmatched": list(plan.unmatched),
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def _lines(plan: AdapterPlan) -> list[str]:
+    pull = plan.revision is not None and not plan.reused
+    return [
+        f"adapter   {plan.source.text}, made for {plan.config.base_model or 'a model that it does not name'}",
+        f"modules   {', '.join(plan.targets)} ({len(plan.pairs)})" if plan.pairs else "modules   known after the pull",
+        *(f"no match  {name}" for name in plan.unmatched),
+        f"type      {plan.storage_type}",
+        "state     reused: it lies there already" if plan.reused else f"state     to be {'pulled and ' * pull}made",
+        f"to        {plan.path}",
+    ]
