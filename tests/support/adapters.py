@@ -1,38 +1,51 @@
-"""Small PEFT adapters in folders, as PEFT's save_pretrained writes them."""
+"""Random adapters in the layout of hf_lora_convert, and the weights that a model has with one merged in."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from tests.support.tiny_models import write_safetensors
+from tests.support.tiny_decoders import TinyDecoder
+from trtserve.executor.lora_modules import LoraShape
 
-PREFIX = "base_model.model.model.layers"
+Array = npt.NDArray[Any]
+
+ADAPTER_MODULES = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate")
 
 
-def write_adapter(
-    folder: Path,
-    *,
-    modules: dict[str, tuple[int, int]],
-    layers: int = 2,
-    rank: int = 4,
-    seed: int = 0,
-    extra: dict[str, Any] | None = None,
-    **config: Any,
-) -> Path:
-    """An adapter of random matrices; `modules` maps `self_attn.q_proj` … to (inputs, outputs); `extra` are tensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "base_model_name_or_path": "tiny", **config}
-    (folder / "adapter_config.json").write_text(json.dumps(content))
-    random = np.random.default_rng(seed)
-    tensors: dict[str, Any] = {}
-    for layer in range(layers):
-        for module, (inputs, outputs) in modules.items():
-            for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                name = f"{PREFIX}.{layer}.{module}.lora_{part}.weight"
-                tensors[name] = random.normal(scale=0.1, size=shape).astype(np.float32)
-    write_safetensors(folder / "adapter_model.safetensors", {**tensors, **(extra or {})})
-    return folder
+def random_adapter(
+    shape: LoraShape, *, seed: int, rank: int, dtype: npt.DTypeLike = np.float32, batch_axis: bool = True
+) -> tuple[Array, Array]:
+    """`lora_weights` and `lora_config`; layers differ in rank, and the last module is in the first layer only."""
+    random = np.random.default_rng(1000 + seed)
+    rows: list[Array] = []
+    config: list[list[int]] = []
+    for layer in range(shape.layers):
+        for module in shape.modules:
+            if layer and module is shape.modules[-1] and len(shape.modules) > 1:
+                continue
+            own = max(1, rank - layer)
+            a = random.normal(0, 0.3, (own, module.inputs))
+            b = random.normal(0, 0.3, (module.outputs, own))
+            rows.append(np.concatenate([a.reshape(-1), b.reshape(-1)]).astype(dtype))
+            config.append([module.id, layer, own])
+    most = max(len(row) for row in rows)
+    weights = np.stack([np.pad(row, (0, most - len(row))) for row in rows])
+    numbers = np.array(config, dtype=np.int32)
+    return (weights[None], numbers[None]) if batch_axis else (weights, numbers)
+
+
+def merged(tiny: TinyDecoder, shape: LoraShape, weights: Array, config: Array) -> dict[str, Array]:
+    """The matrices of `tiny` that change, with the products of the adapter added to them."""
+    modules = {module.id: module for module in shape.modules}
+    changed: dict[str, Array] = {}
+    for row, (number, layer, rank) in zip(weights[0], config[0].tolist(), strict=True):
+        module = modules[number]
+        name = f"transformer.layers.{layer}.{module.linear}.weight"
+        matrix = changed.setdefault(name, tiny.tensors[name].astype(np.float64))
+        middle, end = rank * module.inputs, rank * (module.inputs + module.outputs)
+        b = row[middle:end].astype(np.float64).reshape(module.outputs, rank)
+        matrix[module.first : module.first + module.outputs] += b @ row[:middle].astype(np.float64).reshape(rank, -1)
+    return changed

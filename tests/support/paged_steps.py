@@ -17,14 +17,30 @@ from trtserve.executor.paged_model import PagedModel
 Logits = npt.NDArray[np.float32]
 
 
-def write_engine(folder: Path, tiny: TinyDecoder, *, compute: str = "f32", kv: str = "f32") -> Path:
-    """An engine folder of `tiny`, with what PagedModel reads of config.json."""
+def write_engine(
+    folder: Path,
+    tiny: TinyDecoder,
+    *,
+    compute: str = "f32",
+    kv: str = "f32",
+    prompt_table: int = 0,
+    lora: Sequence[str] = (),
+) -> Path:
+    """An engine folder of `tiny`, with what PagedModel reads of config.json.
+
+    `prompt_table` and `lora` are what is built in: rows of a prompt table, and the modules of adapters.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     graph = build_graph(tiny.decoder, tiny.sizes, tiny, int8=tiny.int8)
     save_graph(graph, folder / "rank0.xml")
     config: dict[str, Any] = {
-        "pretrained_config": {"vocab_size": tiny.sizes.vocab},
-        "build_config": {"max_seq_len": POSITIONS},
+        "pretrained_config": tiny.config,
+        "build_config": {
+            "max_seq_len": POSITIONS,
+            "max_prompt_embedding_table_size": prompt_table,
+            "lora_config": {"lora_target_modules": list(lora), "max_lora_rank": 8},
+            "plugin_config": {"lora_plugin": "float32" if lora else None},
+        },
         "trtserve": {
             "runtime": "openvino",
             "compute_precision": compute,
@@ -49,8 +65,11 @@ class PagedSteps:
         free = [int(block) for block in np.random.default_rng(7).permutation(total)]
         self.blocks = {name: [free.pop() for _ in range(count)] for name, count in needed.items()}
 
-    def step(self, new: Mapping[str, int]) -> dict[str, Logits]:
-        """Let `new[name]` more tokens of each named sequence through the model; logits [new, vocab] of all of them."""
+    def step(self, new: Mapping[str, int], **extra: Any) -> dict[str, Logits]:
+        """Let `new[name]` more tokens of each named sequence through the model; logits [new, vocab] of all of them.
+
+        `extra` goes to the model as it is.
+        """
         lengths = np.array(list(new.values()))
         begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         positions = [np.arange(self.past[name], self.past[name] + count) for name, count in new.items()]
@@ -64,6 +83,7 @@ class PagedSteps:
             block_indices_begins=np.concatenate([[0], np.cumsum([len(b) for b in blocks])]).astype(np.int32),
             max_context_len=max(self.past[name] + count for name, count in new.items()),
             rows=np.arange(begins[-1]),
+            **extra,
         ).copy()
         for name, count in new.items():
             self.past[name] += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,21 @@ Floats = npt.NDArray[np.float64]
 
 
 class ReferenceDecoder:
-    """Logits of whole sequences, straight from the definition of the layers."""
+    """Logits of whole sequences, straight from the definition of the layers.
 
-    def __init__(self, decoder: Decoder, sizes: Sizes, weights: Mapping[str, Array], *, int8: bool = False) -> None:
+    `windows` are the sliding windows of the layers, repeated over them; by default the decoder's own everywhere.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sizes: Sizes,
+        weights: Mapping[str, Array],
+        *,
+        int8: bool = False,
+        windows: Sequence[int] = (),
+    ) -> None:
+        self._windows = windows or [decoder.window]
         self._decoder = decoder
         self._sizes = sizes
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
@@ -35,7 +47,9 @@ class ReferenceDecoder:
             hidden = hidden + self._weights["transformer.position_embedding.weight"][: len(ids)]
         for layer in range(self._sizes.layers):
             name = f"transformer.layers.{layer}."
-            hidden = hidden + self._attention(self._norm(hidden, name + "input_layernorm"), name + "attention.")
+            window = self._windows[layer % len(self._windows)]
+            normal = self._norm(hidden, name + "input_layernorm")
+            hidden = hidden + self._attention(normal, name + "attention.", window)
             hidden = hidden + self._mlp(self._norm(hidden, name + "post_layernorm"), name + "mlp.")
         return self._linear(self._norm(hidden, "transformer.ln_f"), "lm_head")
 
@@ -52,7 +66,7 @@ class ReferenceDecoder:
         normal: Floats = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + self._sizes.epsilon)
         return normal * weight + self._weights[f"{name}.bias"]
 
-    def _attention(self, hidden: Floats, name: str) -> Floats:
+    def _attention(self, hidden: Floats, name: str, window: int | None) -> Floats:
         sizes, length = self._sizes, len(hidden)
         fused = self._linear(hidden, name + "qkv").reshape(length, -1, sizes.head)
         query = self._rotate(fused[:, : sizes.heads])
@@ -61,17 +75,10 @@ class ReferenceDecoder:
         group = sizes.heads // sizes.kv_heads
         key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
         scores = np.einsum("qhd,khd->hqk", query, key) * self._decoder.attention_scale
-        scores = np.where(self._visible(length), scores, -np.inf)
+        scores = np.where(_visible(length, window), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         return self._linear(np.einsum("hqk,khd->qhd", weights, value).reshape(length, -1), name + "dense")
-
-    def _visible(self, length: int) -> npt.NDArray[np.bool_]:
-        """Which keys a query sees: its own and the `window - 1` before it."""
-        distance = np.arange(length)[:, None] - np.arange(length)
-        window = self._decoder.window or length
-        seen: npt.NDArray[np.bool_] = (distance >= 0) & (distance < window)
-        return seen
 
     def _rotate(self, states: Floats) -> Floats:
         """Each pair of numbers, as a complex number, times e^(i · position · frequency)."""
@@ -91,6 +98,13 @@ class ReferenceDecoder:
         if self._decoder.mlp == "gated":
             inner = inner * self._linear(hidden, name + "gate")
         return self._linear(inner, name + "proj")
+
+
+def _visible(length: int, window: int | None) -> npt.NDArray[np.bool_]:
+    """Which keys a query sees: its own and the `window - 1` before it."""
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen: npt.NDArray[np.bool_] = (distance >= 0) & (distance < (window or length))
+    return seen
 
 
 def _silu(values: Floats) -> Floats:

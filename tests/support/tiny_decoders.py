@@ -49,6 +49,19 @@ class TinyDecoder:
     tensors: Mapping[str, Array]
     int8: bool = False
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its sizes as the checkpoint's config has them."""
+        return {
+            "vocab_size": self.sizes.vocab,
+            "hidden_size": self.sizes.hidden,
+            "num_hidden_layers": self.sizes.layers,
+            "num_attention_heads": self.sizes.heads,
+            "num_key_value_heads": self.sizes.kv_heads,
+            "head_size": self.sizes.head,
+            "intermediate_size": INNER,
+        }
+
     def names(self) -> list[str]:
         return list(self.tensors)
 

@@ -18,7 +18,8 @@ from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import ArtifactError, BuildError, CorruptFileError
 from trtserve.executor.graph import build_graph
-from trtserve.executor.paged_model import PagedModel, openvino_core, read_engine_config, to_paged_attention
+from trtserve.executor.paged_graph import to_paged_attention
+from trtserve.executor.paged_model import PagedModel, openvino_core, read_engine_config
 
 # Prompts of 40, 9 and 70 tokens: whole, in chunks, and token by token, together with others in every state.
 SEQUENCES = {
@@ -122,7 +123,7 @@ def test_sizes_are_those_of_the_engine(tmp_path: Path) -> None:
 def test_inputs_of_the_private_transformation_are_as_we_know_them() -> None:
     tiny = tiny_decoder()
     graph = build_graph(LLAMA, tiny.sizes, tiny)
-    to_paged_attention(graph, window=7)
+    to_paged_attention(graph, windows=[7])
     names = [port.get_any_name() for port in graph.inputs]
     step = ["input_ids", "position_ids", "max_context_len", "past_lens", "subsequence_begins"]
     caches = [f"{kind}_cache.{layer}" for layer in range(2) for kind in ("key", "value")]

@@ -1,27 +1,25 @@
 """How an engine folder becomes a running model: paged attention over a KV cache in blocks, on the CPU with OpenVINO.
 
-A transformed graph cannot be stored (OpenVINO 2026.4 writes it but does not read it back), hence the engine holds
-the stateful graph, and the transformation happens here, at load.
+The engine holds the stateful graph; what makes it a paged one, with the inputs of what was built in, happens at load.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import openvino as ov
-from openvino import opset13 as ops
-
-# Private in OpenVINO: tests/unit/test_paged_model.py pins the inputs that the transformation makes.
-from openvino._offline_transformations import paged_attention_transformation
 
 from trtserve.errors import ArtifactError, BuildError, CorruptFileError
-from trtserve.executor.graph import LAST_ATTENTION
+from trtserve.executor.graph import Sizes
+from trtserve.executor.lora import AdapterBatch, AdapterStack
+from trtserve.executor.lora_modules import LoraShape, lora_modules
+from trtserve.executor.paged_graph import add_adapters, add_prompt_table, to_paged_attention
 
 Array = npt.NDArray[Any]
 Int32s = npt.NDArray[np.int32]
@@ -39,8 +37,6 @@ _STEP_INPUTS: tuple[tuple[str, type[np.generic]], ...] = (
     ("max_context_len", np.int32),
     ("rows", np.int32),
 )
-# Input 10 of PagedAttentionExtension is its sliding window in tokens, 0 for none.
-_WINDOW_INPUT = 10
 _CACHE_LINE = 64
 
 
@@ -57,23 +53,37 @@ def openvino_core() -> ov.Core:
 class PagedModel:
     """A compiled paged-attention graph with its KV cache.
 
-    `bytes_per_block` counts keys and values of all layers. Not for use by several threads at once.
+    `bytes_per_block` counts keys and values of all layers. `max_prompt_table` counts the rows of prompt tables that
+    the engine was built for, 0 for none; `lora` says what its adapters may look like, None for none. Not for use by
+    several threads at once.
     """
 
-    def __init__(self, engine: Path, *, threads: int | None = None) -> None:
-        """Read, transform and compile the engine in `engine`; `threads` limits OpenVINO's threads."""
+    def __init__(self, engine: Path, *, threads: int | None = None, windows: Sequence[int] | None = None) -> None:
+        """Read, transform and compile the engine in `engine`; `threads` limits OpenVINO's threads.
+
+        `windows` are max_attention_window: how many tokens back the layers see, repeated over the layers; the
+        model's own window stays where it is shorter.
+        """
         config = read_engine_config(engine)
         own = config["trtserve"]
         self.compute_precision: str = own["compute_precision"]
         self.kv_precision: str = own["kv_precision"]
         self.vocab_size = int(config["pretrained_config"]["vocab_size"])
+        self.hidden_size = int(config["pretrained_config"]["hidden_size"])
         self.max_position = int(config["build_config"]["max_seq_len"])
+        self.max_prompt_table = int(config["build_config"].get("max_prompt_embedding_table_size", 0))
+        self.lora = lora_shape(config)
         core = openvino_core()
         graph = _read_graph(core, engine / "rank0.xml")
-        to_paged_attention(graph, window=own.get("window"))
+        to_paged_attention(graph, windows=_windows(own.get("window"), windows, self.max_position))
+        if self.max_prompt_table:
+            add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
+        if self.lora:
+            add_adapters(graph, self.lora)
         compiled = _compile(core, graph, self._properties(threads))
         self._request = compiled.create_infer_request()
         ports = {port.get_any_name(): index for index, port in enumerate(compiled.inputs)}
+        self._ports = ports
         self._step_inputs = [(ports[name], np.dtype(kind)) for name, kind in _STEP_INPUTS]
         self._cache_ports = [
             (index, compiled.inputs[index]) for name, index in ports.items() if name.startswith(("key_", "value_"))
@@ -82,6 +92,10 @@ class PagedModel:
         self.bytes_per_block = sum(_block_bytes(port) for _, port in self._cache_ports)
         self._caches: list[Array] = []
         self._held: list[Any] = []
+        self._stack: AdapterStack | None = None
+        self._stack_held: list[Any] = []
+        self._set_prompt_table(None)
+        self._set_stack(None)
 
     def _properties(self, threads: int | None) -> dict[str, Any]:
         """Properties of the CPU plugin for this engine's precisions."""
@@ -117,14 +131,18 @@ class PagedModel:
         block_indices_begins: Int32s,
         max_context_len: int,
         rows: Int32s | Int64s,
+        prompt_table: Logits | None = None,
+        adapters: AdapterBatch | None = None,
     ) -> Logits:
         """Logits f32[r, vocab] of the tokens numbered `rows`; the tokens' keys and values enter the cache.
 
         token_ids and positions i64[t] hold the new tokens of all sequences one after another; sequence s owns
         tokens subsequence_begins[s] … subsequence_begins[s + 1] and the cache blocks
         block_indices[block_indices_begins[s] … block_indices_begins[s + 1]]; past_lens i32[s] counts its tokens
-        that are in the cache already. `max_context_len` is the longest past plus new. The result is a view that is
-        valid until the next call. The GIL is released while OpenVINO computes.
+        that are in the cache already. `max_context_len` is the longest past plus new. `prompt_table`
+        f32[n, hidden] holds the embeddings of the ids vocab_size … vocab_size + n − 1; an engine built without one
+        takes None only, likewise with `adapters`. The result is a view that is valid until the next call. The GIL is
+        released while OpenVINO computes.
         """
         request = self._request
         values = (
@@ -143,10 +161,60 @@ class PagedModel:
         ]
         for array, (index, _) in zip(self._held, self._step_inputs, strict=True):
             request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+        if prompt_table is not None or self._prompt_table is not None:
+            self._set_prompt_table(prompt_table)
+        if adapters is not None or self._stack is not None:
+            self._set_adapters(adapters)
         request.start_async()
         request.wait()
         logits: Logits = request.get_output_tensor(0).data
         return logits.reshape(-1, self.vocab_size)
+
+    def _set_prompt_table(self, table: Logits | None) -> None:
+        """Without a table the graph needs a row that nobody asks for."""
+        self._prompt_table = table
+        if self.max_prompt_table:
+            rows = np.zeros((1, self.hidden_size), np.float32) if table is None else table
+            self._table_held = np.ascontiguousarray(rows, np.float32)
+            tensor = ov.Tensor(self._table_held, shared_memory=True)
+            self._request.set_input_tensor(self._ports["prompt_table"], tensor)
+
+    def _set_adapters(self, adapters: AdapterBatch | None) -> None:
+        """Set the masks of this step, and the weights only when they are not those of the last one."""
+        if adapters is None or adapters.stack is not self._stack:
+            self._set_stack(None if adapters is None else adapters.stack)
+        if adapters is not None:
+            for linear, mask in adapters.masks.items():
+                self._set_mask(linear, mask)
+
+    def _set_stack(self, stack: AdapterStack | None) -> None:
+        """Set the weights of `stack`; without one they are no columns wide, and so is the mask."""
+        self._stack, self._stack_held = stack, []
+        if self.lora is None:
+            return
+        for linear, (inputs, outputs) in self.lora.linears.items():
+            nothing = np.zeros((0, inputs), np.float32), np.zeros((0, outputs), np.float32)
+            for layer in range(self.lora.layers):
+                a, b = nothing if stack is None else stack.weights[layer, linear]
+                self._set_weights(f"lora.a.{layer}.{linear}", a)
+                self._set_weights(f"lora.b.{layer}.{linear}", b)
+            if stack is None:
+                self._set_mask(linear, np.zeros((1, 0), np.bool_))
+
+    def _set_weights(self, name: str, array: Array) -> None:
+        assert self.lora is not None
+        if self.lora.bfloat16:
+            bits = array.astype(np.uint16) if not array.size else array.view(np.uint16)
+            tensor = ov.Tensor(bits, ov.Shape(list(array.shape)), ov.Type.bf16)
+            self._stack_held.append(bits)
+        else:
+            tensor = ov.Tensor(array, shared_memory=True)
+            self._stack_held.append(array)
+        self._request.set_input_tensor(self._ports[name], tensor)
+
+    def _set_mask(self, linear: str, mask: npt.NDArray[np.bool_]) -> None:
+        self._held.append(mask)
+        self._request.set_input_tensor(self._ports[f"lora.mask.{linear}"], ov.Tensor(mask, shared_memory=True))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy keys and values of block `source` to block `target`, in every layer."""
@@ -154,30 +222,24 @@ class PagedModel:
             cache[target] = cache[source]
 
 
-def to_paged_attention(graph: ov.Model, *, window: int | None) -> None:
-    """Turn the stateful `graph` into one over flat tokens and cache blocks that computes only the `rows` asked for."""
-    paged_attention_transformation(graph)
-    nodes = graph.get_ordered_ops()
-    for node in nodes:
-        if node.get_type_name() == "PagedAttentionExtension" and window is not None:
-            node.input(_WINDOW_INPUT).replace_source_output(ops.constant(np.int32(window)).output(0))
-    for parameter in graph.get_parameters():
-        if parameter.get_friendly_name().startswith(("key_cache.", "value_cache.")):
-            parameter.set_element_type(ov.Type.dynamic)
-    _gather_rows(graph, next(node for node in nodes if node.get_friendly_name() == LAST_ATTENTION))
-    graph.validate_nodes_and_infer_types()
+def lora_shape(config: Mapping[str, Any]) -> LoraShape | None:
+    """What the adapters of an engine with this `config.json` look like; None when it takes none."""
+    build, model = config["build_config"], config["pretrained_config"]
+    if not build.get("plugin_config", {}).get("lora_plugin"):
+        return None
+    lora = build["lora_config"]
+    return LoraShape(
+        modules=lora_modules(model, lora["lora_target_modules"]),
+        layers=Sizes.of(model).layers,
+        max_rank=int(lora["max_lora_rank"]),
+        bfloat16=config["trtserve"]["compute_precision"] == "bf16",
+    )
 
 
-def _gather_rows(graph: ov.Model, node: Any) -> None:
-    """Let everything behind `node` see only the tokens numbered by a new input `rows` i32[r]."""
-    rows = ops.parameter(ov.PartialShape([-1]), ov.Type.i32)
-    rows.set_friendly_name("rows")
-    rows.get_output_tensor(0).set_names({"rows"})
-    consumers = list(node.output(0).get_target_inputs())
-    chosen = ops.gather(node, rows, ops.constant(np.int64(0)))
-    for consumer in consumers:
-        consumer.replace_source_output(chosen.output(0))
-    graph.add_parameters([rows])
+def _windows(own: int | None, asked: Sequence[int] | None, longest: int) -> list[int | None]:
+    """The windows of the layers; None where it is as long as the longest sequence, so that the graph stays as it is."""
+    windows = [min(window, own or window) for window in asked] if asked else [own]
+    return [window if window is not None and window < longest else None for window in windows]
 
 
 def read_engine_config(engine: Path) -> Mapping[str, Any]:

@@ -1,0 +1,155 @@
+"""What happens to an engine's graph at load: paged attention, and the inputs of prompt tables and adapters.
+
+The stored graph has none of this: OpenVINO 2026.4 writes a transformed graph but does not read it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset13 as ops
+
+# Private in OpenVINO: tests/unit/test_paged_model.py pins the inputs that the transformation makes.
+from openvino._offline_transformations import paged_attention_transformation
+
+from trtserve.executor.graph import LAST_ATTENTION
+from trtserve.executor.lora_modules import LoraShape
+
+# Input 10 of PagedAttentionExtension is its sliding window in tokens, 0 for none.
+_WINDOW_INPUT = 10
+
+
+def to_paged_attention(graph: ov.Model, *, windows: Sequence[int | None] = ()) -> None:
+    """Turn the stateful `graph` into one over flat tokens and cache blocks that computes only the `rows` asked for.
+
+    `windows` are the sliding windows of the layers in tokens, None for none; a shorter list is repeated.
+    """
+    paged_attention_transformation(graph)
+    nodes = graph.get_ordered_ops()
+    attentions = [node for node in nodes if node.get_type_name() == "PagedAttentionExtension"]
+    for layer, node in enumerate(attentions):
+        window = windows[layer % len(windows)] if windows else None
+        if window is not None:
+            node.input(_WINDOW_INPUT).replace_source_output(ops.constant(np.int32(window)).output(0))
+    for parameter in graph.get_parameters():
+        if parameter.get_friendly_name().startswith(("key_cache.", "value_cache.")):
+            parameter.set_element_type(ov.Type.dynamic)
+    _gather_rows(graph, next(node for node in nodes if node.get_friendly_name() == LAST_ATTENTION))
+    graph.validate_nodes_and_infer_types()
+
+
+def add_prompt_table(graph: ov.Model, *, vocab_size: int, hidden_size: int) -> None:
+    """Let ids from `vocab_size` on take their embeddings from a new input `prompt_table` f32[n, hidden], n ≥ 1."""
+    weights = _constants(graph)["transformer.vocab_embedding.weight"]
+    embed = _consumer(weights, "Gather")
+    ids = embed.input_value(1)
+    table = _parameter("prompt_table", [-1, hidden_size], ov.Type.f32)
+    first, axis = _scalar(vocab_size, ids), ops.constant(np.int64(0))
+    own = ops.greater_equal(ids, first)
+    embed.input(1).replace_source_output(ops.minimum(ids, _scalar(vocab_size - 1, ids)).output(0))
+    consumers = list(embed.output(0).get_target_inputs())
+    row = ops.maximum(ops.subtract(ids, first), _scalar(0, ids))
+    chosen = ops.select(ops.unsqueeze(own, ops.constant(np.int64(-1))), ops.gather(table, row, axis), embed)
+    for consumer in consumers:
+        consumer.replace_source_output(chosen.output(0))
+    graph.add_parameters([table])
+    graph.validate_nodes_and_infer_types()
+
+
+def add_adapters(graph: ov.Model, shape: LoraShape) -> None:
+    """Let adapters change the outputs of the matrices in `shape`; `graph` has paged attention already.
+
+    New inputs: `lora.mask.LINEAR` boolean[t, w] (see AdapterBatch; [1, 0] for none), and `lora.a.LAYER.LINEAR`
+    [w, inputs], `lora.b.LAYER.LINEAR` [w, outputs] per layer. Each matrix gets one product for all of its modules and
+    adapters: output + select(mask, x·aᵀ)·b. Columns of other adapters become 0, whatever is in them.
+    """
+    constants = _constants(graph)
+    rows = next(parameter for parameter in graph.get_parameters() if parameter.get_friendly_name() == "rows")
+    masks = {linear: _parameter(f"lora.mask.{linear}", [-1, -1], ov.Type.boolean) for linear in shape.linears}
+    parameters = list(masks.values())
+    kind = ov.Type.bf16 if shape.bfloat16 else ov.Type.f32
+    for layer in range(shape.layers):
+        for linear, (inputs, outputs) in shape.linears.items():
+            a = _parameter(f"lora.a.{layer}.{linear}", [-1, inputs], kind)
+            b = _parameter(f"lora.b.{layer}.{linear}", [-1, outputs], kind)
+            parameters += [a, b]
+            mask = masks[linear]
+            if layer == shape.layers - 1 and linear.startswith("mlp."):
+                # Behind the last attention there are only the rows that were asked for.
+                mask = ops.gather(mask, rows, ops.constant(np.int64(0)))
+            _add_product(constants[f"transformer.layers.{layer}.{linear}.weight"], mask, a, b)
+    graph.add_parameters(parameters)
+    graph.validate_nodes_and_infer_types()
+
+
+def _add_product(weight: Any, mask: Any, a: Any, b: Any) -> None:
+    """Add the adapters' part to the product with the matrix `weight`, behind its bias."""
+    product = _consumer(weight, "MatMul")
+    # As [t, inputs]: a product [t, 1, inputs] would be calculated token by token.
+    width = int(list(a.get_output_partial_shape(0))[1].get_length())
+    flat = ops.reshape(product.input_value(0), ops.constant(np.array([-1, width])), False)
+    inner = ops.matmul(flat, _wide(a), False, True)
+    inner = ops.select(mask, inner, ops.constant(np.float32(0)))
+    delta = ops.unsqueeze(ops.matmul(inner, _wide(b), False, False), ops.constant(np.int64(1)))
+    end = _behind_bias(product)
+    consumers = list(end.output(0).get_target_inputs())
+    total = ops.add(end, delta)
+    # LAST_ATTENTION and the like are never the product itself, so no name is lost.
+    for consumer in consumers:
+        consumer.replace_source_output(total.output(0))
+
+
+def _wide(parameter: Any) -> Any:
+    """The input as float32 in the graph's types; the plugin calculates in the input's own where it may."""
+    return parameter if parameter.get_element_type() == ov.Type.f32 else ops.convert(parameter, "f32")
+
+
+def _behind_bias(product: Any) -> Any:
+    """The sum of `product` and its bias, or `product` itself where it has none."""
+    consumers = list(product.output(0).get_target_inputs())
+    if len(consumers) != 1:
+        return product
+    after = consumers[0].get_node()
+    if after.get_type_name() != "Add":
+        return product
+    other = after.input_value(1 - consumers[0].get_index()).get_node()
+    while other.get_type_name() == "Convert":
+        other = other.input_value(0).get_node()
+    return after if other.get_type_name() == "Constant" else product
+
+
+def _consumer(node: Any, kind: str) -> Any:
+    """The first operation of `kind` on the way from a weight, past what widens it."""
+    for _ in range(4):
+        if node.get_type_name() == kind:
+            return node
+        node = next(iter(node.output(0).get_target_inputs())).get_node()
+    raise AssertionError(f"no {kind} behind a weight; found {node.get_type_name()}")
+
+
+def _constants(graph: ov.Model) -> Mapping[str, Any]:
+    return {node.get_friendly_name(): node for node in graph.get_ops() if node.get_type_name() == "Constant"}
+
+
+def _parameter(name: str, shape: list[int], kind: ov.Type) -> Any:
+    parameter = ops.parameter(ov.PartialShape(shape), kind)
+    parameter.set_friendly_name(name)
+    parameter.get_output_tensor(0).set_names({name})
+    return parameter
+
+
+def _scalar(value: int, like: Any) -> Any:
+    return ops.constant(value, dtype=like.get_element_type())
+
+
+def _gather_rows(graph: ov.Model, node: Any) -> None:
+    """Let everything behind `node` see only the tokens numbered by a new input `rows` i32[r]."""
+    rows = _parameter("rows", [-1], ov.Type.i32)
+    consumers = list(node.output(0).get_target_inputs())
+    chosen = ops.gather(node, rows, ops.constant(np.int64(0)))
+    for consumer in consumers:
+        consumer.replace_source_output(chosen.output(0))
+    graph.add_parameters([rows])
