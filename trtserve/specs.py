@@ -119,7 +119,8 @@ class RepositorySpec:
     """How a model repository is assembled from an engine and a tokenizer.
 
     `name` is the alias under which a copy of the BLS model is served. `settings` are parameters of the Triton
-    models, keyed `parameter` (core model) or `model.parameter`.
+    models, keyed `parameter` (core model) or `model.parameter`; the fields from `batching_strategy` to
+    `max_queue_size` are another way to give the common ones, None leaves them alone. `lora` maps names to folders.
     """
 
     name: str
@@ -131,6 +132,15 @@ class RepositorySpec:
     bls_instance_count: int = 1
     max_tokens_in_paged_kv_cache: int | None = None
     kv_cache_free_gpu_mem_fraction: float | None = None
+    batching_strategy: str | None = None
+    batch_scheduler_policy: str | None = None
+    enable_kv_cache_reuse: bool | None = None
+    enable_chunked_context: bool | None = None
+    max_attention_window_size: str | None = None
+    exclude_input_in_output: bool | None = None
+    accumulate_tokens: bool | None = None
+    max_queue_size: int | None = None
+    lora: dict[str, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     copy: bool = False
 
@@ -142,6 +152,7 @@ class RepositorySpec:
             "postprocessing_instance_count",
             "bls_instance_count",
             "max_tokens_in_paged_kv_cache",
+            "max_queue_size",
         )
         fraction = self.kv_cache_free_gpu_mem_fraction
         if fraction is not None and not 0 < fraction <= 1:

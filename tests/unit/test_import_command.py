@@ -55,7 +55,7 @@ def test_options_reach_the_specs(model: Path) -> None:
 
 
 def test_settings_are_refused_before_anything_is_made(model: Path, tmp_path: Path) -> None:
-    for setting in ("max_beam_width=2", "batch_scheduler_policy=bogus", "max_attention_window_size=64"):
+    for setting in ("max_beam_width=2", "batch_scheduler_policy=bogus", "sink_token_length=4"):
         assert run(["import", str(model), "--set", setting, "--out", str(tmp_path / "out")]) == UsageError.code
     assert not (tmp_path / "out").exists()
 

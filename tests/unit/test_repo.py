@@ -190,7 +190,7 @@ def test_equal_inputs_are_reused_and_others_are_not(engine: Engine, tokenizer: P
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "ensemble"}, "every repository holds"),
+        ({"name": "ensemble"}, "that repositories hold"),
         ({"name": "a/b"}, "cannot be the name"),
         ({"release": "0.9"}, "the table covers"),
         ({"settings": {"max_beam_with": "2"}}, "has no parameter 'max_beam_with'"),

@@ -84,7 +84,7 @@ def test_refuses_names(name: str) -> None:
 
 def test_reserved_folder_name_asks_for_a_name(tmp_path: Path) -> None:
     (tmp_path / "ensemble").mkdir()
-    with pytest.raises(UsageError, match="every repository holds") as caught:
+    with pytest.raises(UsageError, match="that repositories hold") as caught:
         parse_source("./ensemble")
     assert "--name" in str(caught.value.hint)
     assert parse_source("./ensemble", name="mine").name == "mine"

@@ -37,21 +37,33 @@ from trtserve.cli.options import (
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.cli.repo import (
+    AccumulateOption,
+    BatchingOption,
+    ChunkedOption,
+    DraftOption,
+    ExcludeOption,
     KvFractionOption,
     KvTokensOption,
+    LoraOption,
+    PolicyOption,
+    QueueOption,
     ReleaseOption,
+    ReuseOption,
     SetOption,
     StreamingOption,
     TritonBatchOption,
+    WindowOption,
+    find_draft,
+    repository_spec,
 )
 from trtserve.machine import gibibytes
-from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
     from trtserve.pipeline import ImportSpec
 
-S = TypeVar("S", ConvertSpec, BuildSpec, RepositorySpec)
+S = TypeVar("S", ConvertSpec, BuildSpec)
 
 _SOURCE_HELP = (
     "demo, an alias (llama-2-7b, llama-3-8b-instruct, gpt2 …), org/name or org/name@revision of the hub, or a folder."
@@ -104,6 +116,16 @@ def import_(
     bls_instance_count: Annotated[int, typer.Option(help="Processes of the BLS model; each serves many requests.")] = 1,
     max_tokens_in_paged_kv_cache: KvTokensOption = None,
     kv_cache_free_gpu_mem_fraction: KvFractionOption = None,
+    batching_strategy: BatchingOption = None,
+    batch_scheduler_policy: PolicyOption = None,
+    enable_kv_cache_reuse: ReuseOption = None,
+    enable_chunked_context: ChunkedOption = None,
+    max_attention_window_size: WindowOption = None,
+    exclude_input_in_output: ExcludeOption = None,
+    accumulate_tokens: AccumulateOption = None,
+    max_queue_size: QueueOption = None,
+    draft_engine: DraftOption = None,
+    lora: LoraOption = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the engine files instead of hard-linking them.")] = False,
     out: OutOption = None,
     json: JsonOption = False,
@@ -130,22 +152,22 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     from trtserve.artifacts import Model
     from trtserve.import_.sources import parse_source
     from trtserve.pipeline import ImportSpec, engine_destination
-    from trtserve.triton.settings import parse_assignments
 
     def filled(spec: type[S]) -> S:
         return spec(**{field.name: options[field.name] for field in fields(spec)})
 
     name = parse_source(options["source"], name=options["name"]).name
     tokenizer = options["tokenizer"]
-    options = {**options, "name": name, "settings": parse_assignments(options["settings"] or [])}
+    progress = TerminalProgress(quiet=options["quiet"])
+    draft, draft_tokenizer = find_draft(options["draft_engine"], Store(), progress)
     return ImportSpec(
         source=options["source"],
         convert=filled(ConvertSpec),
         build=filled(BuildSpec),
-        repository=filled(RepositorySpec),
-        tokenizer=Store().find(Model, tokenizer, progress=TerminalProgress(quiet=options["quiet"])).path
-        if tokenizer
-        else None,
+        repository=repository_spec({**options, "name": name}),
+        tokenizer=Store().find(Model, tokenizer, progress=progress).path if tokenizer else None,
+        draft=draft,
+        draft_tokenizer=draft_tokenizer,
         engine_out=engine_destination(name),
         out=options["out"],
         discard_intermediate=options["discard_intermediate"],

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from trtserve.artifacts import Engine, Model
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
+from trtserve.errors import TrtserveError, UsageError
 from trtserve.repo import RepositoryPlan, assemble_repository, default_name, plan_repository, tree
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store
-from trtserve.triton.profiles import MODELS
 from trtserve.triton.settings import parse_assignments
 
 NameOption = Annotated[
@@ -22,6 +26,7 @@ StreamingOption = Annotated[
     bool,
     typer.Option(
         "--streaming/--no-streaming",
+        "--decoupled/--no-decoupled",
         help="Streaming: core and BLS model may send many responses, and take streaming calls only.",
     ),
 ]
@@ -48,6 +53,65 @@ KvFractionOption = Annotated[
     float | None,
     typer.Option("--kv-cache-free-gpu-mem-fraction", help="Share of the free memory for the KV cache, in (0, 1]."),
 ]
+BatchingOption = Annotated[
+    str | None,
+    typer.Option("--batching-strategy", help="inflight_fused_batching (default), or V1: no new request in a batch."),
+]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--batch-scheduler-policy",
+        help="guaranteed_no_evict (default): a request that began has its memory; max_utilization: it may be paused.",
+    ),
+]
+ReuseOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-kv-cache-reuse/--disable-kv-cache-reuse",
+        help="Keep the KV cache of prompts for those that begin alike.",
+    ),
+]
+ChunkedOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-chunked-context/--disable-chunked-context",
+        help="Take long prompts in pieces, between other requests.",
+    ),
+]
+WindowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-attention-window-size", help="Tokens that attention looks back; a list with commas: per layer."
+    ),
+]
+ExcludeOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--exclude-input-in-output/--include-input-in-output", help="Whether answers leave the prompt out by default."
+    ),
+]
+AccumulateOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--accumulate-tokens/--no-accumulate-tokens",
+        help="Streamed answers of the BLS model hold the whole text so far.",
+    ),
+]
+QueueOption = Annotated[
+    int | None, typer.Option("--max-queue-size", help="Requests that may wait; more are refused. Default: no limit.")
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-engine",
+        metavar="ENGINE",
+        help="Engine of a smaller model that proposes tokens (speculative decoding): a folder, or an imported model.",
+    ),
+]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="NAME=FOLDER", help="Adapter that clients may choose by name; repeatable."),
+]
 
 
 def repo(
@@ -66,6 +130,16 @@ def repo(
     bls_instance_count: Annotated[int, typer.Option(help="Processes of the BLS model; each serves many requests.")] = 1,
     max_tokens_in_paged_kv_cache: KvTokensOption = None,
     kv_cache_free_gpu_mem_fraction: KvFractionOption = None,
+    batching_strategy: BatchingOption = None,
+    batch_scheduler_policy: PolicyOption = None,
+    enable_kv_cache_reuse: ReuseOption = None,
+    enable_chunked_context: ChunkedOption = None,
+    max_attention_window_size: WindowOption = None,
+    exclude_input_in_output: ExcludeOption = None,
+    accumulate_tokens: AccumulateOption = None,
+    max_queue_size: QueueOption = None,
+    draft_engine: DraftOption = None,
+    lora: LoraOption = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the engine files instead of hard-linking them.")] = False,
     out: OutOption = None,
     json: JsonOption = False,
@@ -73,25 +147,17 @@ def repo(
     quiet: QuietOption = False,
 ) -> None:
     """Assemble the Triton model repository of an engine and print its path."""
+    options = locals()  # before anything else has a name here
     store, progress = Store(), TerminalProgress(quiet=quiet)
     source = store.find(Engine, engine, progress=progress)
+    spec = repository_spec({**options, "name": name or default_name(source)})
     folder = store.find(Model, tokenizer, progress=progress).path
-    spec = RepositorySpec(
-        name=name or default_name(source),
-        streaming=streaming,
-        release=release,
-        triton_max_batch_size=triton_max_batch_size,
-        preprocessing_instance_count=preprocessing_instance_count,
-        postprocessing_instance_count=postprocessing_instance_count,
-        bls_instance_count=bls_instance_count,
-        max_tokens_in_paged_kv_cache=max_tokens_in_paged_kv_cache,
-        kv_cache_free_gpu_mem_fraction=kv_cache_free_gpu_mem_fraction,
-        settings=parse_assignments(settings or []),
-        copy=copy,
-    )
-    plan = plan_repository(source, folder, spec, out=out)
+    draft, draft_tokenizer = find_draft(draft_engine, store, progress)
+    plan = plan_repository(source, folder, spec, draft=draft, draft_tokenizer=draft_tokenizer, out=out)
     if not dry_run:
-        assemble_repository(source, folder, spec, out=out, progress=progress)
+        assemble_repository(
+            source, folder, spec, draft=draft, draft_tokenizer=draft_tokenizer, out=out, progress=progress
+        )
     if json:
         print_json("repo", _described(plan))
     elif dry_run:
@@ -102,11 +168,43 @@ def repo(
         print_data(str(plan.path))
 
 
+def repository_spec(options: Mapping[str, Any]) -> RepositorySpec:
+    """What the options ask for; each option has the name of the field that it fills."""
+    given = {field.name: options[field.name] for field in fields(RepositorySpec)}
+    given["settings"] = parse_assignments(options["settings"] or [])
+    given["lora"] = parse_adapters(options["lora"] or [])
+    return RepositorySpec(**given)
+
+
+def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
+    """`["name=folder", …]` as a dict of absolute folders; UsageError for a text without `=`, or a name given twice."""
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, sign, folder = text.partition("=")
+        if not sign or not name or not folder:
+            raise UsageError(f"--lora {text!r} is not NAME=FOLDER.", hint="For example: --lora poet=./poet-lora")
+        if name in adapters:
+            raise UsageError(f"--lora gives {name} twice.")
+        adapters[name] = str(Path(folder).expanduser().absolute())
+    return adapters
+
+
+def find_draft(text: str | None, store: Store, progress: TerminalProgress) -> tuple[Engine | None, Path | None]:
+    """The draft engine and, for an imported model, the folder of its tokenizer."""
+    if text is None:
+        return None, None
+    engine = store.find(Engine, text, progress=progress)
+    with suppress(TrtserveError):
+        if not Path(text).is_dir():
+            return engine, store.find(Model, text).path
+    return engine, None
+
+
 def _described(plan: RepositoryPlan) -> dict[str, object]:
     return {
         "path": str(plan.path),
         "reused": plan.reused,
-        "models": [*MODELS, plan.spec.name],
+        "models": list(plan.models),
         "fingerprint": plan.fingerprint,
         **plan.facts,
     }
@@ -116,10 +214,15 @@ def _lines(plan: RepositoryPlan) -> list[str]:
     verb = "reuse" if plan.reused else "make"
     policy = "streaming (decoupled)" if plan.spec.streaming else "one response per request (not decoupled)"
     release = f"{plan.profile.release}, inputs of all releases" if plan.profile.union else plan.profile.release
-    return [
+    lines = [
         f"{verb:<9} {plan.path}",
-        f"models    {', '.join([*MODELS, plan.spec.name])}",
+        f"models    {', '.join(plan.models)}",
         f"release   {release}",
         f"policy    {policy}",
         f"batch     at most {plan.options.max_batch_size} prompts per request",
     ]
+    if plan.draft is not None:
+        lines.append(f"draft     {plan.draft.engine.name}, at most {plan.draft.facts['max_draft_len']} tokens per step")
+    if plan.adapters:
+        lines.append(f"adapters  {', '.join(adapter.name for adapter in plan.adapters)}")
+    return lines

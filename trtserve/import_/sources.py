@@ -14,8 +14,10 @@ from trtserve.errors import ModelNotFoundError, UsageError
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 
-# Names of the Triton models that every repository holds besides the alias.
-RESERVED_NAMES = frozenset({"preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"})
+# Names of the Triton models that a repository holds besides the alias.
+RESERVED_NAMES = frozenset(
+    {"preprocessing", "tensorrt_llm", "tensorrt_llm_draft", "postprocessing", "ensemble", "tensorrt_llm_bls"}
+)
 
 # Every family here is one of trtserve.architectures.FAMILIES.
 ALIASES: dict[str, str] = {
@@ -92,7 +94,7 @@ def served_name(text: str) -> str:
     """Check a name under which a model is served: characters of [A-Za-z0-9._-], not a model of every repository."""
     if text in RESERVED_NAMES:
         raise UsageError(
-            f"{text!r} is the name of a Triton model that every repository holds.", hint="Choose one with --name."
+            f"{text!r} is the name of a Triton model that repositories hold.", hint="Choose one with --name."
         )
     if not _SERVED_NAME.fullmatch(text):
         raise UsageError(

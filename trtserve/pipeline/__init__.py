@@ -28,7 +28,8 @@ from trtserve.repo import (
     assemble_repository,
     check_tokenizer,
     plan_repository,
-    resolve_options,
+    require_fitting,
+    settings_of,
     tokenizer_files,
 )
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
@@ -100,7 +101,8 @@ class ImportPlan:
 class ImportSpec:
     """Everything that `import` can be asked for; the repository's name is the name of all artefacts.
 
-    `tokenizer` is a Hugging Face folder, None for the model's own. `engine_out` and `out` are the folders of engine and
+    `tokenizer` is a Hugging Face folder, None for the model's own; `draft` is the engine of a draft model, and
+    `draft_tokenizer` its tokenizer's folder where that is known. `engine_out` and `out` are the folders of engine and
     repository, None for the store; `discard_intermediate` removes the checkpoint when the repository is there.
     """
 
@@ -109,6 +111,8 @@ class ImportSpec:
     build: BuildSpec
     repository: RepositorySpec
     tokenizer: Path | None = None
+    draft: Engine | None = None
+    draft_tokenizer: Path | None = None
     engine_out: Path | None = None
     out: Path | None = None
     discard_intermediate: bool = False
@@ -138,13 +142,13 @@ def plan_import(
     """
     store = store or Store()
     # The repository is assembled last, but what would stop it is told first.
-    resolve_settings(spec.repository.settings, profile(spec.repository.release))
+    resolve_settings(settings_of(spec.repository), profile(spec.repository.release))
     _require_replaceable(spec)
     _require_tokenizer(spec)
     own = spec.tokenizer is None
     model = plan_model(spec.source, name=spec.name, store=store, token=token, own_tokenizer=own, progress=progress)
     need = need_of(_wish(spec, model))
-    resolve_options(spec.repository, need.engine.config_outline())
+    require_fitting(need.engine.config_outline(), spec.repository, draft=spec.draft)
     path = model_destination(model, None, store)
     published = reusable(Model, path, model.fingerprint)
     plan = ImportPlan(
@@ -202,7 +206,7 @@ def _plan_further(spec: ImportSpec, plan: ImportPlan, model: Model, store: Store
     repository = None
     if build.reused:
         engine = _engine(build)
-        repository = plan_repository(engine, spec.tokenizer_of(model), spec.repository, out=spec.out, store=store)
+        repository = _plan_repository(spec, model, engine, store)
     return replace(
         plan,
         checkpoint_bytes=conversion.total_bytes,
@@ -288,11 +292,31 @@ def _make_engine(spec: ImportSpec, model: Model, conversion: Conversion, store: 
 def _make_repository(
     spec: ImportSpec, model: Model, engine: Engine, store: Store, progress: Progress
 ) -> ModelRepository:
-    tokenizer = spec.tokenizer_of(model)
-    plan = plan_repository(engine, tokenizer, spec.repository, out=spec.out, store=store)
+    plan = _plan_repository(spec, model, engine, store)
     if plan.reused:
         progress.step(f"Model repository {plan.path} is reused")
-    return assemble_repository(engine, tokenizer, spec.repository, out=spec.out, store=store, progress=progress)
+    return assemble_repository(
+        engine,
+        spec.tokenizer_of(model),
+        spec.repository,
+        draft=spec.draft,
+        draft_tokenizer=spec.draft_tokenizer,
+        out=spec.out,
+        store=store,
+        progress=progress,
+    )
+
+
+def _plan_repository(spec: ImportSpec, model: Model, engine: Engine, store: Store) -> RepositoryPlan:
+    return plan_repository(
+        engine,
+        spec.tokenizer_of(model),
+        spec.repository,
+        draft=spec.draft,
+        draft_tokenizer=spec.draft_tokenizer,
+        out=spec.out,
+        store=store,
+    )
 
 
 def _tell_new_meaning(record: NameRecord, store: Store, progress: Progress) -> None:

@@ -14,6 +14,9 @@ RELEASES = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.2
 NEWEST = RELEASES[-1]
 
 CORE = "tensorrt_llm"
+DRAFT = "tensorrt_llm_draft"
+"""A second core model, in repositories for speculative decoding."""
+
 BLS = "tensorrt_llm_bls"
 ENSEMBLE = "ensemble"
 PREPROCESSING = "preprocessing"

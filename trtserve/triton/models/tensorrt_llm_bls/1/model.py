@@ -17,6 +17,7 @@ from guarded_sender import GuardedSender
 from inner_models import InnerModelError, Tensors, stop_request
 from lora_names import LoraNames
 from model_parameters import ModelParameters, check_request_type
+from parameter_classes import check_classes
 
 # Threads only wait for other models; as many requests as this are in work at once, the next ones wait in line.
 _MOST_AT_ONCE = 256
@@ -34,6 +35,7 @@ class TritonPythonModel:
         parameters = ModelParameters(config, repository, pb_utils.Logger.log_warn)
         self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         try:
+            check_classes(parameters, Path(__file__).parent, pb_utils.Logger.log_info)
             self._chain = _chain(config, repository, parameters, decoupled=self._decoupled)
         except ValueError as error:
             raise pb_utils.TritonModelException(f"The BLS model cannot be loaded: {error}") from error

@@ -1,0 +1,128 @@
+"""What the configurations of a repository's models say, from its specification and its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trtserve.errors import UsageError
+from trtserve.repo.engine import is_embedded, limits_of
+from trtserve.specs import RepositorySpec
+from trtserve.triton.config import ConfigOptions
+from trtserve.triton.embedded import require_carried_out, require_startable
+from trtserve.triton.parameters import find_parameter
+from trtserve.triton.profiles import BLS, CORE, DRAFT, MODELS, POSTPROCESSING, PREPROCESSING, Profile, profile
+from trtserve.triton.settings import Settings, resolve_settings
+
+VERSION = "1"
+TOKENIZER = f"{PREPROCESSING}/{VERSION}/tokenizer"
+
+# Fields of RepositorySpec that are another way to say --set.
+_NAMED = {
+    "batching_strategy": "gpt_model_type",
+    "batch_scheduler_policy": "batch_scheduler_policy",
+    "enable_kv_cache_reuse": "enable_kv_cache_reuse",
+    "enable_chunked_context": "enable_chunked_context",
+    "max_attention_window_size": "max_attention_window_size",
+    "exclude_input_in_output": "exclude_input_in_output",
+    "accumulate_tokens": f"{BLS}.accumulate_tokens",
+    "max_queue_size": "max_queue_size",
+}
+
+
+def settings_of(spec: RepositorySpec) -> dict[str, str]:
+    """`--set` and the flags that mean the same, without the draft model's; UsageError for one given in both ways."""
+    settings = {key: value for key, value in spec.settings.items() if not key.startswith(f"{DRAFT}.")}
+    for field, key in _NAMED.items():
+        value = getattr(spec, field)
+        if value is None:
+            continue
+        given = next((each for each in (key, f"{CORE}.{key}", field) if each in settings), None)
+        if given is not None:
+            raise UsageError(f"--set {given} and the flag of {field} were both given; leave one of them out.")
+        settings[key] = str(value).lower() if isinstance(value, bool) else str(value)
+    return settings
+
+
+def resolve_options(
+    spec: RepositorySpec, config: Mapping[str, Any], *, tokenizer: Path | None = None
+) -> tuple[Profile, ConfigOptions]:
+    """What the models of a repository will say, for an engine whose `config.json` is `config`.
+
+    `tokenizer` is its folder where that is known. UsageError for a release or setting that cannot work; the engine need
+    not exist yet.
+    """
+    embedded = is_embedded(config)
+    table = profile(spec.release if embedded or spec.release else "1.2")
+    settings = resolve_settings(settings_of(spec), table)
+    options = _options(spec, table, settings, config, tokenizer)
+    if embedded:
+        require_carried_out({**settings.parameters, CORE: {}}, table.release)
+        require_startable(
+            options.parameters[CORE],
+            config,
+            release=table.release,
+            settings=settings.parameters.get(CORE, {}),
+            max_queue_size=options.max_queue_size,
+        )
+    return table, options
+
+
+def _options(
+    spec: RepositorySpec, table: Profile, settings: Settings, config: Mapping[str, Any], tokenizer: Path | None
+) -> ConfigOptions:
+    embedded, limits = is_embedded(config), limits_of(config)
+    core = core_parameters(spec, table, config)
+    if embedded and tokenizer is not None and (tokenizer / "tokenizer.json").is_file() and _has_guides(table):
+        core["guided_decoding_backend"] = "llguidance"
+    defaults = {
+        CORE: core,
+        # The engine's vocabulary may be larger than the tokenizer's.
+        PREPROCESSING: {"tokenizer_dir": TOKENIZER, "gpt_model_path": f"{CORE}/{VERSION}"},
+        POSTPROCESSING: {"tokenizer_dir": TOKENIZER},
+    }
+    parameters = {model: {**defaults.get(model, {}), **settings.parameters.get(model, {})} for model in MODELS}
+    excluded = parameters[CORE].get("exclude_input_in_output", "")
+    if excluded.lower() in ("true", "1"):
+        # The BLS model looks for stop words behind the prompt, and cannot see what the core model does by default.
+        parameters[BLS]["exclude_input_in_output"] = excluded
+    return ConfigOptions(
+        max_batch_size=spec.triton_max_batch_size or limits["max_batch_size"] or 1,
+        decoupled=spec.streaming,
+        backend="python" if embedded else "tensorrtllm",
+        parameters=parameters,
+        instance_counts={
+            PREPROCESSING: spec.preprocessing_instance_count,
+            POSTPROCESSING: spec.postprocessing_instance_count,
+            BLS: spec.bls_instance_count,
+        },
+        **settings.variables,
+    )
+
+
+def _has_guides(table: Profile) -> bool:
+    return find_parameter(CORE, "guided_decoding_backend", table.release) is not None
+
+
+def core_parameters(spec: RepositorySpec, table: Profile, config: Mapping[str, Any]) -> dict[str, str]:
+    """Parameters of a core model that nobody set, for the engine whose `config.json` is `config`."""
+    values: dict[str, Any] = {
+        "gpt_model_type": "inflight_fused_batching",
+        "gpt_model_path": f"{CORE}/{VERSION}",
+        "max_beam_width": limits_of(config)["max_beam_width"] or 1,
+        "max_tokens_in_paged_kv_cache": spec.max_tokens_in_paged_kv_cache,
+        "kv_cache_free_gpu_mem_fraction": spec.kv_cache_free_gpu_mem_fraction,
+    }
+    if any(parameter.name == "tokenizer_dir" for parameter in table.models[CORE].parameters):
+        values["tokenizer_dir"] = TOKENIZER
+    if is_embedded(config):
+        values |= {
+            "executor": "openvino",
+            "executor_release": table.release,
+            # Long prompts are cut into pieces between the steps of running requests; nothing has to be built for it.
+            "enable_chunked_context": "true",
+            # A client that went away is noticed within this time; a check costs about 0.1 ms per running request.
+            "cancellation_check_period_ms": 50,
+        }
+    return {key: str(value) for key, value in values.items() if value is not None}

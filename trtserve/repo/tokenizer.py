@@ -1,0 +1,88 @@
+"""The tokenizer of a repository: its files, whether it works, and whether two models share one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from trtserve.errors import RepositoryError
+from trtserve.progress import SILENT, Progress
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "config.json",
+    "generation_config.json",
+)
+_PROBE = "What is machine learning?"
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a Hugging Face folder that its tokenizer needs; RepositoryError when there are none."""
+    found = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
+    if not any(path.name not in ("config.json", "generation_config.json") for path in found):
+        raise RepositoryError(
+            f"{folder} holds no tokenizer files.",
+            hint="Give the folder of the Hugging Face model (or of its tokenizer) with --tokenizer.",
+        )
+    return sorted(found)
+
+
+def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = SILENT) -> None:
+    """Load a tokenizer as the models will, and take one text there and back; RepositoryError when that fails."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), legacy=False, local_files_only=True)
+        ids = tokenizer.encode(_PROBE)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RepositoryError(
+            f"The tokenizer cannot be loaded: {first}",
+            hint="Check the tokenizer files of the model; --tokenizer takes another folder.",
+        ) from error
+    if not ids or not re.sub(r"\W", "", text):
+        raise RepositoryError(f"The tokenizer turns {_PROBE!r} into {text!r}; it does not fit this model.")
+    if vocab_size is not None and max(ids) >= vocab_size:
+        raise RepositoryError(
+            f"The tokenizer makes token {max(ids)}, but the engine's vocabulary has {vocab_size} tokens.",
+            hint="Give the tokenizer of the model that the engine was built from.",
+        )
+    if text.strip() != _PROBE:
+        progress.warn(f"The tokenizer does not give back the text it was given: {_PROBE!r} became {text.strip()!r}.")
+
+
+def require_same_tokens(target: Path, draft: Path) -> None:
+    """RepositoryError when the tokenizers of two Hugging Face folders give an id to different tokens.
+
+    Only `tokenizer.json` is compared: a folder without one says nothing.
+    """
+    first, second = _tokens(target), _tokens(draft)
+    if first is None or second is None or first == second:
+        return
+    token = next(token for token in {**first, **second} if first.get(token) != second.get(token))
+    raise RepositoryError(
+        f"The draft model has another tokenizer: {token!r} is {first.get(token, 'no token')} for the target and "
+        f"{second.get(token, 'no token')} for the draft.",
+        hint="Both must share one vocabulary; take a smaller model of the same family as the draft.",
+    )
+
+
+def _tokens(folder: Path) -> dict[str, int] | None:
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if isinstance(vocabulary, list):  # unigram models: [token, score] in order of the ids
+        vocabulary = {entry[0]: index for index, entry in enumerate(vocabulary)}
+    return {**vocabulary, **added}
