@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.adapters import PREFIX, write_adapter
+from tests.support.peft_adapters import PREFIX, write_adapter
 from tests.support.tiny_models import read_safetensors
 from trtserve.artifacts import Adapter, Manifest, looks_like
 from trtserve.cli import run
