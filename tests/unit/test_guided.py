@@ -278,6 +278,14 @@ def test_a_token_that_does_not_fit_ends_the_guide(bytes_alone: Any) -> None:
     assert choice.token == EXHAUSTED
 
 
+def test_the_end_of_a_guide_comes_before_min_tokens(bytes_alone: Any) -> None:
+    guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, ""), end_id=END)
+    parameters = SamplingParameters.of(SamplingConfig(min_tokens=5, top_p=1.0))
+    processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
+    (choice,) = choose_tokens(np.zeros((1, VOCAB), np.float32), [Row(parameters, processor, [], log_prob=True)])
+    assert (choice.token, choice.log_prob) == (END, 0.0)
+
+
 def test_a_fork_goes_its_own_way(bytes_alone: Any) -> None:
     factory = factory_of(bytes_alone)
     trunk = factory.guide(params(GuideType.REGEX, "(ab|cd)+"), end_id=END)

@@ -18,6 +18,8 @@ from trtserve.executor.sampling import UNDEFINED, Row, SamplingParameters, choos
 
 VOCAB = 12
 END = 2
+LAST_RESORT = np.finfo(np.float32).min
+"""Of the end token that comes too early: unlike a ban, it gives way when nothing else is left."""
 Words = Sequence[Sequence[int]]
 
 tokens = st.integers(0, VOCAB - 1)
@@ -66,7 +68,9 @@ def reference(
             value -= config.presence_penalty or 0.0
             value -= (config.frequency_penalty or 0.0) * counts[token]
         result[token] = value
-    for token in banned(config, sequence, len(generated), bad_words):
+    if len(generated) < (config.min_tokens or 0):
+        result[END] = LAST_RESORT
+    for token in banned(config, sequence, bad_words):
         result[token] = -np.inf
     if config.min_p:
         probabilities = np.exp(result - result.max())
@@ -74,9 +78,9 @@ def reference(
     return result
 
 
-def banned(config: SamplingConfig, sequence: list[int], generated: int, bad_words: Words) -> set[int]:
+def banned(config: SamplingConfig, sequence: list[int], bad_words: Words) -> set[int]:
     """Tokens that may not come next."""
-    found = {END} if generated < (config.min_tokens or 0) else set()
+    found: set[int] = set()
     size = config.no_repeat_ngram_size or 0
     if size:
         tail = sequence[len(sequence) - size + 1 :] if len(sequence) >= size - 1 else None
@@ -114,10 +118,12 @@ def test_what_is_banned_is_never_chosen(config: SamplingConfig, prompt: list[int
     row = Row(SamplingParameters.of(config), processor, generated)
     for _ in range(12):
         (choice,) = choose_tokens(random.standard_normal((1, VOCAB)).astype(np.float32), [row])
-        forbidden = banned(config, prompt + generated, len(generated), bad_words)
+        forbidden = banned(config, prompt + generated, bad_words)
         assert (choice.token < 0) == (len(forbidden) == VOCAB)
         if choice.token < 0:
             break
+        if len(generated) < (config.min_tokens or 0) and len(forbidden | {END}) < VOCAB:
+            forbidden.add(END)
         assert choice.token not in forbidden
         generated.append(choice.token)
         processor.accept(choice.token)

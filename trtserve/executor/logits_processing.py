@@ -21,6 +21,8 @@ Floats = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
 _TEMPERATURE_EPSILON = 1e-6
+# The end token before `min_tokens`: chosen only where all else is banned, as by a guide that has come to its end.
+_LAST_RESORT = np.finfo(np.float32).min
 
 
 class Mask(Protocol):
@@ -97,7 +99,7 @@ class LogitsProcessor:
 
     def _ban(self, row: Floats, generated: SequenceOf[int]) -> None:
         if self._guarded_end is not None and len(generated) < self._parameters.min_tokens:
-            row[self._guarded_end] = -np.inf
+            row[self._guarded_end] = _LAST_RESORT
         if self.ngrams is not None:
             self.ngrams.ban(row)
         if self._bad_words is not None:
