@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.support.fake_model import FakeModel
 from trtserve.executor.api import (
+    CapacitySchedulerPolicy,
     Executor,
     ExecutorConfig,
     Request,
@@ -25,15 +26,22 @@ def executors() -> Iterator[Start]:
     """Start executors over fake models; they are shut down at the end."""
     started: list[tuple[Executor, FakeModel]] = []
 
-    def make(*, batch: int = 8, seq_len: int = 100, tokens: int = 64, **config: Any) -> tuple[Executor, FakeModel]:
+    def make(
+        *, batch: int = 8, seq_len: int = 100, tokens: int = 64, built: dict[str, Any] | None = None, **config: Any
+    ) -> tuple[Executor, FakeModel]:
+        """`built` holds what the engine was built with, by the names of Limits."""
         model = FakeModel()
         settings = ExecutorConfig(**config)
+        policy = settings.scheduler_config.capacity_scheduler_policy
         limits = Limits(
             max_batch_size=batch,
             max_seq_len=seq_len,
             max_num_tokens=tokens,
+            max_beam_width=settings.max_beam_width,
             vocab_size=model.vocab_size,
             chunked=settings.enable_chunked_context,
+            pauses=policy is CapacitySchedulerPolicy.MAX_UTILIZATION,
+            **(built or {}),
         )
         started.append((Executor.over(model, limits, settings), model))
         return started[-1]

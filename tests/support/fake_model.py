@@ -10,6 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 VOCAB = 97
+HIDDEN = 3
+TABLE = 1_000
+ADAPTER = 1_000_000
+POSITION = 1_000_000_000
 
 
 def fake_logits(tokens: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -27,14 +31,18 @@ def greedy_continuation(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeModel:
-    """Keeps token ids in place of keys and values; a wrong block table gives wrong tokens.
+    """Keeps what went into a token in place of its keys and values; a wrong block table gives wrong tokens.
 
-    `gate` holds each step back until it is set; `failures` steps raise before they work; `steps` holds the tokens of
-    each step.
+    That is the token's id, or `TABLE` plus the first number of its prompt-table row; `ADAPTER` times the task id of
+    its adapter and `POSITION` times the distance to its usual position are added. `gate` holds each step back until
+    it is set; `failures` steps raise before they work; `steps` holds the tokens of each step.
     """
 
     def __init__(self, *, tokens_per_block: int = 4, bytes_per_block: int = 64) -> None:
         self.vocab_size = VOCAB
+        self.hidden_size = HIDDEN
+        self.max_prompt_table = 0
+        self.lora: Any = None
         self.max_position = 1 << 20
         self.tokens_per_block = tokens_per_block
         self.bytes_per_block = bytes_per_block
@@ -60,6 +68,8 @@ class FakeModel:
         block_indices_begins: npt.NDArray[np.int32],
         max_context_len: int,
         rows: npt.NDArray[Any],
+        prompt_table: npt.NDArray[np.float32] | None = None,
+        adapters: Any = None,
     ) -> npt.NDArray[np.float32]:
         if not self.gate.wait(timeout=30):
             raise TimeoutError("the test never opened the gate")
@@ -67,20 +77,45 @@ class FakeModel:
             self.failures -= 1
             raise ValueError("broken step")
         self.steps.append(len(token_ids))
-        contexts: dict[int, npt.NDArray[np.int64]] = {}
+        contents = _contents(token_ids, prompt_table, adapters)
+        spans: list[tuple[int, int, npt.NDArray[np.int64]]] = []
         longest = 0
-        assert len(set(block_indices.tolist())) == len(block_indices)
         for number, past in enumerate(past_lens.tolist()):
             first, last = subsequence_begins[number : number + 2].tolist()
             blocks = block_indices[block_indices_begins[number] : block_indices_begins[number + 1]]
             places = (blocks[:, None] * self.tokens_per_block + np.arange(self.tokens_per_block)).reshape(-1)
             end = past + last - first
-            assert positions[first:last].tolist() == list(range(past, end))
             assert (len(blocks) - 1) * self.tokens_per_block < end <= len(places)
-            self.cache[places[past:end]] = token_ids[first:last]
+            spans.append((first, past, places[:end]))
+            self.cache[places[past:end]] = contents[first:last] + POSITION * (positions[first:last] - range(past, end))
             longest = max(longest, end)
-            for token in range(first, last):
-                contexts[token] = self.cache[places[: past + token - first + 1]]
+        written = [place for _, past, places in spans for place in places[past:].tolist()]
+        assert len(set(written)) == len(written), "two sequences write to one place"
         assert longest == max_context_len
-        assert len(token_ids) == subsequence_begins[-1]
-        return np.stack([fake_logits(contexts[int(row)]) for row in rows]) if len(rows) else np.zeros((0, VOCAB), "f4")
+        assert len(token_ids) == subsequence_begins[-1] == len(written)
+        begins = subsequence_begins[:-1]
+        return np.stack([self._logits(int(row), spans[np.searchsorted(begins, row, side="right") - 1]) for row in rows])
+
+    def _logits(self, row: int, span: tuple[int, int, npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:
+        first, past, places = span
+        return fake_logits(self.cache[places[: past + row - first + 1]])
+
+    def copy_block(self, source: int, target: int) -> None:
+        size = self.tokens_per_block
+        self.cache[target * size : (target + 1) * size] = self.cache[source * size : (source + 1) * size]
+
+
+def _contents(
+    token_ids: npt.NDArray[np.int64], table: npt.NDArray[np.float32] | None, adapters: list[tuple[Any, int]] | None
+) -> npt.NDArray[np.int64]:
+    """What the model knows of each token but its place; `adapters` are those of FakeAdapters.batch."""
+    contents = token_ids.copy()
+    above = token_ids >= VOCAB
+    if above.any():
+        assert table is not None
+        contents[above] = TABLE + table[token_ids[above] - VOCAB, 0].astype(np.int64)
+    if adapters is not None:
+        assert sum(count for _, count in adapters) == len(token_ids)
+        ids = [0 if adapter is None else adapter.task_id for adapter, _ in adapters]
+        contents += ADAPTER * np.repeat(np.array(ids, dtype=np.int64), [count for _, count in adapters])
+    return contents

@@ -8,20 +8,20 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.executors import SOON, Start, answer_of, collect, free_blocks, wait_until
 from tests.support.fake_model import greedy_continuation
 from trtserve.executor.api import (
-    BatchingType,
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
     Executor,
     ExecutorConfig,
-    ExternalDraftTokensConfig,
     FinishReason,
     KvCacheConfig,
     ModelType,
+    MropeConfig,
     OutputConfig,
     Request,
     Response,
@@ -144,10 +144,7 @@ def test_static_batch_policy_serves_everybody(start: Start) -> None:
         (Request([-1], 1), "Token id -1"),
         (Request([1], 1, end_id=97), r"EndId \(97\) is not within acceptable range"),
         (Request([1], 1, sampling_config=SamplingConfig(beam_width=2)), "Requested beam width 2 is larger"),
-        (Request([1], 1, bad_words=[[5]]), r"bad_words \(Triton: bad_words_list\) is not supported"),
-        (Request([1], 1, sampling_config=SamplingConfig(repetition_penalty=1.1)), "repetition_penalty"),
-        (Request([1], 1, output_config=OutputConfig(return_log_probs=True)), "return_log_probs"),
-        (Request([1], 1, external_draft_tokens_config=ExternalDraftTokensConfig([1])), "draft_input_ids"),
+        (Request([1], 1, mrope_config=MropeConfig(np.zeros(1), 0)), r"mrope_config \(Triton: mrope_rotary_cos_sin\)"),
         (for_release("0.12").Request([1], 1, sampling_config=for_release("0.12").SamplingConfig(1, 0, 2.0)), "top_p"),
     ],
 )
@@ -260,7 +257,7 @@ def test_a_broken_executor_answers_everybody_and_says_why(
     assert "The executor has stopped: ValueError('boom')" in caplog.text
 
 
-def _boom(*_: object) -> None:
+def _boom(*_: object, **__: object) -> None:
     raise ValueError("boom")
 
 
@@ -310,10 +307,8 @@ def test_an_idle_executor_sleeps(start: Start) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"batching_type": BatchingType.STATIC}, "batching_type"),
-        ({"scheduler_config": SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION)}, "batch_scheduler_policy"),
         ({"kv_cache_config": KvCacheConfig(sink_token_length=4)}, "sink_token_length"),
-        ({"max_beam_width": 2}, "max_beam_width"),
+        ({"medusa_choices": [[0]]}, "medusa_choices"),
     ],
 )
 def test_settings_that_cannot_be_kept_are_refused(start: Start, config: dict[str, Any], message: str) -> None:

@@ -1,77 +1,217 @@
-"""How a request becomes a sequence: the checks that belong to one request alone, and their messages."""
+"""How a request becomes sequences, and what they hold until they end."""
 
 from __future__ import annotations
 
-import logging
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.executor import checks
+from trtserve.executor.configs import ExecutorConfig
+from trtserve.executor.drafts import DraftLogits
+from trtserve.executor.enums import BatchingType
+from trtserve.executor.guided import GuideFactory
+from trtserve.executor.kv_cache import BlockUse, CacheKey
 from trtserve.executor.limits import Limits
-from trtserve.executor.requests import Request
+from trtserve.executor.logits_processing import LogitsProcessor
+from trtserve.executor.model import Model
+from trtserve.executor.post_processing import PostProcessors
+from trtserve.executor.requests import LoraConfig, Request
+from trtserve.executor.results import RequestPerfMetrics, TimingMetrics
 from trtserve.executor.sampling import SamplingParameters
-from trtserve.executor.sequence import NO_END, Sequence, as_prompt
+from trtserve.executor.sequence import Family, Logits, Sequence, as_tokens
+from trtserve.executor.stop_words import StopWords
 from trtserve.executor.unbuilt import refuse_unbuilt
 
-logger = logging.getLogger(__name__)
+
+class Adapters(Protocol):
+    """Where LoRA adapters are kept (lora.AdapterCache)."""
+
+    def resolve(self, config: LoraConfig) -> Any:
+        """The adapter of `config`, held until it is released; RuntimeError when it is not there or does not fit."""
+
+    def release(self, adapter: Any) -> None:
+        """Let go of an adapter that was resolved."""
 
 
-def admit(request: Request, id: int, limits: Limits) -> Sequence:  # noqa: A002 - the interface's name
-    """The sequence of `request`; RuntimeError with the message of its error Response when it cannot be served.
-
-    `max_tokens` that would pass max_seq_len is reduced with a warning.
-    """
-    sampling = request.sampling_config
-    _check_sampling(request, limits)
-    refuse_unbuilt(request)
-    prompt = as_prompt(request.input_token_ids)
-    _check_prompt(int(prompt.min()), int(prompt.max()), len(prompt), limits)
-    return Sequence(
-        id=id,
-        prompt=prompt,
-        max_tokens=_reduced_max_tokens(request.max_tokens, len(prompt), limits),
-        end_id=_end_id(request.end_id, limits),
-        stop_words=tuple(tuple(word) for word in request.stop_words or () if word),
-        sampling=SamplingParameters.of(sampling),
-        streaming=request.streaming,
-        return_all=request.return_all_generated_tokens,
-        exclude_input=request.output_config.exclude_input_from_output,
-        client_id=request.client_id,
-    )
+def sequence_count(request: Request) -> int:
+    """How many sequences a request becomes; beams of one sequence count once."""
+    if request.sampling_config.beam_width > 1:
+        return 1
+    return max(request.num_return_sequences, request.sampling_config.num_return_sequences or 1)
 
 
-def _check_sampling(request: Request, limits: Limits) -> None:
-    problems = request.sampling_config.problems()
-    if problems:
-        raise RuntimeError("; ".join(problems))
-    width = request.sampling_config.beam_width
-    if width > limits.max_beam_width:
-        raise RuntimeError(
-            f"Requested beam width {width} is larger than configured max beam width {limits.max_beam_width}"
+class Admission:
+    """Makes sequences of requests for one executor over `model`."""
+
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        config: ExecutorConfig,
+        *,
+        adapters: Adapters,
+        post_processors: PostProcessors,
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._reuse = config.kv_cache_config.enable_block_reuse and limits.paged_context
+        self._static = config.batching_type is BatchingType.STATIC
+        self._generation_logits = limits.gather_generation_logits or config.gather_generation_logits
+        self._adapters = adapters
+        # Requests come and sequences end on different threads.
+        self._adapters_lock = threading.Lock()
+        self._guides = GuideFactory(config.guided_decoding_config, limits.vocab_size)
+        self._post_processors = post_processors
+
+    def admit(self, request: Request, id: int) -> list[Sequence]:  # noqa: A002 - the interface's name
+        """The sequences of `request`; RuntimeError with the message of its error Response when it cannot be served.
+
+        `max_tokens` that would pass max_seq_len is reduced with a warning.
+        """
+        checks.check_sampling(request, self._limits)
+        refuse_unbuilt(request)
+        first = self._first_sequence(request, id)
+        if request.lora_config is not None:
+            with self._adapters_lock:
+                first.adapter = first.family.adapter = self._adapters.resolve(request.lora_config)
+        return [first, *(self._sibling(first, request, index) for index in range(1, first.family.size))]
+
+    def require_post_processors(self, requests: list[Request]) -> None:
+        """RuntimeError when a request names a logits post-processor that the executor does not have."""
+        for request in requests:
+            self._post_processors.of(request)
+
+    def release(self, sequences: list[Sequence]) -> None:
+        """Give back what sequences that have ended held besides blocks: the last of a request its adapter."""
+        for sequence in sequences:
+            family = sequence.family
+            if family.adapter is not None and (family.open == 0 or family.failed):
+                adapter, family.adapter = family.adapter, None
+                with self._adapters_lock:
+                    self._adapters.release(adapter)
+
+    def _first_sequence(self, request: Request, number: int) -> Sequence:
+        limits, wanted = self._limits, request.output_config
+        prompt = as_tokens(request.input_token_ids)
+        checks.check_prompt(request, prompt, self._model, limits, reuse=self._reuse)
+        checks.check_outputs(request, limits, generation_logits=self._generation_logits)
+        draft = checks.allowed_draft(request, limits)
+        max_tokens = checks.allowed_max_tokens(request, len(prompt), len(draft), limits)
+        streaming = request.streaming and not self._static
+        if streaming:
+            limits.check_streaming(len(prompt), max_tokens)
+        single_step = request.external_draft_tokens_config is not None
+        end_id = checks.allowed_end_id(request.end_id, limits)
+        words = tuple(tuple(word) for word in request.stop_words or () if word)
+        parameters = SamplingParameters.of(request.sampling_config)
+        arrival = time.monotonic()
+        count = sequence_count(request)
+        return Sequence(
+            id=number,
+            prompt=prompt,
+            max_tokens=len(draft) + 1 if single_step else max_tokens,
+            end_id=end_id,
+            stop_words=StopWords(words, prompt) if words else None,
+            parameters=parameters,
+            processor=self._processor(request, prompt, parameters, end_id),
+            family=Family(count, count),
+            priority=request.priority,
+            key=self._key(request, prompt, len(prompt) + max_tokens + len(draft)),
+            draft=draft,
+            draft_logits=_draft_logits(request),
+            single_step=single_step,
+            prompt_table=_prompt_table(request),
+            positions=None if request.position_ids is None else as_tokens(request.position_ids),
+            post_processor=self._post_processors.of(request),
+            logits=self._logits(request, len(prompt)),
+            metrics=_metrics(arrival) if wanted.return_perf_metrics else None,
+            streaming=streaming,
+            return_all=request.return_all_generated_tokens,
+            exclude_input=wanted.exclude_input_from_output or (self._static and request.streaming),
+            client_id=request.client_id,
+            arrival=arrival,
+            deadline=None if request.allotted_time_ms is None else arrival + request.allotted_time_ms.total_seconds(),
+            log_probs=[] if wanted.return_log_probs else None,
         )
 
-
-def _check_prompt(lowest: int, highest: int, length: int, limits: Limits) -> None:
-    if length > limits.max_input_len:
-        raise RuntimeError(f"Prompt length ({length}) exceeds maximum input length ({limits.max_input_len}).")
-    if lowest < 0 or highest >= limits.vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise RuntimeError(f"Token id {wrong} of the prompt is outside the vocabulary of {limits.vocab_size}")
-
-
-def _end_id(end_id: int | None, limits: Limits) -> int:
-    if end_id is None:
-        return NO_END
-    if not NO_END <= end_id < limits.vocab_size:
-        raise RuntimeError(f"EndId ({end_id}) is not within acceptable range [{NO_END}, {limits.vocab_size})")
-    return end_id
-
-
-def _reduced_max_tokens(max_tokens: int, prompt_length: int, limits: Limits) -> int:
-    room = limits.max_seq_len - prompt_length
-    if max_tokens > room:
-        logger.warning(
-            "max_tokens (%d) is reduced to %d: the prompt has %d tokens and max_seq_len is %d",
-            max_tokens,
-            room,
-            prompt_length,
-            limits.max_seq_len,
+    def _sibling(self, first: Sequence, request: Request, index: int) -> Sequence:
+        """Another sequence of the same request: what it produces is its own, everything else it shares."""
+        parameters = SamplingParameters.of(request.sampling_config, index=index)
+        return replace(
+            first,
+            index=index,
+            parameters=parameters,
+            processor=self._processor(request, first.prompt, parameters, first.end_id),
+            logits=self._logits(request, first.prompt_length),
+            metrics=_metrics(first.arrival) if first.metrics is not None else None,
+            log_probs=None if first.log_probs is None else [],
+            generated=[],
+            use=BlockUse(),
         )
-    return min(max_tokens, room)
+
+    def _processor(
+        self, request: Request, prompt: npt.NDArray[np.int64], parameters: SamplingParameters, end_id: int
+    ) -> LogitsProcessor:
+        guided = request.guided_decoding_params
+        return LogitsProcessor(
+            parameters,
+            prompt,
+            vocab_size=self._limits.vocab_size,
+            end_id=end_id,
+            bad_words=[word for word in request.bad_words or () if word],
+            bias=checks.allowed_bias(request.embedding_bias, self._limits),
+            guide=None if guided is None else self._guides.guide(guided, end_id=end_id),
+        )
+
+    def _key(self, request: Request, prompt: npt.NDArray[np.int64], longest: int) -> CacheKey:
+        """What the blocks of the request may be shared by; not at all with positions of its own."""
+        table, lora, windows = request.prompt_tuning_config, request.lora_config, self._limits.windows
+        own_positions = request.position_ids is not None
+        extra_ids = table.input_token_extra_ids if table is not None else None
+        return CacheKey(
+            tokens=prompt,
+            extra_ids=None if extra_ids is None else tuple(extra_ids),
+            lora_task_id=None if lora is None else lora.task_id,
+            salt=request.cache_salt_id,
+            retention=request.kv_cache_retention_config,
+            reusable=not (request.output_config.return_context_logits or own_positions),
+            stored=request.sampling_config.beam_width == 1
+            and not own_positions
+            and not (windows and longest > min(windows)),
+        )
+
+    def _logits(self, request: Request, prompt_length: int) -> Logits | None:
+        """Where logits are kept; streamed beams give none of their generation."""
+        wanted = request.output_config
+        beams = request.sampling_config.beam_width > 1
+        generation = wanted.return_generation_logits and not (beams and request.streaming and not self._static)
+        if not (wanted.return_context_logits or generation):
+            return None
+        context = (
+            np.zeros((prompt_length, self._limits.vocab_size), dtype=np.float32)
+            if wanted.return_context_logits
+            else None
+        )
+        return Logits(context, [] if generation else None)
+
+
+def _draft_logits(request: Request) -> DraftLogits | None:
+    given = request.external_draft_tokens_config
+    if given is None or given.logits is None:
+        return None
+    return DraftLogits(given.logits.astype(np.float32), given.acceptance_threshold)
+
+
+def _prompt_table(request: Request) -> npt.NDArray[np.float32] | None:
+    tuning = request.prompt_tuning_config
+    return None if tuning is None else np.ascontiguousarray(tuning.embedding_table, dtype=np.float32)
+
+
+def _metrics(arrival: float) -> RequestPerfMetrics:
+    return RequestPerfMetrics(TimingMetrics(arrival_time=timedelta(seconds=arrival)))

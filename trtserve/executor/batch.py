@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.kv_cache import KvCache
 from trtserve.executor.limits import Limits
-from trtserve.executor.model import Int32s, Int64s
+from trtserve.executor.model import Int32s, Int64s, Logits
 from trtserve.executor.scheduler import Plan
 from trtserve.executor.sequence import Sequence
 
 
-class ModelInputs(TypedDict):
+class Adapters(Protocol):
+    """What finds the adapters of a step's tokens (lora.AdapterCache)."""
+
+    def batch(self, spans: SequenceOf[tuple[Any, int]]) -> Any:
+        """The adapters of (adapter, tokens), in the order of the tokens; None when there are none."""
+
+
+class ModelInputs(TypedDict, total=False):
     """Keyword arguments of `Model.forward`."""
 
     token_ids: Int64s
@@ -26,23 +34,59 @@ class ModelInputs(TypedDict):
     block_indices_begins: Int32s
     max_context_len: int
     rows: Int32s
+    prompt_table: Logits
+    adapters: Any
+
+
+@dataclass(slots=True)
+class Span:
+    """Rows `first` … `first + count` of a step's logits, which belong to `sequence`."""
+
+    sequence: Sequence
+    first: int
+    count: int
+
+
+@dataclass(slots=True)
+class Step:
+    """Row i of the logits gives the next token of `sampled[i]`; `spans` are the rows of beams and drafts behind them.
+
+    `contexts` are rows whose logits the request wants; they begin with token `sequence.computed` of the prompt.
+    """
+
+    inputs: ModelInputs
+    sampled: list[Sequence]
+    spans: list[Span]
+    contexts: list[Span]
 
 
 @dataclass(slots=True)
 class _Cursor:
-    """How many sequences and tokens are written, and the longest context among them."""
+    """What is written: sequences, tokens, the longest context; and which tokens' rows somebody wants."""
 
     sequences: int = 0
     tokens: int = 0
     longest: int = 0
+    rows: list[int] = field(default_factory=list)
+    sampled: list[Sequence] = field(default_factory=list)
+    groups: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    contexts: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    tables: list[Logits] = field(default_factory=list)
+    table_rows: int = 0
 
 
 class Batch:
-    """Buffers for one step of at most `max_batch_size` sequences and `max_num_tokens` tokens."""
+    """Buffers for one step of at most `max_batch_size` sequences of `max_beam_width` beams and `max_num_tokens` tokens.
 
-    def __init__(self, limits: Limits, cache: KvCache) -> None:
-        tokens, sequences = max(limits.max_num_tokens, limits.max_batch_size), limits.max_batch_size
+    `adapters` is the cache of LoRA adapters, None for an engine without them.
+    """
+
+    def __init__(self, limits: Limits, cache: KvCache, adapters: Adapters | None = None) -> None:
+        sequences = limits.max_batch_size * limits.max_beam_width
+        tokens = max(limits.max_num_tokens, sequences)
         self._cache = cache
+        self._adapters = adapters
+        self._vocab_size = limits.vocab_size
         self._token_ids = np.zeros(tokens, dtype=np.int64)
         self._positions = np.zeros(tokens, dtype=np.int64)
         self._ramp = np.arange(max(tokens, limits.max_seq_len) + 1, dtype=np.int64)
@@ -51,53 +95,110 @@ class Batch:
         self._block_begins = np.zeros(sequences + 1, dtype=np.int32)
         self._slots: npt.NDArray[np.intp] = np.zeros(sequences, dtype=np.intp)
 
-    def fill(self, plan: Plan) -> tuple[ModelInputs, list[Sequence]]:
-        """The model's inputs, and the sequences whose next token the rows of its logits give, in order.
+    def fill(self, plan: Plan) -> Step:
+        """The model's inputs and whose the rows of its logits are.
 
         Prompts stand before generations. Blocks are taken as the new tokens need them.
         """
-        cursor, rows, sampled = _Cursor(), [], []
+        cursor = _Cursor()
         for sequence, size in plan.chunks:
             self._write_chunk(cursor, sequence, size)
-            if size == sequence.prompt_left:
-                rows.append(cursor.tokens - 1)
-                sampled.append(sequence)
-        if plan.generations:
-            rows.extend(range(cursor.tokens, cursor.tokens + len(plan.generations)))
-            sampled.extend(plan.generations)
-            self._write_generations(cursor, plan.generations)
-        return self._inputs(cursor, rows), sampled
+        generations = plan.generations
+        if generations and generations[0].search is None:
+            cursor.rows.extend(range(cursor.tokens, cursor.tokens + len(generations)))
+            cursor.sampled.extend(generations)
+            self._write_generations(cursor, generations)
+        else:
+            for sequence in generations:
+                self._write_beams(cursor, sequence)
+        spans, contexts = _spans(cursor, cursor.groups), _spans(cursor, cursor.contexts)
+        inputs = self._inputs(cursor)
+        if cursor.tables:
+            inputs["prompt_table"] = np.concatenate(cursor.tables)
+        if self._adapters is not None:
+            self._add_adapters(inputs, plan)
+        return Step(inputs, cursor.sampled, spans, contexts)
 
     def _write_chunk(self, cursor: _Cursor, sequence: Sequence, size: int) -> None:
+        """Context tokens; behind the last of them the draft, if there is one."""
         past, first, number = sequence.computed, cursor.tokens, cursor.sequences
-        end = past + size
-        self._extend(sequence, end)
-        self._token_ids[first : first + size] = sequence.prompt[past:end]
-        self._positions[first : first + size] = self._ramp[past:end]
+        last = size == sequence.context_left
+        tokens = sequence.context[past : past + size]
+        if last and sequence.draft:
+            tokens = np.concatenate([tokens, np.array(sequence.draft, dtype=np.int64)])
+        end, behind = past + len(tokens), first + len(tokens)
+        sequence.capacity = self._cache.extend(sequence.slots[0], end)
+        self._token_ids[first:behind] = tokens
+        self._positions[first:behind] = self._ramp[past:end]
         self._past[number] = past
-        self._begins[number + 1] = first + size
-        self._slots[number] = sequence.slot
-        cursor.sequences, cursor.tokens, cursor.longest = number + 1, first + size, max(cursor.longest, end)
+        self._begins[number + 1] = behind
+        self._slots[number] = sequence.slots[0]
+        cursor.sequences, cursor.tokens, cursor.longest = number + 1, behind, max(cursor.longest, end)
+        if sequence.prompt_table is not None or sequence.positions is not None:
+            self._write_own_inputs(cursor, sequence, first, past)
+        if sequence.logits is not None and sequence.logits.context is not None and past < sequence.prompt_length:
+            cursor.contexts.append((sequence, first, min(size, sequence.prompt_length - past)))
+        if last:
+            _want_rows(cursor, sequence, first + size - 1, behind)
+
+    def _write_own_inputs(self, cursor: _Cursor, sequence: Sequence, first: int, past: int) -> None:
+        """The request's own positions and rows of its prompt table, which follow those of the sequences before it."""
+        if sequence.positions is not None:
+            own = sequence.positions[past : past + cursor.tokens - first]
+            self._positions[first : first + len(own)] = own
+        table, tokens = sequence.prompt_table, self._token_ids[first : cursor.tokens]
+        if table is not None and (tokens >= self._vocab_size).any():
+            tokens[tokens >= self._vocab_size] += cursor.table_rows
+            cursor.tables.append(table)
+            cursor.table_rows += len(table)
 
     def _write_generations(self, cursor: _Cursor, sequences: list[Sequence]) -> None:
         count, first, number = len(sequences), cursor.tokens, cursor.sequences
         for sequence in sequences:
             if sequence.computed >= sequence.capacity:
-                self._extend(sequence, sequence.computed + 1)
+                sequence.capacity = self._cache.extend(sequence.slots[0], sequence.computed + 1)
         past = [sequence.computed for sequence in sequences]
         self._token_ids[first : first + count] = [sequence.generated[-1] for sequence in sequences]
         self._positions[first : first + count] = past
         self._past[number : number + count] = past
         self._begins[number + 1 : number + count + 1] = self._ramp[first + 1 : first + count + 1]
-        self._slots[number : number + count] = [sequence.slot for sequence in sequences]
+        self._slots[number : number + count] = [sequence.slots[0] for sequence in sequences]
         cursor.sequences, cursor.tokens = number + count, first + count
         cursor.longest = max(cursor.longest, max(past) + 1)
 
-    def _extend(self, sequence: Sequence, tokens: int) -> None:
-        assert sequence.slot is not None  # the scheduler plans running sequences only
-        sequence.capacity = self._cache.extend(sequence.slot, tokens)
+    def _write_beams(self, cursor: _Cursor, sequence: Sequence) -> None:
+        """One token of each beam that still grows; beam i has slot i."""
+        assert sequence.search is not None
+        beams, past = sequence.search.beams, sequence.computed
+        count, first, number = len(beams), cursor.tokens, cursor.sequences
+        if past >= sequence.capacity:
+            sequence.capacity = min(self._cache.extend(slot, past + 1) for slot in sequence.slots)
+        self._token_ids[first : first + count] = [beam.tokens[-1] for beam in beams]
+        self._positions[first : first + count] = past
+        self._past[number : number + count] = past
+        self._begins[number + 1 : number + count + 1] = self._ramp[first + 1 : first + count + 1]
+        self._slots[number : number + count] = sequence.slots[:count]
+        cursor.sequences, cursor.tokens = number + count, first + count
+        cursor.longest = max(cursor.longest, past + 1)
+        cursor.groups.append((sequence, first, count))
 
-    def _inputs(self, cursor: _Cursor, rows: list[int]) -> ModelInputs:
+    def _add_adapters(self, inputs: ModelInputs, plan: Plan) -> None:
+        """The LoRA adapters of the step's tokens, when any sequence has one."""
+        assert self._adapters is not None
+        sequences = [sequence for sequence, _ in plan.chunks] + plan.generations
+        if all(sequence.adapter is None for sequence in sequences):
+            return
+        spans = [
+            (sequence.adapter, size + (len(sequence.draft) if size == sequence.context_left else 0))
+            for sequence, size in plan.chunks
+        ]
+        spans += [
+            (sequence.adapter, 1 if sequence.search is None else len(sequence.search.beams))
+            for sequence in plan.generations
+        ]
+        inputs["adapters"] = self._adapters.batch(spans)
+
+    def _inputs(self, cursor: _Cursor) -> ModelInputs:
         count, tokens = cursor.sequences, cursor.tokens
         slots = self._slots[:count]
         np.cumsum(self._cache.counts[slots], out=self._block_begins[1 : count + 1])
@@ -109,5 +210,23 @@ class Batch:
             block_indices=self._cache.indices(slots),
             block_indices_begins=self._block_begins[: count + 1],
             max_context_len=cursor.longest,
-            rows=np.array(rows, dtype=np.int32),
+            rows=np.array(cursor.rows, dtype=np.int32),
         )
+
+
+def _want_rows(cursor: _Cursor, sequence: Sequence, first: int, behind: int) -> None:
+    """The tokens after which something is chosen: the last of the context, and those of the draft."""
+    if sequence.search is not None or sequence.single_step:
+        cursor.groups.append((sequence, first, behind - first))
+    else:
+        cursor.rows.append(first)
+        cursor.sampled.append(sequence)
+
+
+def _spans(cursor: _Cursor, groups: list[tuple[Sequence, int, int]]) -> list[Span]:
+    """Append the rows of `groups` (sequence, first token, tokens) to those that are wanted."""
+    spans = []
+    for sequence, first, count in groups:
+        spans.append(Span(sequence, len(cursor.rows), count))
+        cursor.rows.extend(range(first, first + count))
+    return spans

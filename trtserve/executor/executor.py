@@ -42,7 +42,8 @@ class Executor:
         refuse_unbuilt_config(executor_config)
         engine = Path(model_path)
         limits = resolve_limits(read_engine_config(engine), executor_config)
-        self._start(PagedModel(engine), limits, executor_config)
+        model = PagedModel(engine, windows=executor_config.kv_cache_config.max_attention_window)
+        self._start(model, limits, executor_config)
 
     @classmethod
     def over(cls, model: Model, limits: Limits, config: ExecutorConfig) -> Executor:
@@ -53,20 +54,24 @@ class Executor:
         return executor
 
     def _start(self, model: Model, limits: Limits, config: ExecutorConfig) -> None:
+        memory = free_memory()
         blocks = kv_cache_blocks(
             config.kv_cache_config,
             limits,
             tokens_per_block=model.tokens_per_block,
             bytes_per_block=model.bytes_per_block,
-            free_memory=free_memory(),
+            free_memory=memory,
         )
         self.kv_cache_tokens = blocks * model.tokens_per_block
         self.kv_cache_bytes = blocks * model.bytes_per_block
         self.limits = fit_to_cache(
-            limits, cache_tokens=self.kv_cache_tokens, fail=config.fail_fast_on_attention_window_too_large
+            limits,
+            cache_tokens=self.kv_cache_tokens,
+            tokens_per_block=model.tokens_per_block,
+            fail=config.fail_fast_on_attention_window_too_large,
         )
         model.allocate(blocks)
-        self._worker: Worker | None = Worker(model, self.limits, config, blocks)
+        self._worker: Worker | None = Worker(model, self.limits, config, blocks=blocks, free_memory=memory)
         self._thread = threading.Thread(target=self._worker.run, name="executor", daemon=True)
         self._thread.start()
 

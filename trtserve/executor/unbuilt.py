@@ -10,8 +10,6 @@ from typing import Any
 
 from trtserve.executor.configs import ExecutorConfig
 from trtserve.executor.enums import (
-    BatchingType,
-    CapacitySchedulerPolicy,
     CommunicationMode,
     DecodingMode010,
     RequestType,
@@ -61,65 +59,30 @@ class Unbuilt:
 
 
 REQUEST_FEATURES = (
-    Unbuilt("sampling_config.beam_width", _one_of(1)),
-    Unbuilt("sampling_config.top_p_decay", _one_of(None, 1.0), "runtime_top_p_decay"),
-    Unbuilt("sampling_config.repetition_penalty", _one_of(None, 1.0)),
-    Unbuilt("sampling_config.presence_penalty", _one_of(None, 0.0)),
-    Unbuilt("sampling_config.frequency_penalty", _one_of(None, 0.0)),
-    Unbuilt("sampling_config.no_repeat_ngram_size", _one_of(None, 0)),
-    Unbuilt("sampling_config.num_return_sequences", _one_of(None, 1)),
-    Unbuilt("sampling_config.min_p", _one_of(None, 0.0)),
     Unbuilt("sampling_config.beam_width_array", _nothing),
-    Unbuilt("output_config.return_log_probs", _one_of(False)),
-    Unbuilt("output_config.return_context_logits", _one_of(False)),
-    Unbuilt("output_config.return_generation_logits", _one_of(False)),
     Unbuilt("output_config.return_encoder_output", _one_of(False)),
-    Unbuilt("output_config.return_perf_metrics", _one_of(False)),
     Unbuilt("output_config.additional_model_outputs", _nothing),
-    Unbuilt("position_ids", _nothing),
-    Unbuilt("bad_words", _nothing, "bad_words_list"),
-    Unbuilt("embedding_bias", _nothing),
-    Unbuilt("external_draft_tokens_config", _absent, "draft_input_ids"),
-    Unbuilt("prompt_tuning_config", _absent, "prompt_embedding_table"),
     Unbuilt("multimodal_input", _absent),
     Unbuilt("multimodal_embedding", _absent),
     Unbuilt("mrope_config", _absent, "mrope_rotary_cos_sin"),
-    Unbuilt("lora_config", _absent, "lora_task_id"),
     Unbuilt("lookahead_config", _absent, "lookahead_window_size"),
-    Unbuilt("kv_cache_retention_config", _absent, "retention_token_range_starts"),
-    Unbuilt("logits_post_processor_name", _one_of(None, "")),
-    Unbuilt("logits_post_processor", _absent),
     Unbuilt("encoder_input_token_ids", _nothing),
     Unbuilt("encoder_input_features", _nothing),
-    Unbuilt("priority", _one_of(0.5)),
     Unbuilt("type", _one_of(RequestType.REQUEST_TYPE_CONTEXT_AND_GENERATION)),
     Unbuilt("context_phase_params", _absent),
-    Unbuilt("num_return_sequences", _one_of(1)),
     Unbuilt("cross_attention_mask", _nothing),
     Unbuilt("eagle_config", _absent),
     Unbuilt("skip_cross_attn_blocks", _nothing),
-    Unbuilt("guided_decoding_params", _absent, "guided_decoding_guide"),
-    Unbuilt("allotted_time_ms", _absent),
     Unbuilt("language_adapter_uid", _absent),
 )
 
 CONFIG_FEATURES = (
-    Unbuilt("max_beam_width", _one_of(1)),
-    Unbuilt("batching_type", _one_of(BatchingType.INFLIGHT), "gpt_model_type"),
-    Unbuilt(
-        "scheduler_config.capacity_scheduler_policy",
-        _one_of(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.STATIC_BATCH),
-        "batch_scheduler_policy",
-    ),
     Unbuilt("kv_cache_config.sink_token_length", _one_of(None, 0)),
-    Unbuilt("logits_post_processor_map", _nothing),
-    Unbuilt("logits_post_processor_batched", _absent),
-    Unbuilt("logits_post_processor_config", _absent),
     Unbuilt("medusa_choices", _nothing),
     Unbuilt("decoding_mode", lambda mode: mode is not DecodingMode010.MEDUSA),
     Unbuilt("additional_model_outputs", _nothing),
 )
-"""`gather_generation_logits`, guided decoding and adapters are permissions: the requests that use them are refused."""
+"""Logits of the generation, guided decoding and adapters are permissions: requests that lack them are refused."""
 
 
 def refuse_unbuilt(request: Request) -> None:
@@ -133,7 +96,7 @@ def refuse_unbuilt_config(config: ExecutorConfig) -> None:
     if config.parallel_config and config.parallel_config.communication_mode is CommunicationMode.ORCHESTRATOR:
         raise RuntimeError("communication_mode ORCHESTRATOR is not supported by the embedded executor; use LEADER")
     mode = config.decoding_config and config.decoding_config.decoding_mode
-    if mode and mode.isBeamSearch():
+    if mode and mode.isBeamSearch() and config.max_beam_width == 1:
         logger.warning("decoding_mode beam_search does not fit beam width 1; using auto")
     if mode and not (mode.isAuto() or mode.isTopKorTopP() or mode.isBeamSearch()):
         raise RuntimeError(f"decoding_mode {mode.name} is not supported by the embedded executor; use auto")

@@ -7,20 +7,23 @@ import threading
 import time
 from collections import deque
 
-from trtserve.executor.admission import admit
+from trtserve.executor.admission import Admission, sequence_count
+from trtserve.executor.answers import fail, give_up, respond
 from trtserve.executor.batch import Batch
-from trtserve.executor.configs import ExecutorConfig
-from trtserve.executor.enums import ContextChunkingPolicy, FinishReason
+from trtserve.executor.configs import ExecutorConfig, PeftCacheConfig
+from trtserve.executor.enums import BatchingType, CapacitySchedulerPolicy, ContextChunkingPolicy, FinishReason
 from trtserve.executor.kv_cache import KvCache
 from trtserve.executor.limits import Limits
+from trtserve.executor.lora import AdapterCache, NotCachedError
 from trtserve.executor.mailbox import Mailbox
 from trtserve.executor.model import Model
+from trtserve.executor.post_processing import PostProcessors
 from trtserve.executor.recorder import Recorder
 from trtserve.executor.requests import Request
 from trtserve.executor.results import Response
-from trtserve.executor.sampling import UNDEFINED, choose_tokens
-from trtserve.executor.scheduler import Plan, Scheduler
+from trtserve.executor.scheduler import Plan, Scheduler, insert
 from trtserve.executor.sequence import Sequence
+from trtserve.executor.step import Outcome, Stepper
 
 logger = logging.getLogger(__name__)
 
@@ -28,31 +31,39 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Queue, scheduler and model of one executor; `run` is the body of its thread, the rest is called from outside."""
 
-    def __init__(self, model: Model, limits: Limits, config: ExecutorConfig, blocks: int) -> None:
+    def __init__(self, model: Model, limits: Limits, config: ExecutorConfig, *, blocks: int, free_memory: int) -> None:
         self.mailbox = Mailbox()
+        caching = config.kv_cache_config
         self.cache = KvCache(
             blocks=blocks,
             tokens_per_block=model.tokens_per_block,
-            max_sequences=limits.max_batch_size,
+            max_rows=limits.max_rows,
             max_tokens=limits.max_seq_len,
+            copy_block=model.copy_block,
+            reuse=caching.enable_block_reuse and limits.paged_context,
+            partial_reuse=caching.enable_partial_reuse,
+            copy_on_partial_reuse=caching.copy_on_partial_reuse,
         )
-        scheduling = config.scheduler_config
-        self.scheduler = Scheduler(
-            limits,
-            self.cache,
-            policy=scheduling.capacity_scheduler_policy,
-            chunking=scheduling.context_chunking_policy or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
-        )
+        adapters = AdapterCache(model.lora, config.peft_cache_config or PeftCacheConfig(), free_memory=free_memory)
+        post_processors = PostProcessors(config)
+        self.scheduler = _scheduler(limits, self.cache, config, adapters)
         self.recorder = Recorder(self.scheduler, config)
-        self._model = model
-        self._limits = limits
-        self._batch = Batch(limits, self.cache)
+        self._admission = Admission(model, limits, config, adapters=adapters, post_processors=post_processors)
+        self._stepper = Stepper(
+            model,
+            Batch(limits, self.cache, None if model.lora is None else adapters),
+            self.cache,
+            normalize_log_probs=config.normalize_log_probs,
+            post_process=post_processors.apply,
+        )
         self._max_queue_size = config.max_queue_size or None
         # Requests are checked under the entrance alone, so that a long prompt does not hold up the loop.
         self._entrance = threading.Lock()
         self._wake = threading.Condition()
         self._queue: deque[Sequence] = deque()
         self._cancelled: set[int] = set()
+        self._timed: list[Sequence] = []
+        self._iteration = 0
         self._next_id = 1
         self._terminating = False
         self._failure: str | None = None
@@ -60,13 +71,16 @@ class Worker:
     def enqueue(self, requests: list[Request]) -> list[int]:
         """Queue `requests`; RuntimeError when the queue cannot take all of them. Refused ones are answered at once."""
         with self._entrance:
-            self._require_room(len(requests))
+            self._require_room(sum(map(sequence_count, requests)))
+            self._admission.require_post_processors(requests)
             ids = list(range(self._next_id, self._next_id + len(requests)))
             self._next_id += len(requests)
             self.mailbox.expect({id_: request.client_id for request, id_ in zip(requests, ids, strict=True)})
             checked = [self._admit(request, id_) for request, id_ in zip(requests, ids, strict=True)]
             with self._wake:
-                self._queue.extend(each for each in checked if isinstance(each, Sequence))
+                for each in checked:
+                    for sequence in each if isinstance(each, list) else ():
+                        insert(self._queue, sequence)
                 self._wake.notify()
             refused = [each for each in checked if isinstance(each, Response)]
             if refused:
@@ -82,9 +96,11 @@ class Worker:
         if limit is not None and len(self._queue) + count > limit:
             raise RuntimeError(f"Maximum queue size of {limit} has been reached, please try again later")
 
-    def _admit(self, request: Request, id_: int) -> Sequence | Response:
+    def _admit(self, request: Request, id_: int) -> list[Sequence] | Response:
         try:
-            return admit(request, id_, self._limits)
+            return self._admission.admit(request, id_)
+        except NotCachedError as error:  # clients look for this very text and send the weights then
+            return Response(id_, str(error), request.client_id)
         except RuntimeError as error:
             return Response(id_, f"Encountered an error when fetching new request: {error}", request.client_id)
 
@@ -121,19 +137,27 @@ class Worker:
     def _collect(self) -> bool:
         """Take new requests and cancels, sleeping while there is nothing to do; False when it is time to return."""
         with self._wake:
-            while not (self._queue or self.scheduler.running or self.scheduler.pending):
+            while not (self._queue or self.scheduler.active):
                 self._cancelled.clear()  # their requests have ended
                 if self._terminating:
                     return False
                 self._wake.wait()
-            while self._queue and self.scheduler.room > 0:
-                sequence = self._queue.popleft()
-                self.scheduler.add(sequence)
-                self.recorder.became_active(sequence)
+            if self._queue:
+                self._take_new()
             cancelled = self._take_cancelled() if self._cancelled else []
         if cancelled:
-            self._end(cancelled, [sequence.cancelled() for sequence in cancelled])
+            self._give_up(cancelled, FinishReason.CANCELLED)
+        if self._timed:
+            self._give_up(self._take_late(), FinishReason.TIMED_OUT)
         return True
+
+    def _take_new(self) -> None:
+        """Make queued sequences active as long as there is room."""
+        while self._queue and (sequence := self.scheduler.take(self._queue)) is not None:
+            self.scheduler.add(sequence)
+            self.recorder.became_active(sequence)
+            if sequence.deadline is not None:
+                self._timed.append(sequence)
 
     def _take_cancelled(self) -> list[Sequence]:
         """Active sequences that somebody cancelled; cancels of queued ones are kept."""
@@ -141,9 +165,21 @@ class Worker:
         self._cancelled &= {sequence.id for sequence in self._queue}
         return active
 
+    def _take_late(self) -> list[Sequence]:
+        """Active sequences that have had their time."""
+        now, active = time.monotonic(), set(map(id, self.scheduler.active))
+        self._timed = [sequence for sequence in self._timed if id(sequence) in active]
+        late = [sequence for sequence in self._timed if sequence.deadline is not None and sequence.deadline <= now]
+        self._timed = [sequence for sequence in self._timed if sequence not in late]
+        return late
+
+    def _give_up(self, sequences: list[Sequence], reason: FinishReason) -> None:
+        if sequences:
+            self._end(sequences, [give_up(sequence, reason) for sequence in sequences])
+
     def _step(self) -> None:
         """Run one step of the active sequences; whatever it raises is answered, and the executor goes on."""
-        if not (self.scheduler.running or self.scheduler.pending):
+        if not self.scheduler.active:
             self._record_if_idle()
             return
         try:
@@ -156,42 +192,48 @@ class Worker:
         plan = self.scheduler.plan()
         if not plan:
             raise RuntimeError("no active request can be scheduled")
-        inputs, sampled = self._batch.fill(plan)
-        logits = self._model.forward(**inputs)
-        tokens = choose_tokens(
-            logits,
-            [sequence.sampling for sequence in sampled],
-            [len(sequence.generated) for sequence in sampled],
-            [sequence.end_id for sequence in sampled],
-        )
-        _advance(plan)
+        outcome = self._stepper.run(plan, self._iteration)
+        self._iteration += 1
+        for drafted, accepted in outcome.drafts:
+            self.recorder.verified(drafted, accepted)
         self._record(plan, time.perf_counter() - begin)
-        self._hand_out(sampled, tokens)
+        self._hand_out(outcome)
 
-    def _hand_out(self, sampled: list[Sequence], tokens: list[int]) -> None:
-        """Append the chosen tokens and deliver what is due, all with one notification."""
+    def _hand_out(self, outcome: Outcome) -> None:
+        """Deliver what is due, all with one notification."""
         responses, finished = [], []
-        for sequence, token in zip(sampled, tokens, strict=True):
-            if token == UNDEFINED:
-                responses.append(_undefined(sequence))
-                finished.append(sequence)
-                continue
-            reason = sequence.accept(token)
-            response = sequence.respond(reason)
+        for sequence, reason in outcome.advanced:
+            response = respond(sequence, reason)
             if response is not None:
                 responses.append(response)
             if reason is not FinishReason.NOT_FINISHED:
                 finished.append(sequence)
+        if outcome.failed:
+            self._fail(outcome.failed, finished, responses)
         if finished:
-            self._end(finished, responses)
+            self._end(finished, responses, trusted=not outcome.failed)
             self._record_if_idle()
         elif responses:
             self.mailbox.deliver(responses)
 
-    def _end(self, sequences: list[Sequence], responses: list[Response]) -> None:
+    def _fail(self, failed: list[tuple[Sequence, str]], finished: list[Sequence], responses: list[Response]) -> None:
+        """Answer the requests of sequences that have failed; what else belongs to them ends without a word."""
+        for sequence, text in failed:
+            if not sequence.family.failed:
+                logger.error("Request %d: %s", sequence.id, text)
+                responses.append(fail(sequence, f"Encountered an error in forwardAsync function: {text}"))
+        families = {id(sequence.family) for sequence, _ in failed}
+        with self._wake:
+            if any(sequence.family.size > 1 for sequence, _ in failed):
+                self._queue = deque(each for each in self._queue if id(each.family) not in families)
+        ending = set(finished)
+        finished += [each for each in self.scheduler.active if id(each.family) in families and each not in ending]
+
+    def _end(self, sequences: list[Sequence], responses: list[Response], *, trusted: bool = True) -> None:
         """Take the blocks back first: who reads the last response finds them free."""
-        self.scheduler.remove(sequences)
+        self.scheduler.remove(sequences, trusted=trusted)
         self.recorder.completed(sequences)
+        self._admission.release(sequences)
         self.mailbox.deliver(responses)
 
     def _record(self, plan: Plan, seconds: float) -> None:
@@ -199,28 +241,27 @@ class Worker:
 
     def _record_if_idle(self) -> None:
         """Write the closing record when the last request has ended."""
-        if not (self.scheduler.running or self.scheduler.pending):
+        if not self.scheduler.active:
             self._record(Plan(), 0.0)
 
     def _fail_all(self, error: Exception) -> None:
         """Answer every active request with the error of a step that failed."""
         logger.error("A step failed: %s", error, exc_info=error)
-        active = self.scheduler.active
-        message = f"Encountered an error in forwardAsync function: {error}"
-        self._end(active, [sequence.failed(message) for sequence in active])
+        finished: list[Sequence] = []
+        responses: list[Response] = []
+        self._fail([(sequence, str(error)) for sequence in self.scheduler.active], finished, responses)
+        self._end(finished, responses, trusted=False)
         self._record_if_idle()
 
 
-def _undefined(sequence: Sequence) -> Response:
-    """The end of a request for which the model computed no numbers; its neighbours are not concerned."""
-    place = f"token {len(sequence.generated) + 1} of the answer"
-    logger.error("Request %d: the logits for %s are not finite", sequence.id, place)
-    return sequence.failed(f"Encountered an error in forwardAsync function: the logits for {place} are not finite")
-
-
-def _advance(plan: Plan) -> None:
-    """Count the tokens whose keys and values the step has put into the cache."""
-    for sequence, size in plan.chunks:
-        sequence.computed += size
-    for sequence in plan.generations:
-        sequence.computed += 1
+def _scheduler(limits: Limits, cache: KvCache, config: ExecutorConfig, adapters: AdapterCache) -> Scheduler:
+    """The scheduler of `config`; static batching takes requests batch by batch."""
+    scheduling = config.scheduler_config
+    static = config.batching_type is BatchingType.STATIC
+    return Scheduler(
+        limits,
+        cache,
+        policy=CapacitySchedulerPolicy.STATIC_BATCH if static else scheduling.capacity_scheduler_policy,
+        chunking=scheduling.context_chunking_policy or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
+        fits=adapters.fits,
+    )

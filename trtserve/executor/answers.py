@@ -1,0 +1,136 @@
+"""What a sequence's state becomes in responses: which tokens are due, and what comes with them (reference 2.1, 2.5)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.executor.beams import Beam
+from trtserve.executor.enums import FinishReason
+from trtserve.executor.results import RequestPerfMetrics, Response, Result
+from trtserve.executor.sequence import Sequence
+
+Floats = npt.NDArray[np.float32]
+
+
+def respond(sequence: Sequence, reason: FinishReason) -> Response | None:
+    """The response that is due after a step, None when nothing is."""
+    final = reason is not FinishReason.NOT_FINISHED
+    if not final and not sequence.streaming:
+        return None
+    if sequence.search is not None:
+        return _respond_with_beams(sequence, final=final)
+    generated, sent = sequence.generated, sequence.sent
+    if not sequence.streaming:
+        tokens = generated[:] if sequence.exclude_input else [*sequence.prompt.tolist(), *generated]
+    elif not final and len(generated) == sent:
+        return None
+    else:
+        tokens = generated[:] if sequence.return_all else generated[sent:]
+    result = _result(sequence, [tokens], [reason], final=final)
+    if sequence.log_probs is not None:
+        result.log_probs, result.cum_log_probs = [sequence.log_probs[:]], [sequence.cum_log_prob]
+    if sequence.logits is not None:
+        result.context_logits = sequence.logits.context
+        result.generation_logits = _generation_logits(sequence)
+    sequence.sent = len(generated)
+    return Response(sequence.id, result, sequence.client_id)
+
+
+def give_up(sequence: Sequence, reason: FinishReason) -> Response:
+    """The empty last response of a sequence that was cancelled or has had its time."""
+    count = len(sequence.search.ranked()) if sequence.search is not None else 1
+    result = _result(sequence, [[] for _ in range(count)], [reason] * count, final=True)
+    return Response(sequence.id, result, sequence.client_id)
+
+
+def fail(sequence: Sequence, message: str) -> Response:
+    """The response that ends a request with an error."""
+    sequence.family.failed = True
+    return Response(sequence.id, message, sequence.client_id)
+
+
+def _result(sequence: Sequence, tokens: list[list[int]], reasons: list[FinishReason], *, final: bool) -> Result:
+    if final:
+        sequence.family.open -= 1
+    result = Result(
+        is_final=final and sequence.family.open == 0,
+        output_token_ids=tokens,
+        finish_reasons=reasons,
+        sequence_index=sequence.index,
+        is_sequence_final=final,
+        decoding_iter=sequence.iterations,
+    )
+    if sequence.metrics is not None:
+        result.request_perf_metrics = _metrics(sequence, sequence.metrics)
+    return result
+
+
+def _metrics(sequence: Sequence, metrics: RequestPerfMetrics) -> RequestPerfMetrics:
+    """The metrics as they are now."""
+    use = sequence.use
+    looked_up = use.reused + use.missed
+    return replace(
+        metrics,
+        timing_metrics=replace(metrics.timing_metrics),
+        kv_cache_metrics=replace(
+            metrics.kv_cache_metrics,
+            num_total_allocated_blocks=use.total,
+            num_new_allocated_blocks=use.new,
+            num_reused_blocks=use.reused,
+            num_missed_blocks=use.missed,
+            kv_cache_hit_rate=use.reused / looked_up if looked_up else 0.0,
+        ),
+        speculative_decoding=replace(metrics.speculative_decoding),
+    )
+
+
+def _respond_with_beams(sequence: Sequence, *, final: bool) -> Response | None:
+    """All beams, best first; while streaming all their tokens each time."""
+    search = sequence.search
+    assert search is not None
+    if not final and search.longest <= sequence.sent:
+        return None
+    beams = search.ranked()
+    prompt = [] if sequence.streaming or sequence.exclude_input else sequence.prompt.tolist()
+    tokens = [[*prompt, *beam.tokens] for beam in beams]
+    result = _result(sequence, tokens, [beam.reason for beam in beams], final=final)
+    if sequence.log_probs is not None:
+        result.cum_log_probs = [beam.cum_log_prob for beam in beams]
+        result.log_probs = [beam.log_probs for beam in beams]
+    if sequence.logits is not None:
+        result.context_logits = sequence.logits.context
+        if sequence.logits.generation is not None:
+            result.generation_logits = _beam_logits(sequence, beams, sequence.logits.generation)
+    sequence.sent = search.longest
+    return Response(sequence.id, result, sequence.client_id)
+
+
+def _beam_logits(sequence: Sequence, beams: list[Beam], steps: list[Floats]) -> Floats:
+    """f32[beams, max_tokens, V]: for each token of a beam the logits it was chosen from, zeros behind the last."""
+    logits = np.zeros((len(beams), sequence.max_tokens, steps[0].shape[1]), dtype=np.float32)
+    for number, beam in enumerate(beams):
+        for step, origin in enumerate(beam.origins):
+            logits[number, step] = steps[step][origin]
+    return logits
+
+
+def _generation_logits(sequence: Sequence) -> Floats | None:
+    """f32[1, max_tokens, V], zeros behind the last token; while streaming f32[n, 1, V] of the tokens in the response.
+
+    A streamed response without a token holds the logits of the end token.
+    """
+    assert sequence.logits is not None
+    rows = sequence.logits.generation
+    if not rows:
+        return None
+    if sequence.streaming:
+        first = 0 if sequence.return_all else min(sequence.sent, len(rows) - 1)
+        return np.stack(rows[first : max(len(sequence.generated), first + 1)])
+    logits = np.zeros((1, sequence.max_tokens, rows[0].shape[1]), dtype=np.float32)
+    count = len(sequence.generated)
+    if count:
+        logits[0, :count] = np.concatenate(rows[:count])
+    return logits

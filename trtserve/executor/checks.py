@@ -1,0 +1,162 @@
+"""The checks that belong to one request alone; a RuntimeError becomes its error Response (reference section 2.8)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.executor.limits import Limits
+from trtserve.executor.model import Model
+from trtserve.executor.requests import PromptTuningConfig, Request
+
+logger = logging.getLogger(__name__)
+
+NO_END = -1
+
+
+def check_sampling(request: Request, limits: Limits) -> None:
+    """Values out of their ranges, in releases that do not look at them earlier, and beams."""
+    config = request.sampling_config
+    problems = config.problems()
+    if problems:
+        raise RuntimeError("; ".join(problems))
+    width = config.beam_width
+    if width > limits.max_beam_width:
+        raise RuntimeError(
+            f"Requested beam width {width} is larger than configured max beam width {limits.max_beam_width}"
+        )
+    if width > 1 and request.num_return_sequences > 1:
+        raise RuntimeError(
+            f"num_return_sequences ({request.num_return_sequences}) of a request cannot be used with beam width "
+            f"{width}, which returns that many sequences itself"
+        )
+
+
+def check_prompt(request: Request, prompt: npt.NDArray[np.int64], model: Model, limits: Limits, *, reuse: bool) -> None:
+    """Length, token ids, positions, and the prompt table that stands behind ids above the vocabulary."""
+    length = len(prompt)
+    if length > limits.max_input_len:
+        raise RuntimeError(f"Prompt length ({length}) exceeds maximum input length ({limits.max_input_len}).")
+    rows = 0
+    if request.prompt_tuning_config is not None:
+        rows = _check_prompt_table(request.prompt_tuning_config, length, model, limits, reuse=reuse)
+    lowest, highest = int(prompt.min()), int(prompt.max())
+    if lowest < 0 or highest >= limits.vocab_size + rows:
+        wrong = lowest if lowest < 0 else highest
+        table = f" and the {rows} rows of the prompt table" if rows else ""
+        raise RuntimeError(f"Token id {wrong} of the prompt is outside the vocabulary of {limits.vocab_size}{table}")
+    if request.position_ids is not None:
+        _check_positions(request.position_ids, length, model.max_position)
+
+
+def _check_prompt_table(tuning: PromptTuningConfig, length: int, model: Model, limits: Limits, *, reuse: bool) -> int:
+    """How many rows the table has."""
+    rows, hidden = tuning.embedding_table.shape
+    most = limits.max_prompt_embedding_table_size
+    if rows > most:
+        built = "without a prompt table" if most == 0 else f"for {most} rows"
+        raise RuntimeError(
+            f"The prompt embedding table has {rows} rows, but the engine was built {built} "
+            "(max_prompt_embedding_table_size)"
+        )
+    if hidden != model.hidden_size:
+        raise RuntimeError(f"The prompt embedding table has hidden size {hidden}; the model has {model.hidden_size}")
+    extra_ids = tuning.input_token_extra_ids
+    if reuse and extra_ids is None:
+        raise RuntimeError("Input token extra ids must be provided when enabling kv cache reuse with prompt table")
+    if extra_ids is not None and len(extra_ids) != length:
+        raise RuntimeError(
+            f"inputTokenExtraIds vector size ({len(extra_ids)}) must be the same as input token vector size ({length})."
+        )
+    return rows
+
+
+def _check_positions(positions: list[int], length: int, most: int) -> None:
+    if len(positions) != length:
+        raise RuntimeError(f"There are {len(positions)} position ids for a prompt of {length} tokens")
+    if min(positions) < 0 or max(positions) >= most:
+        raise RuntimeError(f"Position ids must lie in 0 … {most - 1}")
+
+
+def check_outputs(request: Request, limits: Limits, *, generation_logits: bool) -> None:
+    """Logits must have been asked for when the engine was built; guides and drafts know one beam."""
+    wanted = request.output_config
+    if wanted.return_context_logits and not limits.gather_context_logits:
+        raise RuntimeError("return_context_logits needs an engine that was built with gather_context_logits")
+    if wanted.return_generation_logits and not generation_logits:
+        raise RuntimeError("return_generation_logits needs an engine that was built with gather_generation_logits")
+
+
+def allowed_draft(request: Request, limits: Limits) -> tuple[int, ...]:
+    """The draft tokens, cut where the prompt leaves no room; empty without a draft."""
+    config = request.external_draft_tokens_config
+    if config is None:
+        return ()
+    tokens, length = config.tokens, len(request.input_token_ids)
+    if request.sampling_config.beam_width > 1:
+        raise RuntimeError("Draft tokens need beam width 1")
+    if len(tokens) > limits.max_draft_len:
+        raise RuntimeError(
+            f"Draft tokens length ({len(tokens)}) exceeds maximum draft tokens length ({limits.max_draft_len})."
+        )
+    _check_draft(config.logits, tokens, limits.vocab_size)
+    if config.fast_logits:
+        raise RuntimeError("fast_logits are not supported by the embedded executor; send the draft logits")
+    room = max(limits.max_input_len - length, 0)
+    if len(tokens) > room:
+        logger.warning(
+            "Prompt length + number of draft tokens (%d + %d) exceeds maximum input length (%d): %d draft tokens stay",
+            length,
+            len(tokens),
+            limits.max_input_len,
+            room,
+        )
+    return tuple(tokens[:room])
+
+
+def _check_draft(logits: npt.NDArray[Any] | None, tokens: list[int], vocab_size: int) -> None:
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise RuntimeError(f"A draft token is outside the vocabulary of {vocab_size}")
+    if logits is not None and logits.shape[1] != vocab_size:
+        raise RuntimeError(f"The draft logits are over {logits.shape[1]} tokens; the vocabulary has {vocab_size}")
+
+
+def allowed_max_tokens(request: Request, prompt_length: int, draft_length: int, limits: Limits) -> int:
+    """`max_tokens`, reduced with a warning where the sequence would pass max_seq_len."""
+    room = max(limits.max_seq_len - prompt_length - draft_length, 1)
+    if request.max_tokens > room:
+        logger.warning(
+            "max_tokens (%d) is reduced to %d: the prompt has %d tokens and max_seq_len is %d",
+            request.max_tokens,
+            room,
+            prompt_length + draft_length,
+            limits.max_seq_len,
+        )
+    return min(request.max_tokens, room)
+
+
+def allowed_end_id(end_id: int | None, limits: Limits) -> int:
+    """The end token, −1 for none."""
+    if end_id is None:
+        return NO_END
+    if not NO_END <= end_id < limits.vocab_size:
+        raise RuntimeError(f"EndId ({end_id}) is not within acceptable range [{NO_END}, {limits.vocab_size})")
+    return end_id
+
+
+def allowed_bias(bias: npt.NDArray[Any] | None, limits: Limits) -> npt.NDArray[np.float32] | None:
+    """What is added to the logits, f32[vocab_size]; −∞ bans a token."""
+    if bias is None or bias.size == 0:
+        return None
+    if bias.shape != (limits.vocab_size,):
+        raise RuntimeError(
+            f"The embedding bias has {bias.size} entries; expected as many as the vocabulary has ({limits.vocab_size})"
+        )
+    if bias.dtype not in (np.float32, np.float16):
+        raise RuntimeError(f"The embedding bias is of type {bias.dtype}; the logits are float32")
+    if np.isnan(bias).any() or np.isposinf(bias).any():
+        raise RuntimeError("The embedding bias has entries that are no numbers (NaN or +infinity)")
+    return bias.astype(np.float32)

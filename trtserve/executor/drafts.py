@@ -1,0 +1,117 @@
+"""Draft tokens that come with a request: how many of them the model agrees with, and the token that follows.
+
+By tokens: each is chosen as without a draft and compared, so that the output is the one of plain decoding. By logits:
+speculative sampling (Chen et al., Accelerating large language model decoding with speculative sampling, 2023) as
+TensorRT-LLM's kernel does it: draft token t is taken when p(t) > threshold · q(t), with p the target's and q the
+draft's probability; the first token refused is replaced by one that follows max(p − q, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtserve.executor.enums import FinishReason
+from trtserve.executor.sampling import UNDEFINED, Choice, Row, choose_tokens, log_softmax, uniform
+
+Doubles = npt.NDArray[np.float64]
+
+_ACCEPTANCE_STREAM = 0x5DEECE66D
+"""Added to a seed: whether a token is taken must not depend on the number that would choose it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftLogits:
+    """The draft model's `logits` f32[k, V], and the acceptance `threshold`; None draws one for each token."""
+
+    logits: npt.NDArray[np.float32]
+    threshold: float | None = None
+
+
+@dataclass(slots=True)
+class Verdict:
+    """How the verification ended: `accepted` draft tokens; the last `token` is negative when there was none."""
+
+    reason: FinishReason
+    accepted: int
+    token: int
+
+
+def verify_draft(
+    logits: npt.NDArray[Any],
+    row: Row,
+    draft: SequenceOf[int],
+    draft_logits: DraftLogits | None,
+    accept: Callable[[Choice], FinishReason],
+    *,
+    normalize_log_probs: bool = True,
+) -> Verdict:
+    """Let `accept` have the tokens that follow from `logits` f32[k + 1, V] over the last context token and the draft.
+
+    Those are the draft tokens up to the first that is refused, and one more.
+    """
+    at_once = choose_tokens(logits, [row] * len(logits)) if row.plain else None
+    accepted = 0
+    for number in range(len(draft) + 1):
+        given = draft[number] if number < len(draft) else None
+        if at_once is not None:
+            choice = at_once[number]
+        elif draft_logits is not None and given is not None:
+            choice = _choose_by_logits(logits[number], row, given, draft_logits, number)
+        else:
+            (choice,) = choose_tokens(logits[number : number + 1], [row], normalize_log_probs=normalize_log_probs)
+        if choice.token < 0:
+            return Verdict(FinishReason.NOT_FINISHED, accepted, choice.token)
+        reason = accept(choice)
+        accepted += choice.token == given
+        if choice.token != given or reason is not FinishReason.NOT_FINISHED:
+            return Verdict(reason, accepted, choice.token)
+    raise AssertionError("the token behind the draft ends the loop")
+
+
+def _choose_by_logits(logits: npt.NDArray[Any], row: Row, given: int, draft: DraftLogits, number: int) -> Choice:
+    """The draft token where it is accepted, another one where not."""
+    processed = row.processor.process(logits, row.generated)
+    if not np.isfinite(processed.max()):
+        return Choice(UNDEFINED)
+    target = distribution(processed, row)
+    proposal = np.exp(log_softmax(draft.logits[number : number + 1])[0].astype(np.float64))
+    limit = _random(row, _ACCEPTANCE_STREAM) if draft.threshold is None else draft.threshold
+    token = given if target[given] > limit * proposal[given] else _choose_other(target, proposal, row)
+    if not row.log_prob:
+        return Choice(token)
+    log_prob = float(log_softmax(processed[None])[0, token])
+    return Choice(token, log_prob, log_prob)
+
+
+def _choose_other(target: Doubles, proposal: Doubles, row: Row) -> int:
+    """A token from what the draft's distribution lacks of the target's."""
+    rest = np.maximum(target - proposal, 0.0)
+    sums = np.cumsum(rest if rest.any() else target)
+    return int(np.searchsorted(sums, _random(row) * sums[-1], side="right"))
+
+
+def distribution(processed: npt.NDArray[Any], row: Row) -> Doubles:
+    """The probabilities f64[V] with which the sampler chooses each token of a processed row."""
+    result = np.zeros(len(processed))
+    if row.parameters.greedy:
+        result[processed.argmax()] = 1.0
+        return result
+    order = np.argsort(-processed, kind="stable")[: row.parameters.top_k or len(processed)]
+    weights = np.exp((processed[order] - processed[order[0]]).astype(np.float64))
+    sums = np.cumsum(weights)
+    reached = np.minimum(sums, row.processor.top_p * sums[-1])
+    result[order] = np.diff(reached, prepend=0.0) / reached[-1]
+    return result
+
+
+def _random(row: Row, stream: int = 0) -> float:
+    """The random number of the row's seed and position."""
+    seed = (row.parameters.seed + stream) % 2**64
+    numbers = uniform(np.array([seed], dtype=np.uint64), np.array([len(row.generated)], dtype=np.uint64))
+    return float(numbers[0])

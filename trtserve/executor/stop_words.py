@@ -1,0 +1,32 @@
+"""Whether a sequence ends with one of the words that stop it; the beginning of a word may lie in the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import numpy.typing as npt
+
+
+class StopWords:
+    """Words (tuples of tokens, none empty) and the end of the prompt that they may begin in."""
+
+    def __init__(self, words: SequenceOf[tuple[int, ...]], prompt: npt.NDArray[np.int64]) -> None:
+        self.words = tuple(words)
+        self._reach = max(map(len, self.words)) - 1
+        self._prompt_tail: list[int] = prompt[max(len(prompt) - self._reach, 0) :].tolist()
+        # By their last token, so that most steps look at no word at all.
+        self._by_end: dict[int, list[tuple[int, ...]]] = {}
+        for word in self.words:
+            self._by_end.setdefault(word[-1], []).append(word)
+
+    def end(self, generated: SequenceOf[int], token: int) -> bool:
+        """True when prompt, `generated` and `token` together end with one of the words."""
+        words = self._by_end.get(token)
+        if words is None:
+            return False
+        tail = list(generated[-self._reach :]) if self._reach else []
+        if len(tail) < self._reach:
+            tail = [*self._prompt_tail, *tail]
+        tail.append(token)
+        return any(len(word) <= len(tail) and tuple(tail[-len(word) :]) == word for word in words)
