@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from trtserve.errors import UsageError
@@ -48,12 +49,6 @@ def _require_above_zero(owner: object, *names: str) -> None:
         value = getattr(owner, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be above 0.")
-
-
-def _require_range(flag: str, value: float | None, lowest: float, highest: float, words: str) -> None:
-    """Within [lowest, highest] and finite; None passes."""
-    if value is not None and not (math.isfinite(value) and lowest <= value <= highest):
-        raise UsageError(f"{flag} is {value}; it must be {words}.")
 
 
 def _require_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
@@ -140,7 +135,7 @@ class RepositorySpec:
     exclude_input_in_output: bool | None = None
     accumulate_tokens: bool | None = None
     max_queue_size: int | None = None
-    lora: dict[str, str] = field(default_factory=dict)
+    lora: dict[str, Path] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     copy: bool = False
 
@@ -181,43 +176,6 @@ class ServerSpec:
             raise UsageError(f"The HTTP, gRPC and metrics ports must differ; got {', '.join(map(str, ports))}.")
         _require_positive(self, "world_size")
         _require_above_zero(self, "ready_timeout")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling of one request; None leaves a value to the server."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        _require_range("--temperature", self.temperature, 0, math.inf, "at least 0")
-        _require_range("--top-k", self.top_k, 0, _LARGEST, f"0 (off) … {_LARGEST}")
-        _require_range("--top-p", self.top_p, 0, 1, "0 (off) … 1")
-        _require_range("--seed", self.seed, 0, 2**64 - 1, f"0 … {2**64 - 1}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuerySpec:
-    """One generation request; `max_tokens` counts new tokens."""
-
-    prompt: str
-    model: str | None = None
-    max_tokens: int = 256
-    sampling: Sampling = field(default_factory=Sampling)
-    stop_words: tuple[str, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    stream: bool = False
-    protocol: Literal["grpc", "http"] = "grpc"
-    request_id: str | None = None
-    timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "max_tokens")
-        _require_above_zero(self, "timeout")
-        _require_choice("--protocol", self.protocol, ("grpc", "http"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,6 +214,26 @@ def test_an_engine_of_tensorrt_llm_takes_what_the_embedded_executor_refuses(engi
         plan_repository(engine, tokenizer, replace(SPEC, settings={"max_tokens_in_paged_kv_cache": "abc"}))
 
 
+def test_flags_are_another_way_to_set_parameters(engine: Engine, tokenizer: Path) -> None:
+    flags: dict[str, Any] = {
+        "batching_strategy": "inflight_batching",
+        "batch_scheduler_policy": "guaranteed_no_evict",
+        "enable_kv_cache_reuse": False,
+        "exclude_input_in_output": True,
+        "accumulate_tokens": True,
+        "max_queue_size": 7,
+    }
+    made = assemble_repository(engine, tokenizer, replace(SPEC, **flags)).path
+    core, bls = parameters(made, "tensorrt_llm"), parameters(made, "tensorrt_llm_bls")
+    assert (core["gpt_model_type"], core["batch_scheduler_policy"]) == ("inflight_batching", "guaranteed_no_evict")
+    assert (core["enable_kv_cache_reuse"], core["exclude_input_in_output"]) == ("false", "true")
+    assert (bls["accumulate_tokens"], bls["exclude_input_in_output"]) == ("true", "true")
+    assert config(made, "tensorrt_llm").dynamic_batching.default_queue_policy.max_queue_size == 7
+    twice = replace(SPEC, max_queue_size=7, settings={"tensorrt_llm.max_queue_size": "8"})
+    with pytest.raises(UsageError, match=r"--set tensorrt_llm\.max_queue_size and the flag of max_queue_size"):
+        plan_repository(engine, tokenizer, twice)
+
+
 def test_refused_folders(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(RepositoryError, match="holds no tokenizer files"):
         plan_repository(engine, engine.path, SPEC)

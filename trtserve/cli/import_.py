@@ -164,7 +164,7 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
         source=options["source"],
         convert=filled(ConvertSpec),
         build=filled(BuildSpec),
-        repository=repository_spec({**options, "name": name}),
+        repository=repository_spec({**options, "name": name}, Store()),
         tokenizer=Store().find(Model, tokenizer, progress=progress).path if tokenizer else None,
         draft=draft,
         draft_tokenizer=draft_tokenizer,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trtserve.artifacts import Engine, Model
+from trtserve.artifacts import Adapter, Engine, Model
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.errors import TrtserveError, UsageError
@@ -150,7 +150,7 @@ def repo(
     options = locals()  # before anything else has a name here
     store, progress = Store(), TerminalProgress(quiet=quiet)
     source = store.find(Engine, engine, progress=progress)
-    spec = repository_spec({**options, "name": name or default_name(source)})
+    spec = repository_spec({**options, "name": name or default_name(source)}, store)
     folder = store.find(Model, tokenizer, progress=progress).path
     draft, draft_tokenizer = find_draft(draft_engine, store, progress)
     plan = plan_repository(source, folder, spec, draft=draft, draft_tokenizer=draft_tokenizer, out=out)
@@ -168,24 +168,28 @@ def repo(
         print_data(str(plan.path))
 
 
-def repository_spec(options: Mapping[str, Any]) -> RepositorySpec:
+def repository_spec(options: Mapping[str, Any], store: Store) -> RepositorySpec:
     """What the options ask for; each option has the name of the field that it fills."""
     given = {field.name: options[field.name] for field in fields(RepositorySpec)}
     given["settings"] = parse_assignments(options["settings"] or [])
-    given["lora"] = parse_adapters(options["lora"] or [])
+    given["lora"] = parse_adapters(options["lora"] or [], store)
     return RepositorySpec(**given)
 
 
-def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
-    """`["name=folder", …]` as a dict of absolute folders; UsageError for a text without `=`, or a name given twice."""
-    adapters: dict[str, str] = {}
+def parse_adapters(texts: Sequence[str], store: Store) -> dict[str, Path]:
+    """`["name=folder", …]` as a dict of folders; a folder may be the name of an adapter that `trtserve lora` made.
+
+    UsageError for a text without `=`, or a name given twice.
+    """
+    adapters: dict[str, Path] = {}
     for text in texts:
         name, sign, folder = text.partition("=")
         if not sign or not name or not folder:
             raise UsageError(f"--lora {text!r} is not NAME=FOLDER.", hint="For example: --lora poet=./poet-lora")
         if name in adapters:
             raise UsageError(f"--lora gives {name} twice.")
-        adapters[name] = str(Path(folder).expanduser().absolute())
+        given = Path(folder).expanduser()
+        adapters[name] = given.absolute() if given.is_dir() else store.find(Adapter, folder).path
     return adapters
 
 

@@ -150,7 +150,7 @@ def assemble_repository(
         name=spec.name,
         fingerprint=plan.fingerprint,
         inputs={"engine": engine.fingerprint, **({"draft engine": draft.fingerprint} if draft else {})},
-        spec=asdict(spec),
+        spec={**asdict(spec), "lora": {name: str(folder) for name, folder in spec.lora.items()}},
         facts=plan.facts,
     )
 

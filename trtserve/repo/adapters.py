@@ -37,7 +37,7 @@ class NamedAdapter:
     task_id: int
 
 
-def resolve_adapters(folders: Mapping[str, str], config: Mapping[str, Any]) -> tuple[NamedAdapter, ...]:
+def resolve_adapters(folders: Mapping[str, Path], config: Mapping[str, Any]) -> tuple[NamedAdapter, ...]:
     """The adapters NAME → folder for an engine whose `config.json` is `config`, in order of their names.
 
     UsageError for a name that is none; RepositoryError for a folder without an adapter in TensorRT-LLM's format, and
@@ -54,10 +54,9 @@ def resolve_adapters(folders: Mapping[str, str], config: Mapping[str, Any]) -> t
     names = [name for name in build.get("lora_config", {}).get("lora_target_modules", []) if name in MODULE_IDS]
     modules = {module.id: module for module in lora_modules(config["pretrained_config"], names)}
     adapters = []
-    for name, text in sorted(folders.items()):
+    for name, folder in sorted(folders.items()):
         if not _NAME.fullmatch(name):
-            raise UsageError(f"--lora {name}={text}: {name!r} is no name; use letters, digits, '.', '_' and '-'.")
-        folder = Path(text)
+            raise UsageError(f"--lora {name}={folder}: {name!r} is no name; use letters, digits, '.', '_' and '-'.")
         weights, rows = _read(name, folder)
         _require_fit(name, weights, rows, modules, config)
         adapters.append(NamedAdapter(name=name, folder=folder, task_id=_task_id(weights, rows)))
@@ -98,6 +97,11 @@ def _read(name: str, folder: Path) -> tuple[Array, Array]:
         raise RepositoryError(
             f"The adapter {name} in {folder} has weights {list(weights.shape)} and config {list(rows.shape)}; expected "
             "[1, rows, width] and [1, rows, 3]."
+        )
+    if weights.dtype.kind != "f" or rows.dtype.kind not in "iu":
+        raise RepositoryError(
+            f"The adapter {name} in {folder} is of type {weights.dtype}; the input lora_weights is float16.",
+            hint="Convert it again with --storage-type float16.",
         )
     with np.errstate(over="ignore"):
         narrowed = weights.astype(np.float16)

@@ -9,7 +9,7 @@ from typing import Any
 from trtserve.artifacts import Engine
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.repo.engine import is_embedded, limits_of, read_engine, require_engine_files
-from trtserve.repo.options import VERSION, core_parameters
+from trtserve.repo.options import VERSION, core_parameters, settings_of
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import ConfigOptions
 from trtserve.triton.embedded import require_startable
@@ -55,13 +55,16 @@ def resolve_draft(
         require_startable(parameters, draft, release=table.release, settings=given)
     parameters["gpt_model_path"] = f"{DRAFT}/{VERSION}"
     own_options = replace(options, parameters={CORE: parameters}, **settings.variables)
-    return _with_draft(options, target), Draft(engine=engine, options=own_options, facts=_facts(engine, draft, config))
+    return _with_draft(spec, options, target), Draft(
+        engine=engine, options=own_options, facts=_facts(engine, draft, config)
+    )
 
 
-def _with_draft(options: ConfigOptions, cache: Mapping[str, str]) -> ConfigOptions:
+def _with_draft(spec: RepositorySpec, options: ConfigOptions, cache: Mapping[str, str]) -> ConfigOptions:
+    given = {key.removeprefix(f"{CORE}.") for key in settings_of(spec)}
     names = {"tensorrt_llm_model_name": CORE, "tensorrt_llm_draft_model_name": DRAFT}
     core = options.parameters[CORE]
-    defaults = {name: value for name, value in cache.items() if name not in core}
+    defaults = {name: value for name, value in cache.items() if name not in given}
     parameters = {**options.parameters, CORE: {**core, **defaults}, BLS: {**names, **options.parameters[BLS]}}
     return replace(options, parameters=parameters)
 

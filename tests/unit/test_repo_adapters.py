@@ -1,0 +1,138 @@
+"""Adapters by name in a repository: what is written, which id they get, and what is refused before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.model_modules import load
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Engine
+from trtserve.cli.app import run
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.repo import assemble_repository, plan_repository
+from trtserve.specs import RepositorySpec
+
+SPEC = RepositorySpec(name="tiny")
+Q, V = 1, 3
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return write_engine(tmp_path / "engine", lora_plugin="float32")
+
+
+def write_engine(folder: Path, **plugins: Any) -> Engine:
+    folder.mkdir()
+    model = {"vocab_size": 320, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    limits = {"max_batch_size": 4, "max_input_len": 64, "max_seq_len": 128, "max_num_tokens": 64, "max_beam_width": 1}
+    lora = {"lora_target_modules": ["attn_q", "attn_v"], "max_lora_rank": 4}
+    config = {
+        "pretrained_config": {**model, "num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "float32"},
+        "build_config": {**limits, "lora_config": lora, "plugin_config": plugins},
+        "trtserve": {"runtime": "openvino"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("rank0.xml", "rank0.bin"):
+        (folder / file).write_bytes(b"weights")
+    return Engine(path=folder)
+
+
+def write_adapter(folder: Path, rows: Any = ((Q, 0, 2), (V, 1, 2)), *, width: int = 256, value: float = 1) -> Path:
+    folder.mkdir(parents=True)
+    np.save(folder / "model.lora_weights.npy", np.full((1, len(rows), width), value, dtype=np.float32))
+    np.save(folder / "model.lora_config.npy", np.array([rows], dtype=np.int32))
+    return folder
+
+
+def test_repository(engine: Engine, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {"poet": write_adapter(tmp_path / "poet"), "clerk": write_adapter(tmp_path / "clerk", value=2)}
+    made = assemble_repository(engine, tokenizer, replace(SPEC, lora=folders)).path.rename(tmp_path / "moved")
+    names = load(monkeypatch, "tensorrt_llm_bls", "lora_names").LoraNames(made)
+    assert names.names == ("clerk", "poet")
+    assert len({names.task_id(name) for name in names.names}) == 2
+    weights, config = names.tensors("clerk")
+    assert (weights.dtype, weights.max(), config.tolist()) == (np.float16, 2, [[[Q, 0, 2], [V, 1, 2]]])
+    # Triton takes every folder beside the models for a model.
+    assert all((folder / "config.pbtxt").exists() for folder in made.iterdir() if folder.is_dir())
+
+
+def test_the_content_decides_id_and_fingerprint(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    one, same = write_adapter(tmp_path / "one"), write_adapter(tmp_path / "same")
+    other = write_adapter(tmp_path / "other", value=3)
+    plans = [plan_repository(engine, tokenizer, replace(SPEC, lora={"x": folder})) for folder in (one, same, other)]
+    assert plans[0].fingerprint == plans[1].fingerprint != plans[2].fingerprint
+    assert plans[0].facts["adapters"] == plans[1].facts["adapters"] != plans[2].facts["adapters"]
+    assert 0 < plans[0].facts["adapters"]["x"] < 2**63
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(5, 0, 2)], "it changes mlp_h_to_4h; the engine was built for attn_q, attn_v"),
+        ([(13, 0, 2)], "it changes module 13"),
+        ([(Q, 2, 2)], "it changes layer 2; the engine has 2 layers"),
+        ([(Q, 0, 8)], "its rank is 8; the engine was built for ranks up to 4"),
+        ([(Q, 0, 4)], "attn_q has 512 weights at rank 4, a row holds 256"),
+    ],
+)
+def test_adapters_that_do_not_fit(engine: Engine, tokenizer: Path, tmp_path: Path, rows: Any, message: str) -> None:
+    spec = replace(SPEC, lora={"x": write_adapter(tmp_path / "x", rows)})
+    with pytest.raises(RepositoryError, match=f"adapter x does not fit the engine: {message}"):
+        plan_repository(engine, tokenizer, spec)
+
+
+def test_engines_without_adapters_are_refused(tokenizer: Path, tmp_path: Path) -> None:
+    plain = write_engine(tmp_path / "plain", lora_plugin=None)
+    with pytest.raises(RepositoryError, match="built without adapters") as caught:
+        plan_repository(plain, tokenizer, replace(SPEC, lora={"x": write_adapter(tmp_path / "x")}))
+    assert "--lora-plugin" in str(caught.value.hint)
+
+
+def test_folders_that_hold_no_adapter(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    def refusal(folder: Path) -> str:
+        with pytest.raises(RepositoryError) as caught:
+            plan_repository(engine, tokenizer, replace(SPEC, lora={"x": folder}))
+        return f"{caught.value} {caught.value.hint}"
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "there is no model.lora_weights.npy and no model.lora_config.npy" in refusal(empty)
+    (empty / "adapter_config.json").write_text("{}")
+    assert f"trtserve lora {empty}" in refusal(empty)
+    wide = write_adapter(tmp_path / "wide", value=1e6)
+    assert "beyond float16" in refusal(wide)
+    np.save(wide / "model.lora_config.npy", np.zeros((1, 5, 3), dtype=np.int32))
+    assert "expected [1, rows, width] and [1, rows, 3]" in refusal(wide)
+    (wide / "model.lora_config.npy").write_bytes(b"no array")
+    assert "cannot be read" in refusal(wide)
+
+
+def test_names(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'a/b' is no name"):
+        plan_repository(engine, tokenizer, replace(SPEC, lora={"a/b": write_adapter(tmp_path / "x")}))
+
+
+def test_command(engine: Engine, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["repo", str(engine.path), "--tokenizer", str(tokenizer), "--name", "tiny"]
+    given = f"--lora=poet={write_adapter(tmp_path / 'poet')}"
+    assert run([*arguments, given, "--dry-run"]) == 0
+    assert "adapters  poet" in capsys.readouterr().out
+    assert run([*arguments, given, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert list(result["adapters"]) == ["poet"]
+    assert (Path(result["path"]) / "lora.json").exists()
+    assert run([*arguments, "--lora", "poet"]) == UsageError.code
+    assert "is not NAME=FOLDER" in capsys.readouterr().err
+    assert run([*arguments, given, given]) == UsageError.code
+    assert "gives poet twice" in capsys.readouterr().err
