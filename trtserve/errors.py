@@ -24,6 +24,7 @@ TrtserveError
 ├── ServerStopError            36   a server could not be stopped within the bound
 ├── ServerUnreachableError     40   no answer from the endpoint
 ├── RequestError               41   the server refused or failed the request
+├── AnswerMismatchError        42   the answer is not the expected one (query --check-output)
 └── BenchmarkError             50   a benchmark could not be carried out
 """
 
@@ -137,6 +138,10 @@ class ServerUnreachableError(TrtserveError):
 
 class RequestError(TrtserveError):
     code = 41
+
+
+class AnswerMismatchError(TrtserveError):
+    code = 42
 
 
 class BenchmarkError(TrtserveError):

@@ -16,9 +16,8 @@ import pytest
 
 from tests.support.commands import command_line, environment, trtserve
 from tests.support.servers import running_server
-from trtserve.query import generate
+from trtserve.query import QuerySpec, generate
 from trtserve.servers import Server
-from trtserve.specs import QuerySpec
 from trtserve.start import find_repository
 from trtserve.store import Store
 from trtserve.triton.client import Endpoint
@@ -69,7 +68,7 @@ def test_answers_word_for_word(endpoint: Endpoint) -> None:
     expected = _corpus()
 
     def answer(question: str) -> str:
-        return generate(QuerySpec(prompt=question, max_tokens=MAX_TOKENS), endpoint).text
+        return generate(QuerySpec(prompts=(question,), options={"max_tokens": MAX_TOKENS}), endpoint).text
 
     with ThreadPoolExecutor(STREAMS) as streams:
         answers = dict(zip(expected, streams.map(answer, expected), strict=True))
@@ -83,9 +82,9 @@ def test_answers_word_for_word(endpoint: Endpoint) -> None:
 def test_streamed_pieces_join_to_the_answer(endpoint: Endpoint, protocol: str, model: str | None) -> None:
     pieces: list[str] = []
     spec = QuerySpec(
-        prompt=REQUIRED[0],
+        prompts=(REQUIRED[0],),
         model=model,
-        max_tokens=MAX_TOKENS,
+        options={"max_tokens": MAX_TOKENS},
         stream=True,
         protocol=protocol,  # type: ignore[arg-type]
     )

@@ -15,8 +15,7 @@ import pytest
 from tests.support.echo_server import running_echo_server
 from trtserve.cli import run
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
-from trtserve.query import generate
-from trtserve.specs import QuerySpec, Sampling
+from trtserve.query import QuerySpec, generate
 from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
@@ -41,7 +40,7 @@ def address(server: Endpoint, protocol: str = "grpc") -> list[str]:
 
 
 def spec(prompt: str, protocol: str = "grpc", **settings: object) -> QuerySpec:
-    return QuerySpec(prompt=prompt, protocol=protocol, **settings)  # type: ignore[arg-type]
+    return QuerySpec(prompts=(prompt,), protocol=protocol, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -62,10 +61,15 @@ def test_inputs_arrive(server: Endpoint, protocol: str) -> None:
     asked = spec(
         "inputs",
         protocol,
-        max_tokens=9,
-        sampling=Sampling(temperature=0.5, top_k=3, top_p=0.25, seed=11),
-        stop_words=("a", "b c"),
-        bad_words=("é",),
+        options={
+            "max_tokens": 9,
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.25,
+            "seed": 11,
+            "stop_words": ["a", "b c"],
+            "bad_words": ["é"],
+        },
     )
     assert json.loads(generate(asked, server).text) == {
         "text_input": ["inputs"],
@@ -83,7 +87,7 @@ def test_inputs_arrive(server: Endpoint, protocol: str) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_older_release_gets_its_own_names(server: Endpoint, protocol: str) -> None:
-    asked = spec("inputs", protocol, model="text_plain", sampling=Sampling(seed=11))
+    asked = spec("inputs", protocol, model="text_plain", options={"seed": 11})
     assert json.loads(generate(asked, server).text)["random_seed"] == [11]
 
 
@@ -110,8 +114,8 @@ def test_unknown_model_lists_those_there(server: Endpoint, protocol: str) -> Non
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_core_model_takes_no_text(server: Endpoint, protocol: str) -> None:
-    with pytest.raises(RequestError, match="takes no text"):
+def test_core_model_needs_a_tokenizer_for_text(server: Endpoint, protocol: str) -> None:
+    with pytest.raises(UsageError, match="takes token ids"):
         generate(spec("x", protocol, model="tensorrt_llm"), server)
 
 

@@ -10,19 +10,18 @@ import numpy as np
 import pytest
 
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
-from trtserve.query import request_tensors
-from trtserve.specs import QuerySpec, Sampling
+from trtserve.query.request import Context, Prompts, request_tensors
+from trtserve.query.spec import QuerySpec
+from trtserve.triton.call_errors import plain, refused
 from trtserve.triton.client import (
     Endpoint,
     GrpcClient,
     ModelDescription,
-    Tensor,
     infer_request,
-    plain,
-    refused,
-    reply_values,
+    reply_of,
 )
 from trtserve.triton.http_client import generate_body
+from trtserve.triton.tensors import Tensor
 
 
 def describe(*inputs: str, max_batch_size: int = 8, **settings: str) -> ModelDescription:
@@ -39,8 +38,9 @@ def describe(*inputs: str, max_batch_size: int = 8, **settings: str) -> ModelDes
     )
 
 
-def values_of(spec: QuerySpec, model: ModelDescription) -> dict[str, list[object]]:
-    return {tensor.name: list(tensor.values) for tensor in request_tensors(spec, model)}
+def values_of(model: ModelDescription, *, prompt: str = "p", **options: object) -> dict[str, list[object]]:
+    context = Context(spec=QuerySpec(prompts=(prompt,), options=options), model=model, prompts=Prompts(texts=(prompt,)))
+    return {tensor.name: tensor.flat() for tensor in request_tensors(context)}
 
 
 def test_strings_are_length_prefixed() -> None:
@@ -78,7 +78,13 @@ def test_reply_has_the_values_of_a_response() -> None:
     ):
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(tensor.raw())
-    assert reply_values(response) == {"text_output": ["a b", "ü"], "sequence_length": [3]}
+    response.parameters["finish_reason"].string_param = "length"
+    reply = reply_of(response)
+    assert {name: array.tolist() for name, array in reply.outputs.items()} == {
+        "text_output": ["a b", "ü"],
+        "sequence_length": [[3]],
+    }
+    assert reply.parameters == {"finish_reason": "length"}
 
 
 def test_request_names_id_inputs_and_outputs() -> None:
@@ -89,48 +95,39 @@ def test_request_names_id_inputs_and_outputs() -> None:
 
 def test_query_sends_only_what_was_asked_for() -> None:
     model = describe("temperature FP32 1", "stream BOOL 1", "stop_words STRING -1")
-    assert values_of(QuerySpec(prompt="p"), model) == {"text_input": ["p"], "max_tokens": [256], "stream": [False]}
+    assert values_of(model) == {"text_input": ["p"], "max_tokens": [256], "stream": [False]}
 
 
 @pytest.mark.parametrize(("declared", "name"), [("random_seed", "random_seed"), ("seed", "seed")])
 def test_seed_goes_under_the_name_of_the_release(declared: str, name: str) -> None:
-    spec = QuerySpec(prompt="p", sampling=Sampling(seed=7, top_k=1))
-    sent = values_of(spec, describe(f"{declared} UINT64 1", "top_k INT32 1"))
+    sent = values_of(describe(f"{declared} UINT64 1", "top_k INT32 1"), seed=7, top_k=1)
     assert (sent[name], sent["top_k"]) == ([7], [1])
 
 
 def test_query_leaves_the_prompt_out_where_the_model_can() -> None:
-    assert values_of(QuerySpec(prompt="p"), describe("exclude_input_in_output BOOL 1"))["exclude_input_in_output"] == [
-        True
-    ]
+    assert values_of(describe("exclude_input_in_output BOOL 1"))["exclude_input_in_output"] == [True]
 
 
 def test_option_without_an_input_is_refused() -> None:
     with pytest.raises(UsageError, match="bad_words"):
-        values_of(QuerySpec(prompt="p", bad_words=("x",)), describe())
-
-
-@pytest.mark.parametrize("prompt", ["", "  \n"])
-def test_empty_prompt_is_refused(prompt: str) -> None:
-    with pytest.raises(UsageError, match="empty"):
-        request_tensors(QuerySpec(prompt=prompt), describe())
+        values_of(describe(), bad_words=["x"])
 
 
 def test_stop_words_are_sent_as_they_stand_inside_a_sentence_too() -> None:
-    spec = QuerySpec(prompt="p", stop_words=("data", " rules", "", "\n"))
-    sent = values_of(spec, describe("stop_words STRING -1"))["stop_words"]
+    sent = values_of(describe("stop_words STRING -1"), stop_words=["data", " rules", "", "\n"])["stop_words"]
     assert sent == ["data", " data", " rules", "\n", " \n"]
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
 def test_time_for_an_answer_is_above_zero(seconds: float) -> None:
     with pytest.raises(UsageError, match="--timeout"):
-        QuerySpec(prompt="p", timeout=seconds)
+        QuerySpec(prompts=("p",), timeout=seconds)
 
 
 def test_generate_body_has_scalars_and_lists() -> None:
     model = describe("stop_words STRING -1")
-    body = generate_body([model.tensor("max_tokens", [5]), model.tensor("stop_words", ["a", "b"])], request_id="r")
+    tensors = [model.tensor("max_tokens", [5]), model.tensor("stop_words", ["a", "b"])]
+    body = generate_body(tensors, request_id="r", model=model)
     assert body == {"max_tokens": 5, "stop_words": ["a", "b"], "id": "r"}
 
 

@@ -11,10 +11,12 @@ import pytest
 from trtserve.errors import RequestError, ServerUnreachableError
 from trtserve.triton.client import Endpoint, ModelDescription
 from trtserve.triton.http_client import HttpClient
+from trtserve.triton.tensors import TensorDescription
 
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = (b'data: {"text_output":" M"}\n\n', b'data: {"text_output":"ach"}\n\n')
-MODEL = ModelDescription(name="m", decoupled=True, max_batch_size=1, inputs={}, outputs={})
+TEXT = TensorDescription(name="text_output", datatype="BYTES", dims=(-1,))
+MODEL = ModelDescription(name="m", decoupled=True, max_batch_size=1, inputs={}, outputs={"text_output": TEXT})
 
 
 def chunks(*contents: bytes) -> bytes:
@@ -49,7 +51,7 @@ def serving() -> Iterator[Callable[[bytes], HttpClient]]:
 
 def texts(client: HttpClient) -> Iterator[str]:
     for reply in client.infer(MODEL, [], request_id="r", stream=True):
-        yield from reply["text_output"]
+        yield from reply.outputs["text_output"]
 
 
 @pytest.mark.parametrize("sent", [EVENTS, (b"".join(EVENTS),), (EVENTS[0][:9], EVENTS[0][9:] + EVENTS[1])])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import command_line, environment
 from trtserve.cli import run
-from trtserve.specs import QuerySpec
+from trtserve.query import QuerySpec
 
 LATIN1 = "café".encode("latin1")
 
@@ -61,14 +61,14 @@ def test_temperature_without_effect_is_said(options: list[str], said: bool, caps
 
 @pytest.mark.parametrize("words", [["what", "is", "ml"], ["what is ml"]])
 def test_words_without_quotes_are_one_prompt(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    asked: list[tuple[str, ...]] = []
 
     def ask(spec: QuerySpec, *rest: object, **settings: object) -> None:
-        asked.append(spec.prompt)
+        asked.append(spec.prompts)
 
     monkeypatch.setattr("trtserve.cli.query._ask", ask)
     assert run(["query", *words, "--url", "127.0.0.1:1"]) == 0
-    assert asked == ["what is ml"]
+    assert asked == [("what is ml",)]
 
 
 def test_sampling_out_of_range_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

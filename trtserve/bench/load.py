@@ -17,14 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trtserve.bench.traffic import TrafficRequest
+from trtserve.triton.call_errors import explain_rpc_error, plain, unreachable
 from trtserve.triton.client import (
     CHANNEL_OPTIONS,
     Endpoint,
     ModelDescription,
-    explain_rpc_error,
     infer_request,
-    plain,
-    unreachable,
 )
 
 CONNECT_TIMEOUT = 10.0

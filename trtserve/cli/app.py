@@ -121,8 +121,22 @@ def _simplify_help(node: Any) -> None:
     if not children:
         # Tables of Rich cut long option names at 80 columns; plain help prints every name whole.
         node.rich_markup_mode = None
+        node.format_options = functools.partial(_format_options, node)
     for child in children:
         _simplify_help(child)
+
+
+def _format_options(node: Any, context: Any, formatter: Any) -> None:
+    """Arguments and options in plain text, each option below the heading of its panel."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for parameter in node.get_params(context):
+        record = parameter.get_help_record(context)
+        title = "Arguments" if parameter.param_type_name == "argument" else parameter.rich_help_panel or "Options"
+        if record is not None:
+            sections.setdefault(title, []).append(record)
+    for title, records in sections.items():
+        with formatter.section(title):
+            formatter.write_dl(records)
 
 
 def _explained(error: Exception) -> TrtserveError:

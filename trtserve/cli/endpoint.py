@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -9,17 +11,71 @@ import typer
 from trtserve.errors import UsageError
 
 if TYPE_CHECKING:
-    from trtserve.triton.client import Endpoint
+    from trtserve.triton.client import Endpoint, Tls
+
+CONNECTION = "Server and connection"
 
 ServerOption = Annotated[
-    str | None, typer.Option("--server", metavar="NAME", help="Which running server; default: the only one.")
+    str | None,
+    typer.Option(
+        "--server", rich_help_panel=CONNECTION, metavar="NAME", help="Which running server; default: the only one."
+    ),
 ]
-HostOption = Annotated[str | None, typer.Option("--host", help="Ask this host instead of a server started here.")]
-HttpPortOption = Annotated[int | None, typer.Option("--http-port", help="HTTP port of that host (8000).")]
-GrpcPortOption = Annotated[int | None, typer.Option("--grpc-port", help="gRPC port of that host (8001).")]
+HostOption = Annotated[
+    str | None,
+    typer.Option("--host", rich_help_panel=CONNECTION, help="Ask this host instead of a server started here."),
+]
+HttpPortOption = Annotated[
+    int | None, typer.Option("--http-port", rich_help_panel=CONNECTION, help="HTTP port of that host (8000).")
+]
+GrpcPortOption = Annotated[
+    int | None, typer.Option("--grpc-port", rich_help_panel=CONNECTION, help="gRPC port of that host (8001).")
+]
 UrlOption = Annotated[
-    str | None, typer.Option("--url", metavar="HOST:PORT", help="The same as --host and the port of the protocol.")
+    str | None,
+    typer.Option(
+        "--url",
+        "-u",
+        rich_help_panel=CONNECTION,
+        metavar="HOST:PORT",
+        help="The same as --host and the port of the protocol.",
+    ),
 ]
+SslOption = Annotated[
+    bool, typer.Option("--ssl", "-s", rich_help_panel=CONNECTION, help="Encrypt the connection (TLS).")
+]
+RootCertificatesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--root-certificates",
+        "-r",
+        rich_help_panel=CONNECTION,
+        metavar="PEM",
+        help="Roots to trust; default: the system's.",
+    ),
+]
+PrivateKeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--private-key",
+        "-p",
+        rich_help_panel=CONNECTION,
+        metavar="PEM",
+        help="This client's key, if the server wants one.",
+    ),
+]
+CertificateChainOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--certificate-chain",
+        "-x",
+        rich_help_panel=CONNECTION,
+        metavar="PEM",
+        help="Certificates that belong to the key.",
+    ),
+]
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def find_endpoint(
@@ -30,25 +86,52 @@ def find_endpoint(
     grpc_port: int | None,
     url: str | None,
     protocol: Literal["grpc", "http"] = "grpc",
+    tls: Tls | None = None,
 ) -> Endpoint:
     """The endpoint that the options name: an explicit address, else a server recorded by `start`."""
     explicit = host is not None or http_port is not None or grpc_port is not None or url is not None
     if explicit and server is not None:
         raise UsageError("--server names a recorded server; it cannot be combined with an address.")
     if not explicit:
-        return _recorded(server)
+        return replace(_recorded(server), tls=tls)
     if url is not None:
         if host is not None or http_port is not None or grpc_port is not None:
             raise UsageError("--url holds host and port; leave --host, --http-port and --grpc-port out.")
         host, port = _split(url)
         http_port, grpc_port = (port, None) if protocol == "http" else (None, port)
-    return _explicit(host, http_port, grpc_port)
+    return replace(_explicit(host, http_port, grpc_port, protocol), tls=tls)
 
 
-def _explicit(host: str | None, http_port: int | None, grpc_port: int | None) -> Endpoint:
+def find_tls(
+    ssl: bool, root_certificates: Path | None, private_key: Path | None, certificate_chain: Path | None
+) -> Tls | None:
+    """The certificates that the options name; None for a plain connection."""
+    from trtserve.triton.client import Tls
+
+    files = (root_certificates, private_key, certificate_chain)
+    if not ssl:
+        if any(file is not None for file in files):
+            raise UsageError("Certificates are of no use on a plain connection: add --ssl.")
+        return None
+    return Tls(root_certificates=root_certificates, private_key=private_key, certificate_chain=certificate_chain)
+
+
+def _explicit(
+    host: str | None, http_port: int | None, grpc_port: int | None, protocol: Literal["grpc", "http"]
+) -> Endpoint:
+    """The address; of a server that was started here, also its repository, so that both ways of naming it are alike."""
     from trtserve.triton.client import Endpoint
 
-    return Endpoint(host=host or "127.0.0.1", http_port=http_port or 8000, grpc_port=grpc_port or 8001)
+    endpoint = Endpoint(host=host or "127.0.0.1", http_port=http_port or 8000, grpc_port=grpc_port or 8001)
+    if endpoint.host not in _LOOPBACK:
+        return endpoint
+    from trtserve.servers import list_servers
+
+    port = "http_port" if protocol == "http" else "grpc_port"
+    for server in list_servers():
+        if server.host in _LOOPBACK and getattr(server, port) == getattr(endpoint, port):
+            return replace(endpoint, model=server.model, repository=server.repository)
+    return endpoint
 
 
 def _recorded(name: str | None) -> Endpoint:

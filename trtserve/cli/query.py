@@ -1,29 +1,35 @@
-"""`trtserve query`: one prompt, one answer on stdout."""
+"""`trtserve query`: prompts in, answers on stdout."""
 
 from __future__ import annotations
 
-import os
-import sys
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from trtserve.cli import output
+from trtserve.cli import output, query_output
 from trtserve.cli.endpoint import (
+    CONNECTION,
+    CertificateChainOption,
     GrpcPortOption,
     HostOption,
     HttpPortOption,
+    PrivateKeyOption,
+    RootCertificatesOption,
     ServerOption,
+    SslOption,
     UrlOption,
     find_endpoint,
+    find_tls,
 )
 from trtserve.cli.options import DryRunOption, JsonOption
-from trtserve.errors import TrtserveError, UsageError
-from trtserve.specs import QuerySpec, Sampling
+from trtserve.cli.query_options import CHECKING, ENDING, PROMPTS, given_options, with_request_options
+from trtserve.cli.query_prompts import read_prompts
+from trtserve.query.spec import QuerySpec
 
 if TYPE_CHECKING:
-    from trtserve.query import Generation
-    from trtserve.triton.client import Endpoint
+    from trtserve.query.checking import Expectation
 
 PromptArgument = Annotated[
     list[str] | None,
@@ -31,163 +37,251 @@ PromptArgument = Annotated[
         metavar="PROMPT", help="The prompt, in quotes (words are joined by spaces); `-` or nothing reads stdin."
     ),
 ]
-ModelOption = Annotated[str | None, typer.Option("--model", help="Triton model to ask; default: the served alias.")]
-StreamOption = Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")]
-MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="New tokens at most; the engine may allow fewer.")]
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option("--temperature", help="Sampling temperature; has an effect with --top-k or --top-p only."),
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "--model-name", help="Triton model to ask; default: the served alias."),
 ]
-TopKOption = Annotated[int | None, typer.Option("--top-k", help="Sample among the k likeliest tokens.")]
-TopPOption = Annotated[float | None, typer.Option("--top-p", help="Sample within this probability mass.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed; default 0: sampling is repeatable.")]
-StopWordsOption = Annotated[
+StreamOption = Annotated[bool, typer.Option("--stream", "--streaming", "-S", help="Print the answer as it comes.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print times, ids and tokens/s on stderr.")]
+PromptsOption = Annotated[
     list[str] | None,
+    typer.Option("--prompt", "--text", help="A prompt; repeat it for several.", rich_help_panel=PROMPTS),
+]
+InputFileOption = Annotated[
+    Path | None,
     typer.Option(
-        "--stop-words", help="End the answer after these tokens (a word, also inside a sentence); repeatable."
+        "--input-file",
+        metavar="FILE",
+        help="Prompts: a line each, or a JSON list of texts; - is stdin.",
+        rich_help_panel=PROMPTS,
     ),
 ]
-BadWordsOption = Annotated[
-    list[str] | None, typer.Option("--bad-words", help="Never generate this text; may be repeated.")
+InputTokensOption = Annotated[
+    str | None,
+    typer.Option(
+        "--input-tokens-csv",
+        metavar="FILE",
+        help="Prompts as token ids for a core model: a CSV line each, or the ids themselves.",
+        rich_help_panel=PROMPTS,
+    ),
 ]
-ProtocolOption = Annotated[str, typer.Option("--protocol", help="grpc, or http (generate, generate_stream).")]
-RequestIdOption = Annotated[str | None, typer.Option("--request-id", help="Request id; default: a unique one.")]
-TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the whole answer.")]
-VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print times and tokens/s on stderr.")]
+BatchOption = Annotated[
+    bool,
+    typer.Option("--batch", "--batch-inputs", help="Send all prompts as one request.", rich_help_panel=PROMPTS),
+]
+SystemOption = Annotated[
+    str | None, typer.Option("--system", help="System message of a chat model.", rich_help_panel=PROMPTS)
+]
+RawOption = Annotated[
+    bool, typer.Option("--raw", help="Send the prompt as it is, without a chat template.", rich_help_panel=PROMPTS)
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer",
+        "--tokenizer-dir",
+        metavar="DIR",
+        help="Folder of the model's tokenizer; default: that of the server's repository.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+ExcludeInputOption = Annotated[
+    bool,
+    typer.Option(
+        "--exclude-input/--include-input",
+        "--exclude-input-in-output",
+        help="Leave the prompt out of the answer.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+FurtherInputsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        metavar="NAME=VALUE",
+        help="Any other input of the model: a scalar, a comma list, a JSON list, @FILE.npy, @FILE.json; repeatable.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+RequestedOutputsOption = Annotated[
+    list[str] | None,
+    typer.Option("--requested-outputs", metavar="NAME", help="Ask for these outputs only; repeatable."),
+]
+SaveOption = Annotated[
+    list[str] | None,
+    typer.Option("--save", metavar="NAME", help="Save this output as NAME.npy; repeatable.", rich_help_panel=CHECKING),
+]
+OutputDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output-dir", metavar="DIR", help="Where to; alone: save logits and other arrays.", rich_help_panel=CHECKING
+    ),
+]
+CheckOption = Annotated[
+    bool,
+    typer.Option(
+        "--check-output", "--check-outputs", "-c", help="Compare with the expected answer.", rich_help_panel=CHECKING
+    ),
+]
+OutputTokensOption = Annotated[
+    str | None,
+    typer.Option("--output-tokens-csv", metavar="FILE", help="Expected token ids.", rich_help_panel=CHECKING),
+]
+ExpectedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--expected-output", "--expected-outputs", metavar="TEXT", help="Expected text.", rich_help_panel=CHECKING
+    ),
+]
+ThresholdOption = Annotated[
+    float,
+    typer.Option(
+        "--correctness-threshold", help="Share of tokens that must be equal, 0 … 1.", rich_help_panel=CHECKING
+    ),
+]
+StopAfterOption = Annotated[
+    int | None,
+    typer.Option("--stop-after-ms", help="End the request after so many milliseconds.", rich_help_panel=ENDING),
+]
+StopViaCancelOption = Annotated[
+    bool,
+    typer.Option(
+        "--stop-via-request-cancel", help="By cancelling the call, not by a stop request.", rich_help_panel=ENDING
+    ),
+]
+TimeoutOption = Annotated[
+    float,
+    typer.Option(
+        "--timeout", "--stream-timeout", "-t", help="Seconds to wait for the whole answer.", rich_help_panel=ENDING
+    ),
+]
+RequestIdOption = Annotated[
+    str | None, typer.Option("--request-id", help="Request id; default: a unique one.", rich_help_panel=ENDING)
+]
+ProtocolOption = Annotated[
+    str, typer.Option("--protocol", "-i", help="grpc, or http (generate, infer).", rich_help_panel=CONNECTION)
+]
+CompressionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--grpc-compression-algorithm",
+        "-C",
+        metavar="NAME",
+        help="none, deflate or gzip.",
+        rich_help_panel=CONNECTION,
+    ),
+]
 
 
+@with_request_options
 def query(
     prompt: PromptArgument = None,
     model: ModelOption = None,
     stream: StreamOption = False,
-    max_tokens: MaxTokensOption = 256,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
-    stop_words: StopWordsOption = None,
-    bad_words: BadWordsOption = None,
-    protocol: ProtocolOption = "grpc",
-    request_id: RequestIdOption = None,
+    verbose: VerboseOption = False,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+    requested_outputs: RequestedOutputsOption = None,
+    prompts: PromptsOption = None,
+    input_file: InputFileOption = None,
+    input_tokens_csv: InputTokensOption = None,
+    batch: BatchOption = False,
+    system: SystemOption = None,
+    raw: RawOption = False,
+    tokenizer: TokenizerOption = None,
+    exclude_input: ExcludeInputOption = True,
+    input: FurtherInputsOption = None,  # noqa: A002 - the flag's name
+    save: SaveOption = None,
+    output_dir: OutputDirOption = None,
+    check_output: CheckOption = False,
+    output_tokens_csv: OutputTokensOption = None,
+    expected_output: ExpectedOption = None,
+    correctness_threshold: ThresholdOption = 1.0,
+    stop_after_ms: StopAfterOption = None,
+    stop_via_request_cancel: StopViaCancelOption = False,
     timeout: TimeoutOption = 600.0,
+    request_id: RequestIdOption = None,
     server: ServerOption = None,
+    protocol: ProtocolOption = "grpc",
     host: HostOption = None,
     http_port: HttpPortOption = None,
     grpc_port: GrpcPortOption = None,
     url: UrlOption = None,
-    verbose: VerboseOption = False,
-    dry_run: DryRunOption = False,
-    json: JsonOption = False,
+    ssl: SslOption = False,
+    root_certificates: RootCertificatesOption = None,
+    private_key: PrivateKeyOption = None,
+    certificate_chain: CertificateChainOption = None,
+    grpc_compression_algorithm: CompressionOption = None,
+    **options: Any,
 ) -> None:
     """Ask a served model and print its answer alone: without the prompt, without leading spaces.
 
-    Ctrl-C stops the request in the engine too.
+    Chat models get the prompt in their chat template. Ctrl-C stops the request in the engine too.
     """
+    from trtserve.query.checking import expectation
+    from trtserve.query.values import split_input
+
+    texts, token_ids = read_prompts(prompt, prompts=prompts, file=input_file, tokens=input_tokens_csv)
     spec = QuerySpec(
-        # A list, since an unquoted prompt comes as several arguments.
-        prompt=_read_prompt(" ".join(prompt) if prompt else None),
+        prompts=texts,
+        token_ids=token_ids,
         model=model,
-        max_tokens=max_tokens,
-        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-        stop_words=tuple(stop_words or ()),
-        bad_words=tuple(bad_words or ()),
-        # Without a stream there is no first token whose time could be told.
-        stream=stream or verbose,
+        options=given_options(options),
+        inputs=tuple(split_input(text) for text in input or ()),
+        outputs=tuple(requested_outputs or ()),
+        exclude_input=exclude_input,
+        stream=stream,
+        batch=batch,
+        raw=raw,
+        system=system,
+        tokenizer=tokenizer,
         protocol=cast(Literal["grpc", "http"], protocol),
+        compression=cast(Any, grpc_compression_algorithm),
         request_id=request_id,
         timeout=timeout,
+        stop_after_ms=stop_after_ms,
+        stop_via_cancel=stop_via_request_cancel,
     )
     endpoint = find_endpoint(
-        server=server, host=host, http_port=http_port, grpc_port=grpc_port, url=url, protocol=spec.protocol
+        server=server,
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        url=url,
+        protocol=spec.protocol,
+        tls=find_tls(ssl, root_certificates, private_key, certificate_chain),
     )
-    _say_greedy(spec.sampling)
+    expected = expectation(check_output, output_tokens_csv, expected_output or (), correctness_threshold)
+    sink = query_output.Sink(
+        stream=stream and not json,
+        json=json,
+        verbose=verbose,
+        folder=_folder(output_dir, save),
+        names=tuple(save or ()),
+    )
+    query_output.say_greedy(spec)
     if dry_run:
-        _describe(spec, endpoint)
+        query_output.describe(spec, endpoint)
         return
-    _ask(spec, endpoint, printing=stream and not json, verbose=verbose, json=json)
+    # Without a stream there is no first token whose time could be told.
+    _ask(replace(spec, stream=stream or verbose), endpoint, sink, expected)
 
 
-def _read_prompt(prompt: str | None) -> str:
-    """The prompt's bytes as UTF-8, which is what models are asked in, whatever this terminal's encoding is."""
-    if prompt is None and sys.stdin.isatty():
-        raise UsageError("There is no prompt.", hint='Give one: trtserve query "What is ML?"')
-    content = sys.stdin.buffer.read().rstrip(b"\r\n") if prompt is None or prompt == "-" else os.fsencode(prompt)
+def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:
+    return output_dir if output_dir is not None else Path() if save else None
+
+
+def _ask(spec: QuerySpec, endpoint: Any, sink: query_output.Sink, expected: Expectation | None) -> None:
+    from trtserve.query import generate_each
+
+    generations = []
     try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"The prompt is not UTF-8 text: {error.reason} at byte {error.start}.",
-            hint="Convert it, for example: iconv -f latin1 -t utf-8 FILE | trtserve query",
-        ) from None
-
-
-def _ask(spec: QuerySpec, endpoint: Endpoint, *, printing: bool, verbose: bool, json: bool) -> None:
-    from dataclasses import asdict
-
-    from trtserve.query import generate
-
-    try:
-        answer = generate(spec, endpoint, on_text=_write if printing else None)
-    except (KeyboardInterrupt, TrtserveError):
-        if printing:
-            output.print_data("")
+        for generation in generate_each(spec, endpoint, on_text=sink.on_text):
+            sink.add(generation, spec)
+            generations.append(generation)
+    except BaseException:
+        sink.broken()
         raise
-    if json:
-        output.print_json("query", {**asdict(answer), "tokens_per_second": answer.tokens_per_second})
-    else:
-        output.print_data("" if printing else answer.text)
-    if printing and not answer.streamed:
-        output.say(f"The model {answer.model!r} does not stream (it is served with --no-streaming).")
-    _say_limit(spec, endpoint)
-    if verbose:
-        output.say(_timing(answer))
-
-
-def _say_greedy(sampling: Sampling) -> None:
-    """TensorRT-LLM's rule, which surprises: a temperature alone changes nothing."""
-    if sampling.temperature and not sampling.top_k and not sampling.top_p:
-        output.say("note: without --top-k or --top-p the likeliest token is taken; --temperature has no effect.")
-
-
-def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
-    """Say that more was asked for than any answer of this engine can have, where its limits are known."""
-    from trtserve.bench.traffic import limits_of_repository
-    from trtserve.triton.client import CORE_MODEL
-
-    limit = None if endpoint.repository is None else limits_of_repository(endpoint.repository, CORE_MODEL).max_seq_len
-    if limit is not None and spec.max_tokens >= limit:
-        output.say(
-            f"note: --max-tokens {spec.max_tokens} is cut by the engine: prompt and answer have {limit} tokens at most."
-        )
-
-
-def _write(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
-
-
-def _timing(answer: Generation) -> str:
-    first, rate = answer.time_to_first_token, answer.tokens_per_second
-    parts = [
-        f"TTFT {first * 1000:.1f} ms" if first is not None else "TTFT n/a (not a stream)",
-        f"latency {answer.latency * 1000:.1f} ms",
-        f"{answer.output_tokens} tokens" if answer.output_tokens is not None else f"{answer.responses} responses",
-        f"{rate:.1f} tokens/s" if rate is not None else "tokens/s n/a (this model does not count tokens)",
-    ]
-    return f"{answer.model}: {', '.join(parts)}; request id {answer.request_id}"
-
-
-def _describe(spec: QuerySpec, endpoint: Endpoint) -> None:
-    """Say which request would be sent; the server is only asked for the model's configuration."""
-    from contextlib import closing
-
-    from trtserve.query import connect, describe_text_model, request_tensors
-    from trtserve.triton.http_client import generate_body
-
-    with closing(connect(spec, endpoint)) as client:
-        described = describe_text_model(client, spec.model or endpoint.model)
-    call = "as a stream" if described.decoupled else "with one response"
-    address = endpoint.http if spec.protocol == "http" else endpoint.grpc
-    output.say(f"Would ask the model {described.name!r} at {address} over {spec.protocol}, {call}:")
-    body = generate_body(request_tensors(spec, described), request_id=spec.request_id or "<a unique id>")
-    output.print_json("query", body)
+    sink.finish(spec, endpoint)
+    if expected is not None:
+        output.say(expected.check([sequence for each in generations for sequence in each.sequences]))

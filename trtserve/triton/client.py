@@ -7,14 +7,20 @@ time per response, and here the end of the stream is the end of the answer, with
 
 from __future__ import annotations
 
-import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trtserve.errors import RequestError, ServerUnreachableError, UsageError
+from trtserve.errors import UsageError
+from trtserve.triton.call_errors import RequestCancelledError, explain_rpc_error, refused, unknown_model
+from trtserve.triton.tensors import Tensor, TensorDescription, decoded
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 CORE_MODEL = "tensorrt_llm"
 STOP_TIMEOUT = 2.0
@@ -22,15 +28,18 @@ STOP_TIMEOUT = 2.0
 # Message limits of gRPC (4 MiB) are smaller than logits; -1 is unlimited.
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
-_CONNECTION_LOST = re.compile(
-    r"failed to connect|connection (refused|reset)|socket closed|http1|dns resolution|errors resolving", re.IGNORECASE
-)
-_REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
-# What gRPC says of a server that answers, but in another protocol.
-_OTHER_PROTOCOL = re.compile(r"socket closed|http1|parsing http", re.IGNORECASE)
-_FETCHING = "Encountered an error when fetching new request: "
-_TOO_LONG = re.compile(r"exceeds maximum input length", re.IGNORECASE)
-_STUB_DEAD = re.compile(r"Stub process '[^']*' is not healthy")
+
+@dataclass(frozen=True, kw_only=True)
+class Tls:
+    """An encrypted connection: PEM files of the trusted roots (None: the system's) and of the client's own pair."""
+
+    root_certificates: Path | None = None
+    private_key: Path | None = None
+    certificate_chain: Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.private_key is None) != (self.certificate_chain is None):
+            raise UsageError("--private-key and --certificate-chain belong together: one is missing.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,7 @@ class Endpoint:
     grpc_port: int = 8001
     model: str | None = None
     repository: Path | None = None
+    tls: Tls | None = None
 
     @property
     def grpc(self) -> str:
@@ -52,36 +62,6 @@ class Endpoint:
     def http(self) -> str:
         """Address of the HTTP service, `host:port`."""
         return f"{self.host}:{self.http_port}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorDescription:
-    """Input or output of a model: Triton type without `TYPE_` (BYTES for strings), dims without the batch axis."""
-
-    name: str
-    datatype: str
-    dims: tuple[int, ...]
-    optional: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """Values of one input: `shape` with the batch axis, `values` flat (an array is taken as it is)."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    values: Sequence[Any]
-
-    def raw(self) -> bytes:
-        """Content in KServe's raw form: little-endian numbers; strings each behind their 4-byte length."""
-        if self.datatype == "BYTES":
-            encoded = [str(value).encode() for value in self.values]
-            return b"".join(len(text).to_bytes(4, "little") + text for text in encoded)
-        import numpy as np
-        from tritonclient.utils import triton_to_np_dtype
-
-        return np.asarray(self.values, triton_to_np_dtype(self.datatype)).tobytes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +92,51 @@ class ModelDescription:
         """Truth of a boolean model parameter, by the words that the BLS model accepts."""
         return self.parameters.get(parameter, "").lower() in ("true", "yes", "1", "t")
 
-    def tensor(self, name: str, values: Sequence[Any]) -> Tensor:
-        """`values` as the input `name` of one request of batch size 1; UsageError when there is no such input."""
+    def input(self, name: str) -> TensorDescription:
+        """The declared input; UsageError with the nearest names when there is none."""
         if name not in self.inputs:
+            near = get_close_matches(name, self.inputs, n=3)
+            meant = f"Did you mean {' or '.join(repr(each) for each in near)}? " if near else ""
             raise UsageError(
-                f"The model {self.name!r} has no input {name!r}.", hint=f"Its inputs: {', '.join(sorted(self.inputs))}."
+                f"The model {self.name!r} has no input {name!r}.",
+                hint=f"{meant}Its inputs: {', '.join(sorted(self.inputs))}.",
             )
-        declared = self.inputs[name]
-        batch = (1,) if self.max_batch_size > 0 else ()
-        shape = tuple(len(values) if size < 0 else size for size in declared.dims)
-        return Tensor(name=name, datatype=declared.datatype, shape=batch + shape, values=values)
+        return self.inputs[name]
+
+    def tensor(self, name: str, values: Sequence[Any] | npt.NDArray[Any], *, rows: int = 1) -> Tensor:
+        """`values` (of one row) as the input `name`, the same in each of the batch's rows; UsageError if there is none.
+
+        A list is one-dimensional; an array keeps its shape, which must be that of the declared dims.
+        """
+        declared = self.input(name)
+        if isinstance(values, Sequence):
+            shape = tuple(len(values) if size < 0 else size for size in declared.dims)
+            content: Sequence[Any] | npt.NDArray[Any] = list(values) * rows if rows > 1 else values
+        else:
+            import numpy as np
+
+            shape, content = values.shape, np.repeat(values[np.newaxis], rows, axis=0)
+        return Tensor(name=name, datatype=declared.datatype, shape=self._batch(rows) + shape, values=content)
+
+    def row_tensor(self, name: str, rows: Sequence[Sequence[Any]]) -> Tensor:
+        """One list of values per row of the batch, all of one length, as the input `name`."""
+        declared = self.input(name)
+        shape = (*self._batch(len(rows)), len(rows[0]))
+        return Tensor(
+            name=name, datatype=declared.datatype, shape=shape, values=[value for row in rows for value in row]
+        )
+
+    def _batch(self, rows: int) -> tuple[int, ...]:
+        if self.max_batch_size < rows > 1:
+            raise UsageError(
+                f"The model {self.name!r} takes {max(1, self.max_batch_size)} prompts per request at most, not {rows}.",
+                hint="Send them as requests of their own: leave --batch out.",
+            )
+        return (rows,) if self.max_batch_size > 0 else ()
+
+    def has(self, *names: str) -> bool:
+        """Whether one of `names` is an input."""
+        return any(name in self.inputs for name in names)
 
     def first_input(self, *names: str) -> str:
         """The first of `names` that this model declares (inputs were renamed between releases), else the first."""
@@ -140,8 +155,15 @@ def _tensor_descriptions(entries: Sequence[Mapping[str, Any]]) -> dict[str, Tens
     }
 
 
-Reply = Mapping[str, list[Any]]
-"""One response: output name → its values, flat."""
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One response: output name → array (strings in object arrays), and the response's parameters.
+
+    Over Triton's generate endpoint, which tells no shapes, arrays are flat.
+    """
+
+    outputs: Mapping[str, npt.NDArray[Any]]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Client(Protocol):
@@ -154,9 +176,21 @@ class Client(Protocol):
         """Names of all models that are ready."""
 
     def infer(
-        self, model: ModelDescription, tensors: Sequence[Tensor], *, request_id: str, stream: bool
+        self,
+        model: ModelDescription,
+        tensors: Sequence[Tensor],
+        *,
+        request_id: str,
+        stream: bool,
+        outputs: Sequence[str] = (),
     ) -> Iterator[Reply]:
-        """Send one request and yield its responses; closing the iterator cancels the request."""
+        """Send one request and yield its responses; closing the iterator cancels the request.
+
+        `outputs` are those wanted; without any, the server sends what it has.
+        """
+
+    def cancel(self) -> None:
+        """Cancel the request in flight, from another thread: its iterator raises RequestCancelledError."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -175,29 +209,6 @@ def stop_request(client: Client, core: str, request_id: str) -> None:
         pass
 
 
-def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestError:
-    """Error for a model that the server does not have."""
-    return RequestError(
-        f"The server at {where} has no model {name!r}.", hint=f"Models there: {', '.join(sorted(available)) or 'none'}."
-    )
-
-
-def unreachable(where: str, reason: str, *, hint: str = "") -> ServerUnreachableError:
-    """Error for an endpoint that does not answer; `hint` goes before the general one."""
-    general = "`trtserve status` lists the running servers, `trtserve start` starts one."
-    return ServerUnreachableError(
-        f"No Triton server answers at {where}: {reason}.", hint=f"{hint} {general}" if hint else general
-    )
-
-
-def plain(message: str) -> str:
-    """The server's error text without its request id, the executor's preamble and the python backend's stack."""
-    message = _REQUEST_ID.sub("", message).removeprefix(_FETCHING)
-    if "Traceback (most recent call last)" in message:
-        return message.strip().splitlines()[-1].strip()
-    return message.split("\n\nAt:\n", maxsplit=1)[0].strip()
-
-
 def infer_request(model: str, tensors: Sequence[Tensor], *, request_id: str, outputs: Sequence[str] = ()) -> Any:
     """The protobuf message ModelInferRequest; without `outputs` the server sends all of them."""
     from tritonclient.grpc import service_pb2
@@ -211,49 +222,41 @@ def infer_request(model: str, tensors: Sequence[Tensor], *, request_id: str, out
     return request
 
 
-def reply_values(response: Any) -> Reply:
-    """Outputs of a ModelInferResponse; strings are decoded as UTF-8, bytes that are not are replaced."""
+def reply_of(response: Any) -> Reply:
+    """Outputs and parameters of a ModelInferResponse."""
     pairs = zip(response.outputs, response.raw_output_contents, strict=True)
-    return {output.name: _decode(output.datatype, content) for output, content in pairs}
+    outputs = {output.name: decoded(output.datatype, output.shape, content) for output, content in pairs}
+    parameters = {
+        name: getattr(value, str(value.WhichOneof("parameter_choice"))) for name, value in response.parameters.items()
+    }
+    return Reply(outputs=outputs, parameters=parameters)
 
 
-def _decode(datatype: str, content: bytes) -> list[Any]:
-    if datatype != "BYTES":
-        import numpy as np
-        from tritonclient.utils import triton_to_np_dtype
-
-        values: list[Any] = np.frombuffer(content, triton_to_np_dtype(datatype)).tolist()
-        return values
-    texts, start = [], 0
-    while start < len(content):
-        length = int.from_bytes(content[start : start + 4], "little")
-        texts.append(content[start + 4 : start + 4 + length].decode(errors="replace"))
-        start += 4 + length
-    return texts
-
-
-def refused(message: str) -> RequestError:
-    """Error for a request that the server answered with an error text."""
-    hint = None
-    if _STUB_DEAD.search(message):
-        hint = "A process of the server has died; `trtserve status` names the server: stop it and start it again."
-    elif _TOO_LONG.search(message):
-        hint = "Shorten the prompt, or build with a larger --max-input-len."
-    return RequestError(plain(message), hint=hint)
-
-
-def explain_rpc_error(error: Any, where: str) -> RequestError | ServerUnreachableError:
-    """Map a failed call to the error that the user sees."""
+def _channel(endpoint: Endpoint) -> Any:
     import grpc
 
-    details = str(error.details() or "")
-    if error.code() is grpc.StatusCode.UNAVAILABLE and _CONNECTION_LOST.search(details):
-        other = "If that is the HTTP port, use --protocol http (query) or give the gRPC port."
-        reason = details.rsplit(": ", 1)[-1].rstrip("]")
-        return unreachable(where, reason, hint=other if _OTHER_PROTOCOL.search(details) else "")
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return RequestError(f"No answer from {where} within the time allowed.", hint="Raise it with --timeout.")
-    return refused(details or f"The call failed with {error.code().name}.")
+    if endpoint.tls is None:
+        return grpc.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=_pem(endpoint.tls.root_certificates, "--root-certificates"),
+        private_key=_pem(endpoint.tls.private_key, "--private-key"),
+        certificate_chain=_pem(endpoint.tls.certificate_chain, "--certificate-chain"),
+    )
+    return grpc.secure_channel(endpoint.grpc, credentials, options=CHANNEL_OPTIONS)
+
+
+def _pem(path: Path | None, flag: str) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{flag} is {path}: {error.strerror}.") from None
+
+
+def _future_cancelled() -> type[BaseException]:
+    import grpc
+
+    error: type[BaseException] = grpc.FutureCancelledError
+    return error
 
 
 class GrpcClient:
@@ -262,14 +265,17 @@ class GrpcClient:
     Triton refuses the unary call on a decoupled model whatever its number of responses.
     """
 
-    def __init__(self, endpoint: Endpoint, *, timeout: float) -> None:
+    def __init__(self, endpoint: Endpoint, *, timeout: float, compression: str | None = None) -> None:
         import grpc
         from tritonclient.grpc import service_pb2_grpc
 
         self._where = endpoint.grpc
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS)
+        self._compression = None if compression is None else grpc.Compression[compression.capitalize()]
+        self._channel = _channel(endpoint)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._cancelled = threading.Event()
+        self._call: Any = None
 
     def describe(self, model: str) -> ModelDescription:
         import grpc
@@ -292,23 +298,38 @@ class GrpcClient:
         return [model.name for model in index.models]
 
     def infer(
-        self, model: ModelDescription, tensors: Sequence[Tensor], *, request_id: str, stream: bool
+        self,
+        model: ModelDescription,
+        tensors: Sequence[Tensor],
+        *,
+        request_id: str,
+        stream: bool,
+        outputs: Sequence[str] = (),
     ) -> Iterator[Reply]:
-        request = infer_request(model.name, tensors, request_id=request_id)
+        request = infer_request(model.name, tensors, request_id=request_id, outputs=outputs)
         with self._explained():
             responses = self._streamed(request) if model.decoupled else self._unary(request)
             for response in responses:
-                yield reply_values(response)
+                yield reply_of(response)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        if self._call is not None:
+            self._call.cancel()
 
     def _unary(self, request: Any) -> Iterator[Any]:
-        call = self._stub.ModelInfer.future(request, timeout=self._timeout)
+        call = self._begun(self._stub.ModelInfer.future(request, timeout=self._timeout, compression=self._compression))
         try:
             yield call.result()
+        except _future_cancelled() as error:
+            raise RequestCancelledError("The request was cancelled.") from error
         finally:
             call.cancel()
 
     def _streamed(self, request: Any) -> Iterator[Any]:
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=self._timeout)
+        call = self._begun(
+            self._stub.ModelStreamInfer(iter([request]), timeout=self._timeout, compression=self._compression)
+        )
         try:
             for response in call:
                 if response.error_message:
@@ -316,6 +337,13 @@ class GrpcClient:
                 yield response.infer_response
         finally:
             call.cancel()
+
+    def _begun(self, call: Any) -> Any:
+        """Remember the call; a cancellation that came before it is done now."""
+        self._call = call
+        if self._cancelled.is_set():
+            call.cancel()
+        return call
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -1,45 +1,88 @@
-"""How to talk to a Triton server over HTTP: the generate extension, with server-sent events for streams.
+"""How to talk to a Triton server over HTTP: generate and generate_stream for decoupled models, infer for the others.
 
-Source: Triton's docs/protocol/extension_generate.md. Errors may arrive with status 200 once a reply has begun.
+Sources: Triton's docs/protocol/extension_generate.md and extension_binary_data.md. Decoupled models are not served by
+infer; generate knows flat values only. Errors may arrive with status 200 once a reply has begun.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import socket
+import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from trtserve.errors import RequestError
+from trtserve.errors import RequestError, UsageError
+from trtserve.triton.call_errors import RequestCancelledError, refused, unknown_model, unreachable
 from trtserve.triton.client import (
     Endpoint,
     ModelDescription,
     Reply,
-    Tensor,
-    refused,
-    unknown_model,
-    unreachable,
+    Tls,
 )
+from trtserve.triton.tensors import Tensor, decoded, generate_shape, text_array
 
 _EVENT = "data:"
+_JSON_LENGTH = "Inference-Header-Content-Length"
+# What the answer of generate has beside outputs and parameters of the response.
+_ENVELOPE = ("id", "model_name", "model_version")
 
 
-def generate_body(tensors: Sequence[Tensor], *, request_id: str) -> dict[str, Any]:
-    """JSON body of generate and generate_stream: scalars for single values, flat lists for several."""
-    values = {tensor.name: list(tensor.values) for tensor in tensors}
+def generate_body(tensors: Sequence[Tensor], *, request_id: str, model: ModelDescription) -> dict[str, Any]:
+    """JSON body of generate and generate_stream: scalars for single values, flat lists for several.
+
+    UsageError for a tensor to which the endpoint would give another shape.
+    """
+    for tensor in tensors:
+        _require_flat(tensor, model)
+    values = {tensor.name: tensor.flat() for tensor in tensors}
     body: dict[str, Any] = {name: value[0] if len(value) == 1 else value for name, value in values.items()}
     return {**body, "id": request_id}
 
 
+def _require_flat(tensor: Tensor, model: ModelDescription) -> None:
+    declared = model.inputs[tensor.name].dims
+    dims = (-1, *declared) if model.max_batch_size > 0 else declared
+    if generate_shape(dims, len(tensor.flat())) != tensor.shape:
+        raise UsageError(
+            f"The input {tensor.name!r} with shape {list(tensor.shape)} cannot be sent over HTTP to {model.name!r}:"
+            " its generate endpoint takes flat values only.",
+            hint="Use --protocol grpc.",
+        )
+
+
+def infer_body(tensors: Sequence[Tensor], *, request_id: str, outputs: Sequence[str] = ()) -> tuple[bytes, int]:
+    """Body of an infer request with binary tensors, and the length of its JSON part."""
+    contents = [tensor.raw() for tensor in tensors]
+    inputs = [
+        {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.shape),
+            "parameters": {"binary_data_size": len(content)},
+        }
+        for tensor, content in zip(tensors, contents, strict=True)
+    ]
+    head: dict[str, Any] = {"id": request_id, "inputs": inputs, "parameters": {"binary_data_output": True}}
+    if outputs:
+        head["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
+    encoded = json.dumps(head).encode()
+    return b"".join([encoded, *contents]), len(encoded)
+
+
 class HttpClient:
-    """Blocking client over HTTP; one connection per call, so that closing it reaches exactly one request."""
+    """Blocking client over HTTP or HTTPS; one connection per call, so that closing it reaches exactly one request."""
 
     def __init__(self, endpoint: Endpoint, *, timeout: float) -> None:
         self._endpoint = endpoint
         self._where = endpoint.http
         self._timeout = timeout
+        self._tls = None if endpoint.tls is None else _tls_context(endpoint.tls)
+        self._cancelled = False
+        self._request: http.client.HTTPConnection | None = None
 
     def describe(self, model: str) -> ModelDescription:
         status, text = self._call("GET", f"/v2/models/{model}/config")
@@ -52,45 +95,110 @@ class HttpClient:
         return [entry["name"] for entry in _checked(status, text)]
 
     def infer(
+        self,
+        model: ModelDescription,
+        tensors: Sequence[Tensor],
+        *,
+        request_id: str,
+        stream: bool,
+        outputs: Sequence[str] = (),
+    ) -> Iterator[Reply]:
+        if not model.decoupled:
+            body, length = infer_body(tensors, request_id=request_id, outputs=outputs)
+            with self._response("POST", f"/v2/models/{model.name}/infer", body, {_JSON_LENGTH: str(length)}) as answer:
+                yield _infer_reply(answer, answer.read())
+            return
+        if outputs:
+            raise UsageError("--requested-outputs needs --protocol grpc: HTTP's generate endpoint sends all outputs.")
+        yield from self._generated(model, tensors, request_id=request_id, stream=stream)
+
+    def _generated(
         self, model: ModelDescription, tensors: Sequence[Tensor], *, request_id: str, stream: bool
     ) -> Iterator[Reply]:
-        verb = "generate_stream" if stream and model.decoupled else "generate"
-        body = generate_body(tensors, request_id=request_id)
+        verb = "generate_stream" if stream else "generate"
+        body = json.dumps(generate_body(tensors, request_id=request_id, model=model)).encode()
         # The socket's own timeout bounds one read, and a stream has many.
         deadline = time.monotonic() + self._timeout
         with self._response("POST", f"/v2/models/{model.name}/{verb}", body) as response:
             if verb == "generate":
-                yield _reply(_checked(response.status, response.read().decode()))
+                yield _reply(_checked(response.status, response.read().decode()), model)
                 return
             for line in _lines(response):
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 text = line.decode().strip()
                 if text:
-                    yield _reply(_checked(response.status, text.removeprefix(_EVENT)))
+                    yield _reply(_checked(response.status, text.removeprefix(_EVENT)), model)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        connection = None if self._request is None else self._request.sock
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Nothing stays open between calls."""
 
     def _call(self, method: str, path: str, body: object = None) -> tuple[int, str]:
-        with self._response(method, path, body) as response:
+        content = json.dumps(body).encode() if body is not None else None
+        with self._response(method, path, content) as response:
             return response.status, response.read().decode()
 
     @contextmanager
-    def _response(self, method: str, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(self._endpoint.host, self._endpoint.http_port, timeout=self._timeout)
+    def _response(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        self._request = connection = self._connection()
         try:
-            connection.request(method, path, json.dumps(body) if body is not None else None)
-            yield connection.getresponse()
-        except TimeoutError as error:
-            message = f"No answer from {self._where} within {self._timeout:g} s."
-            raise RequestError(message, hint="Raise the bound with --timeout.") from error
-        except http.client.IncompleteRead as error:
-            raise unreachable(self._where, "the connection ended in the middle of the answer") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise unreachable(self._where, str(error) or type(error).__name__) from error
+            with self._explained():
+                connection.request(method, path, body, headers or {})
+                if self._cancelled:
+                    raise RequestCancelledError("The request was cancelled.")
+                yield connection.getresponse()
         finally:
             connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._endpoint.host, self._endpoint.http_port
+        if self._tls is not None:
+            return http.client.HTTPSConnection(host, port, timeout=self._timeout, context=self._tls)
+        return http.client.HTTPConnection(host, port, timeout=self._timeout)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            if self._cancelled:
+                raise RequestCancelledError("The request was cancelled.") from error
+            raise self._explanation(error) from error
+
+    def _explanation(self, error: Exception) -> Exception:
+        if isinstance(error, TimeoutError):
+            message = f"No answer from {self._where} within {self._timeout:g} s."
+            return RequestError(message, hint="Raise the bound with --timeout.")
+        if isinstance(error, http.client.IncompleteRead):
+            return unreachable(self._where, "the connection ended in the middle of the answer")
+        hint = ""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            hint = "--root-certificates names the roots that this server's certificate is signed with."
+        elif isinstance(error, ssl.SSLError):
+            hint = "Without --ssl the connection is plain, which is all that Triton itself speaks over HTTP."
+        reason = getattr(error, "verify_message", "") or str(error) or type(error).__name__
+        return unreachable(self._where, reason, hint=hint)
+
+
+def _tls_context(tls: Tls) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=tls.root_certificates)
+        if tls.certificate_chain is not None:
+            context.load_cert_chain(tls.certificate_chain, tls.private_key)
+    except OSError as error:  # includes files that hold no certificate
+        files = (tls.root_certificates, tls.private_key, tls.certificate_chain)
+        named = ", ".join(str(path) for path in files if path is not None)
+        raise UsageError(f"The certificates ({named}) cannot be used: {error.strerror or error}.") from None
+    return context
 
 
 def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
@@ -118,5 +226,26 @@ def _checked(status: int, text: str) -> Any:
     return content
 
 
-def _reply(content: Mapping[str, Any]) -> Reply:
-    return {name: value if isinstance(value, list) else [value] for name, value in content.items()}
+def _reply(content: Mapping[str, Any], model: ModelDescription) -> Reply:
+    """What a generate answer has: outputs of the model as flat arrays, and whatever else it says as parameters."""
+    import numpy as np
+
+    outputs = {}
+    for name in content.keys() & model.outputs.keys():
+        values = content[name] if isinstance(content[name], list) else [content[name]]
+        # Without a type, since generate writes numbers that are none (NaN) as texts.
+        outputs[name] = text_array(values) if model.outputs[name].datatype == "BYTES" else np.asarray(values)
+    parameters = {name: content[name] for name in content.keys() - model.outputs.keys() - set(_ENVELOPE)}
+    return Reply(outputs=outputs, parameters=parameters)
+
+
+def _infer_reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
+    """Outputs of an infer answer, whose binary tensors follow its JSON part in order."""
+    length = int(response.headers.get(_JSON_LENGTH, len(body)))
+    head = _checked(response.status, body[:length].decode(errors="replace"))
+    outputs, start = {}, length
+    for output in head.get("outputs", ()):
+        end = start + int(output["parameters"]["binary_data_size"])
+        outputs[output["name"]] = decoded(output["datatype"], output["shape"], body[start:end])
+        start = end
+    return Reply(outputs=outputs, parameters=head.get("parameters", {}))

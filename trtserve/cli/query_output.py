@@ -1,0 +1,224 @@
+"""How the answers of `trtserve query` are printed: texts on stdout, what was asked beside them on stderr, or JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.cli import output
+from trtserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from trtserve.query import Generation, QuerySpec
+    from trtserve.query.generation import GeneratedSequence
+    from trtserve.query.request import Context
+    from trtserve.triton.client import Endpoint
+
+# Outputs of so many values are shown; larger ones are shapes, and files where a folder is given.
+_SHOWN = 16
+
+
+@dataclass(kw_only=True)
+class Sink:
+    """Receives answers as they are complete, and the pieces of a streamed one."""
+
+    stream: bool
+    json: bool
+    verbose: bool
+    folder: Path | None = None
+    names: tuple[str, ...] = ()
+    _results: list[dict[str, Any]] = field(default_factory=list)
+    _printed: bool = False
+
+    @property
+    def on_text(self) -> Callable[[str], None] | None:
+        """Receiver of pieces, where they are to be printed."""
+        return self._write if self.stream else None
+
+    def _write(self, piece: str) -> None:
+        self._printed = True
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    def add(self, generation: Generation, spec: QuerySpec) -> None:
+        """Print one answer, or keep it for the JSON."""
+        files = save_outputs(generation, self.folder, self.names) if self.folder is not None else {}
+        if self.json:
+            self._results.append(as_json(generation, files))
+            return
+        self._print_texts(generation, labelled=spec.rows > 1 or len(generation.sequences) > 1)
+        for line in _facts(generation, files, spec, verbose=self.verbose):
+            output.say(line)
+        if self.stream and not generation.streamed:
+            output.say(f"The model {generation.model!r} does not stream (it is served with --no-streaming).")
+        if self.verbose:
+            output.say(_timing(generation))
+
+    def _print_texts(self, generation: Generation, *, labelled: bool) -> None:
+        printed, self._printed = self._printed, False
+        if printed:
+            output.print_data("")
+            return
+        for sequence in generation.sequences:
+            label = f"{_label(sequence, generation)}: " if labelled else ""
+            output.print_data(f"{label}{_shown(sequence)}")
+        if not generation.sequences:
+            output.print_data("")
+
+    def broken(self) -> None:
+        """End the line of an answer that does not come to its end."""
+        if self.stream:
+            output.print_data("")
+
+    def finish(self, spec: QuerySpec, endpoint: Endpoint) -> None:
+        """After the last answer."""
+        if self.json:
+            output.print_json("query", self._results[0] if len(self._results) == 1 else {"answers": self._results})
+        _say_limit(spec, endpoint)
+
+
+def as_json(generation: Generation, files: dict[tuple[str, int, int], Path]) -> dict[str, Any]:
+    """Everything of an answer; large arrays as type, shape and file."""
+    content = {name: value for name, value in vars(generation).items() if name not in ("outputs", "sequences")}
+    outputs = [
+        {"name": name, "prompt": prompt, "sequence": sequence} | _array_json(array, files.get((name, prompt, sequence)))
+        for (name, prompt, sequence), array in generation.outputs.items()
+    ]
+    return {
+        "text": generation.text,
+        **content,
+        "tokens_per_second": generation.tokens_per_second,
+        "sequences": [asdict(sequence) for sequence in generation.sequences],
+        "outputs": outputs,
+    }
+
+
+def _array_json(array: Any, path: Path | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {"type": str(array.dtype), "shape": list(array.shape)}
+    if array.size <= _SHOWN:
+        facts["value"] = array.item() if array.size == 1 else array.tolist()
+    return facts if path is None else {**facts, "file": str(path)}
+
+
+def save_outputs(generation: Generation, folder: Path, names: Sequence[str]) -> dict[tuple[str, int, int], Path]:
+    """Write outputs as NAME.npy (several prompts or samples: NAME-PROMPT-SEQUENCE.npy); the paths by output."""
+    import numpy as np
+
+    missing = set(names) - {name for name, _, _ in generation.outputs}
+    if missing:
+        there = ", ".join(sorted({name for name, _, _ in generation.outputs})) or "none that can be saved"
+        raise UsageError(
+            f"--save names {', '.join(sorted(missing))}, which the answer does not have.",
+            hint=f"It has {there}; --return-context-logits and --return-generation-logits ask for logits.",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {key: array for key, array in generation.outputs.items() if not names or key[0] in names}
+    several = len({key[1:] for key in wanted}) > 1 or any(sequence.prompt for sequence in generation.sequences)
+    first = min((sequence.prompt for sequence in generation.sequences), default=0)
+    files = {}
+    for (name, prompt, sequence), array in wanted.items():
+        suffix = f"-{first + prompt}-{sequence}" if several else ""
+        files[name, prompt, sequence] = folder / f"{name}{suffix}.npy"
+        np.save(files[name, prompt, sequence], array)
+    return files
+
+
+def _label(sequence: GeneratedSequence, generation: Generation) -> str:
+    several = [name for name in ("sequence", "beam") if any(getattr(each, name) for each in generation.sequences)]
+    return ", ".join(f"{name} {getattr(sequence, name)}" for name in ("prompt", *several))
+
+
+def _shown(sequence: GeneratedSequence) -> str:
+    if sequence.text is not None:
+        return sequence.text
+    return ", ".join(map(str, sequence.token_ids or ()))
+
+
+def _facts(
+    generation: Generation, files: dict[tuple[str, int, int], Path], spec: QuerySpec, *, verbose: bool
+) -> list[str]:
+    """What was asked for beside the text, in the words of NVIDIA's client."""
+    lines = []
+    for sequence in generation.sequences:
+        where = f" ({_label(sequence, generation)})" if len(generation.sequences) > 1 or spec.rows > 1 else ""
+        if verbose and sequence.token_ids is not None and sequence.text is not None:
+            lines.append(f"Output sequence{where}: {sequence.token_ids}")
+        if verbose and sequence.finish_reason is not None:
+            lines.append(f"finish_reason{where}: {sequence.finish_reason}")
+        if sequence.cum_log_prob is not None:
+            lines.append(f"cum_log_probs{where}: {sequence.cum_log_prob}")
+        if sequence.log_probs is not None:
+            lines.append(f"output_log_probs{where}: {sequence.log_probs}")
+    for key, array in generation.outputs.items():
+        lines.append(_output_line(key[0], array, files.get(key)))
+    if generation.input_tokens is not None and ("return_num_input_tokens" in spec.options or verbose):
+        lines.append(f"num_input_tokens: {generation.input_tokens}")
+    if generation.output_tokens is not None and "return_num_output_tokens" in spec.options:
+        lines.append(f"num_output_tokens: {generation.output_tokens}")
+    return [*lines, "Stopped by --stop-after-ms."] if generation.stopped else lines
+
+
+def _output_line(name: str, array: Any, path: Path | None) -> str:
+    if array.size <= _SHOWN:
+        return f"{name}: {array.item() if array.size == 1 else array.tolist()}"
+    saved = "" if path is None else f", saved as {path}"
+    return f"{name}.shape: {tuple(array.shape)}{saved}"
+
+
+def say_greedy(spec: QuerySpec) -> None:
+    """TensorRT-LLM's rule, which surprises: a temperature alone changes nothing."""
+    if spec.options.get("temperature") and not spec.options.get("top_k") and not spec.options.get("top_p"):
+        output.say("note: without --top-k or --top-p the likeliest token is taken; --temperature has no effect.")
+
+
+def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
+    """Say that more was asked for than any answer of this engine can have, where its limits are known."""
+    from trtserve.bench.traffic import limits_of_repository
+    from trtserve.triton.client import CORE_MODEL
+
+    limit = None if endpoint.repository is None else limits_of_repository(endpoint.repository, CORE_MODEL).max_seq_len
+    if limit is not None and spec.max_tokens >= limit:
+        output.say(
+            f"note: --max-tokens {spec.max_tokens} is cut by the engine: prompt and answer have {limit} tokens at most."
+        )
+
+
+def _timing(answer: Generation) -> str:
+    first, rate = answer.time_to_first_token, answer.tokens_per_second
+    parts = [
+        f"TTFT {first * 1000:.1f} ms" if first is not None else "TTFT n/a (not a stream)",
+        f"latency {answer.latency * 1000:.1f} ms",
+        f"{answer.output_tokens} tokens" if answer.output_tokens is not None else f"{answer.responses} responses",
+        f"{rate:.1f} tokens/s" if rate is not None else "tokens/s n/a (this model does not count tokens)",
+    ]
+    return f"{answer.model}: {', '.join(parts)}; request id {answer.request_id}"
+
+
+def describe(spec: QuerySpec, endpoint: Endpoint) -> None:
+    """Say which requests would be sent; the server is only asked for its models' configuration."""
+    from trtserve.query import connect, contexts
+
+    with closing(connect(spec, endpoint)) as client:
+        described = contexts(spec, endpoint, client)
+        model = described[0].model
+    call = "as a stream" if model.decoupled else "with one response"
+    address = endpoint.http if spec.protocol == "http" else endpoint.grpc
+    output.say(f"Would ask the model {model.name!r} at {address} over {spec.protocol}, {call}:")
+    bodies = [_body(context) for context in described]
+    output.print_json("query", bodies[0] if len(bodies) == 1 else {"requests": bodies})
+
+
+def _body(context: Context) -> dict[str, Any]:
+    """The inputs of a request: scalars, short lists, and of larger ones type and shape."""
+    from trtserve.query.request import request_tensors
+
+    body: dict[str, Any] = {}
+    for tensor in request_tensors(context):
+        values = tensor.flat()
+        short = values[0] if len(values) == 1 else values
+        body[tensor.name] = short if len(values) <= 256 else {"type": tensor.datatype, "shape": list(tensor.shape)}
+    return {**body, "id": context.spec.request_id or "<a unique id>"}

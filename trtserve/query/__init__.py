@@ -1,0 +1,163 @@
+"""A question and its answer: which model is asked, with which inputs, and how it is stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+
+from trtserve.errors import RequestError, TrtserveError, UsageError
+from trtserve.query.answer import Answer
+from trtserve.query.generation import Generation
+from trtserve.query.prompts import prepare
+from trtserve.query.request import IDS_INPUT, TEXT_INPUT, Context, request_tensors
+from trtserve.query.spec import QuerySpec
+from trtserve.triton.call_errors import RequestCancelledError
+from trtserve.triton.client import (
+    CORE_MODEL,
+    STOP_TIMEOUT,
+    Client,
+    Endpoint,
+    GrpcClient,
+    ModelDescription,
+    stop_request,
+)
+from trtserve.triton.http_client import HttpClient
+
+__all__ = ["Generation", "QuerySpec", "connect", "contexts", "generate", "generate_each"]
+
+# The models of TensorRT-LLM's repository; any other name in it is the alias.
+STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "tensorrt_llm_bls")
+
+OnText = Callable[[str], None]
+
+
+def generate(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None) -> Generation:
+    """Ask one question, or several as the rows of one request; UsageError for several without `spec.batch`.
+
+    See `generate_each`.
+    """
+    if spec.rows > 1 and not spec.batch:
+        raise UsageError("Several prompts are several requests: use generate_each, or a batch.")
+    return next(iter(generate_each(spec, server, on_text=on_text)))
+
+
+def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None) -> Iterator[Generation]:
+    """Ask every question of `spec`, one after the other, or all in one request with `spec.batch`.
+
+    `on_text` receives the pieces of an answer as they come, where it has one sequence only. The call follows the model:
+    a stream where its transaction policy is decoupled, else one response. An interrupt (KeyboardInterrupt), a timeout
+    or an OSError of `on_text` cancels the call and stops the request in the engine before it is raised again.
+    Errors: ServerUnreachableError, RequestError (unknown model, refused request), UsageError (no such input).
+    """
+    with closing(connect(spec, server)) as client:
+        for number, context in enumerate(contexts(spec, server, client)):
+            generation = _ask(context, server, client, number=number, on_text=on_text)
+            for sequence in generation.sequences:
+                sequence.prompt += number  # counted within the request so far
+            yield generation
+
+
+def contexts(spec: QuerySpec, server: Endpoint, client: Client) -> list[Context]:
+    """What each request of `spec` is made of; reads the model's declaration, and of chat models the template."""
+    model = describe_model(client, spec.model or server.model)
+    prompts, tokenizer = prepare(spec, model, server, client)
+    return [
+        Context(spec=spec, model=model, prompts=part, tokenizer=tokenizer, repository=server.repository)
+        for part in ([prompts] if spec.batch else prompts.split())
+    ]
+
+
+def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) -> Client:
+    """A client for the protocol that `spec` names."""
+    seconds = spec.timeout if timeout is None else timeout
+    if spec.protocol == "http":
+        return HttpClient(server, timeout=seconds)
+    compression = None if spec.compression == "none" else spec.compression
+    return GrpcClient(server, timeout=seconds, compression=compression)
+
+
+def describe_model(client: Client, name: str | None) -> ModelDescription:
+    """The model to ask; without a name the alias, else the BLS model, else the ensemble of the server."""
+    model = client.describe(name if name is not None else _default_model(client.model_names()))
+    if not model.has(TEXT_INPUT, IDS_INPUT):
+        raise RequestError(
+            f"The model {model.name!r} takes neither text nor token ids: it has no input {TEXT_INPUT!r}.",
+            hint="Ask the alias, `tensorrt_llm_bls`, `ensemble`, or the core model `tensorrt_llm`.",
+        )
+    return model
+
+
+def _default_model(names: Sequence[str]) -> str:
+    aliases = [name for name in names if name not in STANDARD_MODELS]
+    if len(aliases) == 1:
+        return aliases[0]
+    for standard in ("tensorrt_llm_bls", "ensemble"):
+        if standard in names:
+            return standard
+    raise UsageError(f"Say which model to ask with --model; this server has {', '.join(sorted(names)) or 'none'}.")
+
+
+def _ask(context: Context, server: Endpoint, client: Client, *, number: int, on_text: OnText | None) -> Generation:
+    spec, model = context.spec, context.model
+    request_id = _request_id(spec, number)
+    tensors = request_tensors(context)
+    answer = Answer(context, on_text=on_text)
+    with _stopping(context, server, client, request_id) as stopped:
+        try:
+            answer.read(
+                client.infer(model, tensors, request_id=request_id, stream=context.streams, outputs=spec.outputs)
+            )
+        except RequestCancelledError:
+            if not stopped.is_set():
+                raise
+        except (KeyboardInterrupt, OSError, RequestError):
+            # OSError comes from `on_text` alone: the reader of our output went away. A RequestError may be a timeout,
+            # whose cancellation does not reach the engine through every door; for a refused request nothing happens.
+            _stop_in_engine(context, server, request_id)
+            raise
+    return answer.finished(request_id, stopped=stopped.is_set())
+
+
+def _request_id(spec: QuerySpec, number: int) -> str:
+    """The id of the `number`-th request: given ids are numbered, so that a stop reaches one request only."""
+    if spec.request_id is None:
+        return uuid.uuid4().hex
+    return spec.request_id if number == 0 else f"{spec.request_id}-{number}"
+
+
+@contextmanager
+def _stopping(context: Context, server: Endpoint, client: Client, request_id: str) -> Iterator[threading.Event]:
+    """Stop the request `stop_after_ms` from now, if it is still running; the event says that this was done."""
+    spec, stopped = context.spec, threading.Event()
+    if spec.stop_after_ms is None:
+        yield stopped
+        return
+
+    def stop() -> None:
+        stopped.set()
+        if spec.stop_via_cancel:
+            client.cancel()
+        else:
+            _stop_in_engine(context, server, request_id)
+
+    timer = threading.Timer(spec.stop_after_ms / 1000, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield stopped
+    finally:
+        timer.cancel()
+        timer.join(STOP_TIMEOUT)
+
+
+def _stop_in_engine(context: Context, server: Endpoint, request_id: str) -> None:
+    """Stop the request by its id, within a bound; a server that is gone has nothing left to stop."""
+    core = context.model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL
+    if context.model.has(IDS_INPUT):
+        core = context.model.name
+    spec = dataclasses.replace(context.spec, stop_after_ms=None, stop_via_cancel=False)
+    with suppress(TrtserveError), closing(connect(spec, server, timeout=STOP_TIMEOUT)) as client:
+        stop_request(client, core, request_id)

@@ -1,0 +1,183 @@
+"""Inputs that come from files: LoRA adapters, prompt embedding tables, draft tokens."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.errors import UsageError
+from trtserve.query.values import as_declared, file_array, read_text
+from trtserve.triton.tensors import Tensor
+
+if TYPE_CHECKING:
+    from trtserve.query.request import Context
+
+LORA_WEIGHTS = "model.lora_weights.npy"
+LORA_CONFIG = "model.lora_config.npy"
+_INLINE_IDS = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*,?\s*")
+
+
+def read_token_ids(text: str, flag: str) -> tuple[tuple[int, ...], ...]:
+    """Rows of token ids: a CSV file with one sequence per line, or the ids themselves, as in `1,15,27`."""
+    content = text if _INLINE_IDS.fullmatch(text) else read_text(Path(text), flag)
+    try:
+        rows = [tuple(int(cell) for cell in row if cell.strip()) for row in csv.reader(content.splitlines())]
+    except ValueError:
+        raise UsageError(f"{flag} is {text}, which does not hold token ids separated by commas.") from None
+    if not any(rows):
+        raise UsageError(f"{flag} is {text}, which holds no token ids.")
+    if any(not 0 <= token < 2**31 for row in rows for token in row):
+        raise UsageError(f"{flag} is {text}; token ids are 0 … {2**31 - 1}.")
+    return tuple(row for row in rows if row)
+
+
+def adapter(context: Context) -> dict[str, Tensor]:
+    """The LoRA inputs: weights and configuration of a folder, or an adapter of the repository by its name."""
+    options = context.spec.options
+    if "lora" in options and ("lora_path" in options or "lora_task_id" in options):
+        raise UsageError("--lora names an adapter of the repository; leave --lora-path and --lora-task-id out.")
+    if "lora_path" in options:
+        if "lora_task_id" not in options:
+            raise UsageError("--lora-path needs --lora-task-id, the number under which the server caches the adapter.")
+        return _adapter_files(context, Path(options["lora_path"]))
+    return _named_adapter(context, options["lora"]) if "lora" in options else {}
+
+
+def _adapter_files(context: Context, folder: Path) -> dict[str, Tensor]:
+    files = {"lora_weights": LORA_WEIGHTS, "lora_config": LORA_CONFIG}
+    arrays = {name: _two_axes(file_array(folder / file, "--lora-path"), folder / file) for name, file in files.items()}
+    if len(arrays["lora_weights"]) != len(arrays["lora_config"]):
+        weights, config = (len(array) for array in arrays.values())
+        raise UsageError(f"--lora-path: the weights in {folder} have {weights} rows and the configuration {config}.")
+    return {
+        name: _tensor(context, name, array, f"--lora-path {folder / files[name]}") for name, array in arrays.items()
+    }
+
+
+def _named_adapter(context: Context, name: str) -> dict[str, Tensor]:
+    """By the input `lora_name` where the model resolves names; else from the repository's lora.json."""
+    known = _adapters(context.repository)
+    if known is not None and name not in known:
+        raise UsageError(
+            f"The repository has no adapter {name!r}.", hint=f"Its adapters: {', '.join(sorted(known)) or 'none'}."
+        )
+    if context.model.has("lora_name"):
+        return context.scalar(name, "lora_name")
+    if known is None or context.repository is None:
+        raise UsageError(
+            f"The model {context.model.name!r} takes no adapter names, and its repository is not known here.",
+            hint="Use --lora-path with --lora-task-id.",
+        )
+    entry = known[name]
+    return {
+        **context.scalar(int(entry["task_id"]), "lora_task_id"),
+        **_adapter_files(context, context.repository / entry["folder"]),
+    }
+
+
+def _adapters(repository: Path | None) -> Mapping[str, Any] | None:
+    """Adapters of the repository by name; None when its files are not here."""
+    if repository is None or not repository.is_dir():
+        return None
+    path = repository / "lora.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    adapters: Mapping[str, Any] = content.get("adapters", {})
+    return adapters
+
+
+def prompt_table(context: Context) -> dict[str, Tensor]:
+    """The rows of one task of a p-tuning table, their number, and the ids that tell tables apart."""
+    options = context.spec.options
+    values: dict[str, Tensor] = {}
+    if "prompt_embedding_table_path" in options:
+        table = _task_of_table(Path(options["prompt_embedding_table_path"]), options.get("prompt_task_id", 0))
+        values["prompt_embedding_table"] = _tensor(
+            context, "prompt_embedding_table", table, "--prompt-embedding-table-path"
+        )
+        values |= context.scalar(len(table), "prompt_vocab_size")
+    elif "prompt_task_id" in options:
+        raise UsageError("--prompt-task-id chooses in a table; give it with --prompt-embedding-table-path.")
+    if "prompt_table_extra_id" in options:
+        values |= _extra_ids(context, options["prompt_table_extra_id"])
+    return values
+
+
+def _task_of_table(path: Path, task: int) -> Any:
+    table = file_array(path, "--prompt-embedding-table-path")
+    tasks = table[None] if table.ndim == 2 else table
+    if tasks.ndim != 3:
+        raise UsageError(
+            f"--prompt-embedding-table-path: {path} has shape {list(table.shape)}; expected [tasks, rows, hidden]."
+        )
+    if task >= len(tasks):
+        raise UsageError(f"--prompt-task-id is {task}; {path} has {len(tasks)} tasks, counted from 0.")
+    return tasks[task]
+
+
+def _extra_ids(context: Context, number: int) -> dict[str, Tensor]:
+    if context.model.has("prompt_table_extra_id") or not context.model.has("prompt_table_extra_ids"):
+        return context.scalar(number, "prompt_table_extra_id")
+    # The core model takes one per prompt token: the number where the token stands for a row of the table.
+    first = _vocab_size(context)
+    rows = context.prompts.token_ids
+    longest = max(map(len, rows))
+    ids = [[number if token >= first else 0 for token in row] + [0] * (longest - len(row)) for row in rows]
+    return {"prompt_table_extra_ids": context.model.row_tensor("prompt_table_extra_ids", ids)}
+
+
+def _vocab_size(context: Context) -> int:
+    given = context.spec.options.get("vocab_size")
+    if given is not None:
+        return int(given)
+    if context.repository is not None:
+        config = context.repository / context.model.name / "1" / "config.json"
+        if config.exists():
+            content = json.loads(config.read_text(encoding="utf-8"))
+            return int(content["pretrained_config"]["vocab_size"])
+    raise UsageError("--prompt-table-extra-id needs --vocab-size: the engine's is not known here.")
+
+
+def drafts(context: Context) -> dict[str, Tensor]:
+    """Draft tokens of one step, and the three numbers of lookahead decoding."""
+    options = context.spec.options
+    values: dict[str, Tensor] = {}
+    if "draft_tokens_csv" in options:
+        rows = read_token_ids(options["draft_tokens_csv"], "--draft-tokens-csv")
+        if len(rows) > 1:
+            raise UsageError(f"--draft-tokens-csv has {len(rows)} lines; drafts belong to one sequence.")
+        values |= context.several(rows[0], "draft_input_ids")
+    if "lookahead_config" in options:
+        values |= _lookahead(context, options["lookahead_config"])
+    return values
+
+
+def _lookahead(context: Context, text: str) -> dict[str, Tensor]:
+    numbers = re.fullmatch(r"\[?\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*\]?", text)
+    if numbers is None:
+        raise UsageError(f"--lookahead-config is {text!r}; expected [window,ngram,verification set], such as [7,7,7].")
+    names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+    values: dict[str, Tensor] = {}
+    for name, number in zip(names, numbers.groups(), strict=True):
+        values |= context.scalar(int(number), name)
+    return values
+
+
+def _two_axes(array: Any, path: Path) -> Any:
+    """hf_lora_convert writes [1, rows, columns]."""
+    rows = array[0] if array.ndim == 3 and len(array) == 1 else array
+    if rows.ndim != 2:
+        raise UsageError(f"--lora-path: {path} has shape {list(array.shape)}; expected [1, rows, columns].")
+    return rows
+
+
+def _tensor(context: Context, name: str, array: Any, what: str) -> Tensor:
+    declared = context.model.input(name)
+    if len(declared.dims) != array.ndim or any(
+        dim not in (-1, size) for dim, size in zip(declared.dims, array.shape, strict=True)
+    ):
+        raise UsageError(f"{what} has shape {list(array.shape)}; the model wants {declared}.")
+    return context.model.tensor(name, as_declared(declared, array, what), rows=context.prompts.rows)
