@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields
-from typing import Any, overload
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,17 +82,19 @@ class SamplingParameters:
 
 @dataclass(slots=True)
 class Row:
-    """A row of logits and whose it is; `generated` tokens came before it, `log_prob` tells that it is asked for."""
+    """A row of logits and whose it is; `generated` tokens came before it, `log_prob` tells that it is asked for.
+
+    `plain` tells that the largest logit is the whole answer.
+    """
 
     parameters: SamplingParameters
     processor: LogitsProcessor
     generated: SequenceOf[int]
     log_prob: bool = False
+    plain: bool = field(init=False)
 
-    @property
-    def plain(self) -> bool:
-        """True when the largest logit is the whole answer."""
-        return self.parameters.greedy and self.processor.keeps_order and not self.log_prob
+    def __post_init__(self) -> None:
+        self.plain = self.parameters.greedy and self.processor.keeps_order and not self.log_prob
 
 
 @dataclass(slots=True)
@@ -108,43 +110,7 @@ class Choice:
     full_log_prob: float = math.nan
 
 
-@overload
-def choose_tokens(
-    logits: npt.NDArray[Any], rows: SequenceOf[Row], *, normalize_log_probs: bool = True
-) -> list[Choice]: ...
-
-
-@overload
-def choose_tokens(
-    logits: npt.NDArray[Any],
-    rows: SequenceOf[SamplingParameters],
-    positions: SequenceOf[int],
-    end_ids: SequenceOf[int],
-) -> list[int]: ...
-
-
-def choose_tokens(
-    logits: npt.NDArray[Any],
-    rows: Any,
-    positions: SequenceOf[int] | None = None,
-    end_ids: SequenceOf[int] = (),
-    *,
-    normalize_log_probs: bool = True,
-) -> Any:
-    """The next token of each row; the second form serves the worker until it holds processors."""
-    if positions is None:
-        return _choose_tokens(logits, rows, normalize_log_probs=normalize_log_probs)
-    prompt = np.zeros(0, dtype=np.int64)
-    made = [
-        Row(each, LogitsProcessor(each, prompt, vocab_size=logits.shape[1], end_id=end_id), range(position))
-        for each, position, end_id in zip(rows, positions, end_ids, strict=True)
-    ]
-    return [choice.token for choice in _choose_tokens(logits, made)]
-
-
-def _choose_tokens(
-    logits: npt.NDArray[Any], rows: SequenceOf[Row], *, normalize_log_probs: bool = True
-) -> list[Choice]:
+def choose_tokens(logits: npt.NDArray[Any], rows: SequenceOf[Row], *, normalize_log_probs: bool = True) -> list[Choice]:
     """The next token of each row of `logits` f32[r, V].
 
     A row with NaN or +∞, or with −∞ alone, yields UNDEFINED; one in which every token is banned EXHAUSTED.
