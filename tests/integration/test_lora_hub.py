@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.adapters import write_adapter
 from tests.support.hub import Hub, running_hub
+from tests.support.peft_adapters import write_adapter
 from trtserve.artifacts import Manifest
-from trtserve.errors import ModelNotFoundError, NetworkError, UnsupportedModelError
+from trtserve.errors import ModelNotFoundError, UnsupportedModelError
 from trtserve.lora import WEIGHTS, convert_adapter, plan_adapter
 
 ID = "acme/polite"
@@ -37,16 +37,6 @@ def test_an_adapter_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     asked = len(hub.asked_for("adapter_model.safetensors"))
     assert convert_adapter(ID).path == adapter.path
     assert len(hub.asked_for("adapter_model.safetensors")) == asked
-
-
-def test_a_lost_connection_leaves_no_half_adapter(hub: Hub, tmp_path: Path) -> None:
-    source = write_adapter(tmp_path / "source", modules={"mlp.down_proj": (256, 256)}, rank=64)
-    hub.add(ID, source, cut={"adapter_model.safetensors": 100_000}, cuts=99)
-    with pytest.raises(NetworkError, match="stopped after"):
-        convert_adapter(ID)
-    assert not plan_adapter(ID).path.exists()
-    hub.models[ID].cut.clear()
-    assert convert_adapter(ID).path.exists()
 
 
 def test_repositories_that_are_no_adapters(hub: Hub, tmp_path: Path) -> None:

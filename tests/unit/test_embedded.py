@@ -35,11 +35,7 @@ def check(settings: dict[str, str], *, release: str = "1.2", queue: int = 0) -> 
         ("max_beam_width", "2", "max_beam_width"),
         ("enable_trt_overlap", "true", "works without overlap only"),
         ("decoding_mode", "medusa", "cannot carry out: the embedded executor has no such decoder"),
-        ("decoding_mode", "beam_search", "needs a beam width above 1"),
-        ("gpt_model_type", "V1", "not supported"),
-        ("guided_decoding_backend", "xgrammar", "cannot carry it out"),
-        ("max_attention_window_size", "64", r"below max_seq_len \(128\)"),
-        ("batch_scheduler_policy", "max_utilization", "not supported"),
+        ("decoding_mode", "beam_search", "needs a max_beam_width above 1"),
         ("sink_token_length", "4", "is '4', which this runtime cannot carry out: the attention keeps no sink tokens"),
         ("encoder_model_path", "/encoder", "models are decoder-only"),
         ("lookahead_window_size", "4", "lookahead decoding is not carried out"),
@@ -61,10 +57,7 @@ def test_refused_by_name(name: str, value: str, reason: str) -> None:
     ("name", "value", "accepted"),
     [
         ("max_beam_width", "2", ", or set it to 1."),
-        ("batch_scheduler_policy", "max_utilization", ", or set it to guaranteed_no_evict."),
-        ("gpt_model_type", "V1", ", or set it to inflight_fused_batching or inflight_batching."),
         ("decoding_mode", "medusa", ", or set it to auto or top_k or top_p or top_k_top_p."),
-        ("guided_decoding_backend", "xgrammar", "."),
     ],
 )
 def test_what_would_start_is_named(name: str, value: str, accepted: str) -> None:
@@ -80,6 +73,23 @@ def test_other_models_refuse_too(model: str, name: str) -> None:
     require_carried_out({model: {name: ""}}, "1.2")
     with pytest.raises(UsageError, match=rf"{model}: Parameter {name} is 'x', .* images are not served"):
         require_carried_out({model: {name: "x"}}, "1.2")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gpt_model_type", "V1"),
+        ("batch_scheduler_policy", "max_utilization"),
+        ("max_attention_window_size", "64"),
+        ("enable_kv_cache_reuse", "true"),
+        ("guided_decoding_backend", "llguidance"),
+        ("sink_token_length", "0"),
+        ("gpu_device_ids", "0,1"),
+        ("enable_trt_overlap", "false"),
+    ],
+)
+def test_what_is_carried_out_or_ignored_starts(name: str, value: str) -> None:
+    check({name: value})
 
 
 def test_the_queue_is_checked_too() -> None:

@@ -22,6 +22,7 @@ from trtserve.cli import (
     list_,
     logs,
     lora,
+    metrics,
     query,
     remove,
     repo,
@@ -166,6 +167,7 @@ command(lora.lora, rich_help_panel=UPKEEP)
 command(stop.stop, rich_help_panel=UPKEEP)
 command(status.status, rich_help_panel=UPKEEP)
 command(logs.logs, rich_help_panel=UPKEEP)
+command(metrics.metrics, rich_help_panel=UPKEEP)
 command(list_.list_models, name="list", rich_help_panel=UPKEEP)
 command(remove.remove, rich_help_panel=UPKEEP)
 command(doctor.doctor, rich_help_panel=UPKEEP)

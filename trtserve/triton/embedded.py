@@ -107,8 +107,10 @@ def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: 
 def _refuse_beam_search(config: Any) -> None:
     """The executor replaces this mode with a warning in its log, as TensorRT-LLM does; nobody wants that served."""
     mode = config.decoding_config and config.decoding_config.decoding_mode
-    if mode and mode.isBeamSearch():
-        raise ValueError("decoding_mode beam_search needs a beam width above 1, which the embedded executor has not")
+    if mode and mode.isBeamSearch() and config.max_beam_width == 1:
+        raise ValueError(
+            "decoding_mode beam_search needs a max_beam_width above 1, and an engine that was built for it"
+        )
 
 
 def _refuse_missing_engine(folder: str) -> None:

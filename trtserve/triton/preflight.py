@@ -13,7 +13,7 @@ from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError
 from trtserve.triton.config import parse_config
 from trtserve.triton.parameters import CLASSES_FILE
-from trtserve.triton.profiles import BLS, CORE, ENSEMBLE
+from trtserve.triton.profiles import BLS, CORE, DRAFT, ENSEMBLE
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}?")
 
@@ -23,7 +23,8 @@ class Served:
     """What the files of a repository say.
 
     `model` is the text model that is asked by default, `backends` what Triton must have, `streaming` whether that model
-    is decoupled, `engine` the content of the engine's config.json (empty when there is none), `facts` the manifest's,
+    is decoupled, `engine` the content of the engine's config.json (empty when there is none), `engine_bytes` the size
+    of its weights and the draft model's, `facts` the manifest's,
     `without_meaning` the parameters that are set and that the runtime ignores (the core model's by their bare names).
     """
 
@@ -98,14 +99,14 @@ def inspect_repository(repository: ModelRepository) -> Served:
         _require_program(repository.path / name, config)
     facts = repository.manifest.facts if repository.manifest is not None else {}
     model = _default_model(configs, facts, repository.name)
-    engine = repository.path / CORE / "1"
+    engines = [repository.path / model / "1" for model in (CORE, DRAFT)]
     return Served(
         models=tuple(configs),
         model=model,
         backends=frozenset(config.backend for config in configs.values() if config.backend),
         streaming=bool(configs[model].model_transaction_policy.decoupled or _core_streams(configs)),
-        engine=_json(engine / "config.json"),
-        engine_bytes=sum(path.stat().st_size for path in engine.glob("*.bin")),
+        engine=_json(engines[0] / "config.json"),
+        engine_bytes=sum(path.stat().st_size for engine in engines for path in engine.glob("*.bin")),
         facts=facts,
         without_meaning=tuple(_without_meaning(repository.path, configs)),
     )
@@ -156,14 +157,15 @@ def _require_program(folder: Path, config: Any) -> None:
 
 def require_engine(repository: ModelRepository) -> None:
     """RepositoryError for an openvino engine without its files, which Triton would miss only when it loads them."""
-    engine = repository.path / CORE / "1"
-    runtime = _json(engine / "config.json").get("trtserve", {}).get("runtime")
-    lacking = [name for name in ("rank0.xml", "rank0.bin") if not (engine / name).is_file()]
-    if runtime == "openvino" and lacking:
-        raise RepositoryError(
-            f"The engine of the model {CORE} is incomplete: {engine} has no {' and no '.join(lacking)}.",
-            hint="Make the repository again with `trtserve repo` or `trtserve import`.",
-        )
+    for model in (CORE, DRAFT):
+        engine = repository.path / model / "1"
+        runtime = _json(engine / "config.json").get("trtserve", {}).get("runtime")
+        lacking = [name for name in ("rank0.xml", "rank0.bin") if not (engine / name).is_file()]
+        if runtime == "openvino" and lacking:
+            raise RepositoryError(
+                f"The engine of the model {model} is incomplete: {engine} has no {' and no '.join(lacking)}.",
+                hint="Make the repository again with `trtserve repo` or `trtserve import`.",
+            )
 
 
 def _default_model(configs: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> str:

@@ -7,7 +7,6 @@ import http.client
 import importlib.util
 import json
 import os
-import re
 import secrets
 import sys
 import sysconfig
@@ -18,14 +17,13 @@ from pathlib import Path
 from trtserve.errors import MissingDependencyError
 from trtserve.process import Command, program
 from trtserve.store import Store
+from trtserve.triton import metrics
+from trtserve.triton.profiles import CORE
 
 EXIT_TIMEOUT = 3
 SHARED_MEMORY = Path("/dev/shm")
 _SYSTEM_ROOT = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
-_KV_BLOCKS = re.compile(
-    r'^nv_trt_llm_kv_cache_block_metrics\{[^}]*kv_cache_block_type="(\w+)"[^}]*\} ([\d.e+]+)$', re.MULTILINE
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +172,13 @@ def model_states(address: Address) -> dict[str, str]:
 
 def kv_blocks(address: Address) -> Mapping[str, int]:
     """Gauges of the core model: KV cache blocks (max, free, used, reused) and `tokens_per` block; {} when silent."""
-    body = _request(address, address.metrics_port, "GET", "/metrics")
-    found = [] if body is None else _KV_BLOCKS.findall(body)
-    return {kind: int(float(value)) for kind, value in found if kind != "fraction"}
+    page = metrics_page(address)
+    return {} if page is None else metrics.kv_blocks(page, CORE)
+
+
+def metrics_page(address: Address) -> str | None:
+    """The text of the metrics port; None when it is silent."""
+    return _request(address, address.metrics_port, "GET", "/metrics")
 
 
 def client_host(host: str) -> str:

@@ -1,0 +1,194 @@
+"""`trtserve metrics`: what a server counts, as a table or as a live view."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trtserve.cli.endpoint import find_endpoint
+from trtserve.cli.options import JsonOption
+from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
+from trtserve.errors import UsageError
+from trtserve.machine import gibibytes
+from trtserve.metrics import Reading, Source, find_source, read_metrics, remote_source, watch_metrics
+from trtserve.triton.metrics import KV_BLOCKS, REQUESTS, TOKENS, CoreMetrics, ModelMetrics
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_CORE_COLUMNS = ("model", "family", "value of", "value")
+_MODEL_COLUMNS = ("model", "requests", "failed", "inferences", "executions", "pending", "request ms", "queue ms")
+
+
+def metrics(
+    name: Annotated[str | None, typer.Argument(help="Name of a server; default: the only one.")] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="HOST:PORT", help="Metrics port of any Triton instead.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Print the page as the server wrote it.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C: KV cache, requests, tokens per second.")
+    ] = False,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two readings.")] = 1.0,
+    count: Annotated[int | None, typer.Option("--count", min=1, help="How many readings --watch takes.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show the metrics of a running server: the core model's (nv_trt_llm_…) and Triton's (nv_inference_…)."""
+    if watch and (json or raw):
+        raise UsageError("--watch shows one reading after another; it cannot be combined with --json or --raw.")
+    source = _source(name, url)
+    if watch:
+        _watch(source, interval, count)
+        return
+    reading = read_metrics(source)
+    if raw:
+        print_data(reading.text)
+    elif json:
+        print_json("metrics", _described(source, reading))
+    else:
+        _print(reading)
+
+
+def _source(name: str | None, url: str | None) -> Source:
+    if url is None:
+        return find_source(name)
+    if name is not None:
+        raise UsageError("NAME is a recorded server; it cannot be combined with --url.")
+    place = find_endpoint(server=None, host=None, http_port=None, grpc_port=None, url=url, protocol="http")
+    return remote_source(place.host, place.http_port)
+
+
+def _described(source: Source, reading: Reading) -> dict[str, object]:
+    return {
+        "server": source.name,
+        "core": [{"model": each.model, "version": each.version, **each.families} for each in reading.core],
+        "models": [{"model": each.model, "version": each.version, **each.values} for each in reading.models],
+    }
+
+
+def _print(reading: Reading) -> None:
+    """Two tables on a terminal; elsewhere lines of one form: model, family, value of, value."""
+    core = [row for each in reading.core for row in _core_rows(each)]
+    if not sys.stdout.isatty():
+        counted = [
+            (each.model, f"nv_inference_{name}", "-", _number(value))
+            for each in reading.models
+            for name, value in each.values.items()
+        ]
+        print_table(_CORE_COLUMNS, [*core, *counted])
+        return
+    if core:
+        print_table(_CORE_COLUMNS, core)
+    print_table(_MODEL_COLUMNS, [_model_row(each) for each in reading.models])
+
+
+def _core_rows(core: CoreMetrics) -> Iterator[tuple[object, ...]]:
+    for family, values in core.families.items():
+        for kind, value in values.items():
+            yield core.model, family, kind, _number(value)
+
+
+def _model_row(model: ModelMetrics) -> tuple[object, ...]:
+    names = ("request_success", "request_failure", "count", "exec_count", "pending_request_count")
+    means = ("request_duration_us", "queue_duration_us")
+    return (
+        model.model,
+        *(_number(model.values[name]) if name in model.values else "-" for name in names),
+        *("-" if (mean := model.mean_ms(name)) is None else f"{mean:.1f}" for name in means),
+    )
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:.4g}"
+
+
+def _watch(source: Source, interval: float, count: int | None) -> None:
+    readings = watch_metrics(source, interval=interval, count=count, pause=time.sleep)
+    first = next(readings)
+    if not any(each.families.get(TOKENS) for each in first.core):
+        TerminalProgress().warn(f"{source.name} has no {TOKENS}: tokens per second are not shown.")
+    if sys.stdout.isatty():
+        _watch_live(source, first, readings)
+        return
+    for reading in _all(first, readings):
+        for core in reading.core:
+            print_data(_line(core, reading.rates.get(core.model, {})))
+
+
+def _all(first: Reading, rest: Iterator[Reading]) -> Iterator[Reading]:
+    yield first
+    yield from rest
+
+
+def _line(core: CoreMetrics, rates: dict[str, float]) -> str:
+    cells = (
+        time.strftime("%H:%M:%S"),
+        core.model,
+        f"kv {_kv_words(core)}",
+        _request_words(core),
+        *_rate_words(rates),
+    )
+    return "\t".join(cells)
+
+
+def _watch_live(source: Source, first: Reading, readings: Iterator[Reading]) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(_view(source, first), console=Console(highlight=False), auto_refresh=False) as live:
+        for reading in _all(first, readings):
+            live.update(_view(source, reading), refresh=True)
+
+
+def _view(source: Source, reading: Reading) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    title = Text(f"{source.name}   {time.strftime('%H:%M:%S')}   Ctrl-C ends", style="dim")
+    panels = [_core_panel(each, reading.rates.get(each.model, {})) for each in reading.core]
+    return Group(title, *(panels or [Text("No core model reports metrics.")]))
+
+
+def _core_panel(core: CoreMetrics, rates: dict[str, float]) -> RenderableType:
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    blocks = core.families.get(KV_BLOCKS, {})
+    bar = ProgressBar(total=blocks.get("max") or 1, completed=blocks.get("used", 0), width=30)
+    usage = Table.grid(padding=(0, 2))
+    usage.add_row(bar, _kv_words(core))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("KV cache", usage)
+    grid.add_row("requests", _request_words(core))
+    grid.add_row("speed", ", ".join(_rate_words(rates)))
+    memory = core.value("nv_trt_llm_runtime_memory_metrics", "cpu")
+    if memory:
+        grid.add_row("memory", gibibytes(int(memory)))
+    return Panel(grid, title=core.model, title_align="left")
+
+
+def _kv_words(core: CoreMetrics) -> str:
+    blocks = core.families.get(KV_BLOCKS, {})
+    used, most = blocks.get("used", 0), blocks.get("max", 0)
+    share = f" ({used / most:.0%})" if most else ""
+    return f"{_number(used)} of {_number(most)} blocks{share}"
+
+
+def _request_words(core: CoreMetrics) -> str:
+    values = core.families.get(REQUESTS, {})
+    shown = [f"{_number(values[kind])} {kind}" for kind in ("active", "waiting", "scheduled") if kind in values]
+    return ", ".join(shown) + (f" of at most {_number(values['max'])}" if "max" in values else "")
+
+
+def _rate_words(rates: dict[str, float]) -> Iterator[str]:
+    for name, words in (
+        ("generated_tokens", "tokens/s"),
+        ("prompt_tokens", "prompt tokens/s"),
+        ("iterations", "iterations/s"),
+    ):
+        yield f"{rates[name]:.1f} {words}" if name in rates else f"- {words}"
