@@ -29,7 +29,7 @@ class ReferenceDecoder:
         weights: Mapping[str, Array],
         *,
         int8: bool = False,
-        windows: Sequence[int] = (),
+        windows: Sequence[int | None] = (),
     ) -> None:
         self._windows = windows or [decoder.window]
         self._decoder = decoder

@@ -1,167 +1,275 @@
-"""`trtserve lora`: an adapter's folder becomes the two files of hf_lora_convert, once."""
+"""Adapters in the cache: what is taken, what is refused with which words, and which leave first."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from tests.support.peft_adapters import PREFIX, write_adapter
-from tests.support.tiny_models import read_safetensors
-from trtserve.artifacts import Adapter, Manifest, looks_like
-from trtserve.cli import run
-from trtserve.errors import ConversionError, ModelNotFoundError, TrtserveError, UnsupportedModelError, UsageError
-from trtserve.lora import build_options, convert_adapter, plan_adapter
-from trtserve.progress import SilentProgress
-from trtserve.store import Store
+from tests.support.adapters import random_adapter
+from tests.support.tiny_decoders import tiny_decoder
+from trtserve.executor.configs import PeftCacheConfig
+from trtserve.executor.lora import AdapterCache, NotCachedError
+from trtserve.executor.lora_modules import LoraShape, lora_modules
+from trtserve.executor.requests import LoraConfig
 
-MODULES = {"self_attn.q_proj": (16, 16), "self_attn.v_proj": (16, 8), "mlp.down_proj": (24, 16)}
-
-
-@dataclass
-class Recorder(SilentProgress):
-    """A Progress that remembers its warnings."""
-
-    warnings: list[str] = field(default_factory=list)
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
+MEMORY = 1 << 30
+MODULES = lora_modules(tiny_decoder().config, ["attn_q", "attn_k", "attn_v"])
+SHAPE = LoraShape(modules=MODULES, layers=2, max_rank=8)
+FULL = "Cache is full. There are no done tasks to evict"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_adapter(tmp_path / "polite", modules=MODULES)
+def _cache(shape: LoraShape | None = SHAPE, **config: Any) -> AdapterCache:
+    return AdapterCache(shape, PeftCacheConfig(**config), free_memory=MEMORY)
 
 
-def by_hand(folder: Path, scale: float) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The layout of the reference, written out for this adapter: 2 layers of q (1), v (3) and down (6), rank 4."""
-    tensors = read_safetensors(folder / "adapter_model.safetensors")
-    weights, config = np.zeros((1, 6, 160), np.float16), np.zeros((1, 6, 3), np.int32)
-    row = 0
-    for layer in (0, 1):
-        for module, number in (("self_attn.q_proj", 1), ("self_attn.v_proj", 3), ("mlp.down_proj", 6)):
-            first = tensors[f"{PREFIX}.{layer}.{module}.lora_A.weight"].reshape(-1)
-            second = (tensors[f"{PREFIX}.{layer}.{module}.lora_B.weight"] * np.float32(scale)).reshape(-1)
-            weights[0, row, : first.size] = first
-            weights[0, row, first.size : first.size + second.size] = second
-            config[0, row] = number, layer, 4
-            row += 1
-    return weights, config
+def _sent(task: int, *, rank: int = 4, **options: Any) -> LoraConfig:
+    return LoraConfig(task, *random_adapter(SHAPE, seed=task, rank=rank, **options))
 
 
-def test_the_files_are_what_the_reference_says(folder: Path) -> None:
-    adapter = convert_adapter(folder)
-    weights, config = by_hand(folder, 2.0)
-    assert {path.name for path in adapter.path.iterdir()} == {
-        "model.lora_weights.npy",
-        "model.lora_config.npy",
-        "manifest.json",
-    }
-    found = np.load(adapter.path / "model.lora_weights.npy")
-    assert found.dtype == np.float16
-    assert np.array_equal(found, weights)
-    found = np.load(adapter.path / "model.lora_config.npy")
-    assert found.dtype == np.int32
-    assert np.array_equal(found, config)
+def _cached(cache: AdapterCache, *tasks: int) -> list[bool]:
+    """Which of `tasks` are cached; asking for one makes it the one used last, so ask once."""
+    return [_is_cached(cache, task) for task in tasks]
 
 
-def test_the_manifest(folder: Path) -> None:
-    adapter = convert_adapter(str(folder), storage_type="float32", name="kind")
-    manifest = Manifest.read(adapter.path)
-    assert (manifest.kind, manifest.name) == ("adapter", "kind")
-    assert manifest.facts["targets"] == ["attn_q", "attn_v", "mlp_4h_to_h"]
-    assert (manifest.facts["rows"], manifest.facts["max_rank"], manifest.facts["base_model"]) == (6, 4, "tiny")
-    assert build_options(adapter) == (
-        "--lora-plugin auto --lora-target-modules attn_q,attn_v,mlp_4h_to_h --max-lora-rank 4"
-    )
-    assert np.load(adapter.path / "model.lora_weights.npy").dtype == np.float32
+def _is_cached(cache: AdapterCache, task: int) -> bool:
+    try:
+        cache.release(cache.resolve(LoraConfig(task)))
+    except NotCachedError:
+        return False
+    return True
 
 
-def test_equal_adapters_are_reused_by_content(folder: Path, tmp_path: Path) -> None:
-    made = convert_adapter(folder, name="one")
-    assert plan_adapter(write_adapter(tmp_path / "copy", modules=MODULES), name="one").reused
-    assert not plan_adapter(folder, name="one", storage_type="float32").reused
-    assert not plan_adapter(write_adapter(tmp_path / "other", modules=MODULES, seed=1), name="one").reused
-    assert convert_adapter(folder, name="one").path == made.path
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("batch_axis", [True, False])
+def test_rows_become_matrices(dtype: Any, batch_axis: bool) -> None:
+    weights, config = random_adapter(SHAPE, seed=1, rank=3, dtype=dtype, batch_axis=batch_axis)
+    adapter = _cache().resolve(LoraConfig(1, weights, config))
+    rows = weights.reshape(-1, weights.shape[-1]).astype(np.float32)
+    for row, (number, layer, rank) in zip(rows, config.reshape(-1, 3).tolist(), strict=True):
+        module = next(module for module in MODULES if module.id == number)
+        a, b = adapter.matrices[layer, number]
+        np.testing.assert_array_equal(a.reshape(-1), row[: rank * module.inputs])
+        np.testing.assert_array_equal(b.T.reshape(-1), row[rank * module.inputs : module.numbers(rank)])
+    assert adapter.ranks == {1: 3, 2: 3, 3: 3}
 
 
-def test_it_is_found_by_name_and_by_folder(folder: Path) -> None:
-    made = convert_adapter(folder)
-    assert Store().find(Adapter, "polite").path == made.path
-    assert Store().find(Adapter, str(made.path)).path == made.path
-    assert looks_like(Adapter, made.path)
-    assert not looks_like(Adapter, folder)
+def test_engines_in_bfloat16_hold_bfloat16() -> None:
+    shape = LoraShape(modules=MODULES, layers=2, max_rank=8, bfloat16=True)
+    adapter = _cache(shape).resolve(_sent(1))
+    assert {array.dtype for pair in adapter.matrices.values() for array in pair} == {np.dtype(ml_dtypes.bfloat16)}
 
 
-def test_names_without_a_module_are_told(tmp_path: Path) -> None:
-    extra = {"base_model.model.lm_head.lora_A.weight": np.ones((4, 16), np.float32)}
-    progress = Recorder()
-    adapter = convert_adapter(write_adapter(tmp_path / "with-head", modules=MODULES, extra=extra), progress=progress)
-    assert progress.warnings == [
-        "No LoRA module of TensorRT-LLM matches, left out: base_model.model.lm_head.lora_A.weight"
-    ]
-    assert Manifest.read(adapter.path).facts["unmatched"] == list(extra)
+def test_the_weights_are_sent_once() -> None:
+    cache = _cache()
+    with pytest.raises(
+        NotCachedError, match=r"^LoRA task 7 not found in cache\. Please send LoRA weights with request$"
+    ):
+        cache.resolve(LoraConfig(7))
+    first = cache.resolve(_sent(7))
+    assert cache.resolve(LoraConfig(7)) is first
+    assert first.holders == 2
 
 
-def test_an_adapter_of_nothing_else_is_refused(tmp_path: Path) -> None:
-    names = [f"base_model.model.transformer.h.{layer}.attn.c_attn.lora_A.weight" for layer in range(6)]
-    extra = {name: np.ones((1, 1), np.float32) for name in names}
-    folder = write_adapter(tmp_path / "gpt2", modules={}, extra=extra)
-    with pytest.raises(UnsupportedModelError, match=r"No tensor of .*\.h\.3\.attn\.c_attn\.lora_A\.weight and 2 more"):
-        convert_adapter(folder)
-    assert not list(Store().folder(Adapter).glob("[!.]*"))
+def test_a_known_task_id_keeps_its_weights() -> None:
+    """Upstream does not look at tensors that come with an id in the cache; KV blocks of that id stay right."""
+    cache = _cache()
+    first = cache.resolve(_sent(7, rank=4))
+    assert cache.resolve(LoraConfig(7, *random_adapter(SHAPE, seed=8, rank=2))) is first
 
 
-def test_no_half_artefact_is_left(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "large", modules=MODULES, lora_alpha=1e9)
-    with pytest.raises(ConversionError, match="do not fit into float16"):
-        convert_adapter(folder, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_an_engine_without_adapters_says_so() -> None:
+    cache = _cache(None)
+    with pytest.raises(RuntimeError, match="the engine was built without adapters"):
+        cache.resolve(_sent(1))
+    assert cache.batch([(None, 3)]) is None
+    assert cache.fits([None])
 
 
-def refusal(folder: Path, error: type[TrtserveError]) -> str:
-    with pytest.raises(error) as caught:
-        plan_adapter(folder)
-    return f"{caught.value.message} {caught.value.hint}"
+Tensors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
-def test_folders_that_are_no_adapters(tmp_path: Path, folder: Path) -> None:
-    assert "adapter_config.json" in refusal(tmp_path, ModelNotFoundError)
-    weights = folder / "adapter_model.safetensors"
-    weights.rename(folder / "elsewhere")
-    assert "has no adapter_model.safetensors" in refusal(folder, UnsupportedModelError)
-    (folder / "adapter_model.bin").touch()
-    assert "takes PyTorch" in refusal(folder, UnsupportedModelError)
+def _described_as(place: int, number: int) -> Callable[[Tensors], Tensors]:
+    """Another number in the first row of lora_config."""
+
+    def change(tensors: Tensors) -> Tensors:
+        weights, config = tensors
+        config[0, 0, place] = number
+        return weights, config
+
+    return change
 
 
-def test_wrong_values(folder: Path) -> None:
-    with pytest.raises(UsageError, match="--storage-type is 'int8'"):
-        plan_adapter(folder, storage_type="int8")
-    with pytest.raises(ModelNotFoundError, match="demo is a model"):
-        plan_adapter("demo")
+def _with_nan(tensors: Tensors) -> Tensors:
+    tensors[0][0, 0, 5] = np.nan
+    return tensors
 
 
-def test_command(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert run(["lora", str(folder), "--out", str(out), "--dry-run"]) == 0
-    text = capsys.readouterr().out
-    assert "modules   attn_q, attn_v, mlp_4h_to_h (6)" in text
-    assert "made for tiny" in text
-    assert not out.exists()
-    assert run(["lora", str(folder), "--out", str(out)]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == f"{out}\n"
-    assert "--lora-target-modules attn_q,attn_v,mlp_4h_to_h --max-lora-rank 4" in captured.err
-    assert run(["lora", str(folder), "--out", str(out), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)["result"]
-    assert (result["reused"], result["max_rank"], result["rows"]) == (True, 4, 6)
+def _weights(change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: (change(tensors[0]), tensors[1])
 
 
-def test_command_with_a_damaged_adapter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "adapter_config.json").write_text("{")
-    assert run(["lora", str(folder)]) == 16
-    assert "is not JSON" in capsys.readouterr().err
+def _config(change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: (tensors[0], change(tensors[1]))
+
+
+def _both(change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: (change(tensors[0]), change(tensors[1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_described_as(1, 2), r"Expected layerId to be in the range \[0, 2\); lora_config has 2"),
+        (_described_as(2, 0), "Expected adapterSize to be > 0"),
+        (_described_as(2, 9), r"Invalid low_rank \(9\)\. low_rank must be smaller than mMaxLowRank \(8\)"),
+        (_described_as(0, 4), "lora module attn_dense not enabled for this model"),
+        (_described_as(0, 99), "lora module 99 not enabled for this model"),
+        (
+            _weights(lambda w: w[..., :-1]),
+            "lora_weights has too few values for attn_q: rank 4 needs 512, a row has 511",
+        ),
+        (_config(lambda c: c[:, 1:]), "the same number of rows, 1 or more; they have 5 and 4"),
+        (_config(lambda c: c[..., :2]), "Expected rows of lora_config to have 3 numbers; they have 2"),
+        (_both(lambda t: np.concatenate([t, t])), "Expected batch dimension to be 1 .*; lora_weights has 2"),
+        (_weights(lambda w: w.reshape(-1)), "Invalid shape for lora_weights tensor"),
+        (_weights(lambda w: w.astype(np.int32)), "lora_weights has type int32; expected float16, bfloat16 or float32"),
+        (_config(lambda c: c.astype(np.int64)), "Expected lora_config to have TYPE_INT32 but was int64"),
+        (_with_nan, "lora_weights has numbers for attn_q that are not finite"),
+        (_config(lambda c: np.concatenate([c, np.ones_like(c[..., :1])], axis=-1)), "DoRA"),
+        (_both(lambda t: t[:, :0]), "1 or more; they have 0 and 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_leaves_nothing(change: Callable[[Tensors], Tensors], message: str) -> None:
+    cache = _cache()
+    with pytest.raises(RuntimeError, match=message):
+        cache.resolve(LoraConfig(1, *change(random_adapter(SHAPE, seed=1, rank=4))))
+    assert _cached(cache, 1) == [False]
+
+
+def test_numbers_that_overflow_in_bfloat16_are_refused() -> None:
+    shape = LoraShape(modules=MODULES, layers=2, max_rank=8, bfloat16=True)
+    weights, config = random_adapter(SHAPE, seed=1, rank=4)
+    weights[0, 0, 0] = np.float32(3.4e38)
+    with pytest.raises(RuntimeError, match="not finite"):
+        _cache(shape).resolve(LoraConfig(1, weights, config))
+
+
+def test_a_lower_max_adapter_size_counts() -> None:
+    with pytest.raises(RuntimeError, match=r"mMaxLowRank \(2\)"):
+        _cache(max_adapter_size=2).resolve(_sent(1, rank=3))
+
+
+# Three adapters of rank 8 fill 24 ranks of 3 modules in 2 layers: rows of 128 numbers (q) and of 96 (k, v) in slots
+# of 96 numbers make 8 · (2 + 1 + 1) · 2 = 64 slots, the size of one page at the optimal rank of 8.
+ROOM_FOR_THREE: dict[str, Any] = {"host_cache_size": 3 * 64 * 96 * 4}
+
+
+def test_the_least_recently_used_leaves_first() -> None:
+    cache = _cache(**ROOM_FOR_THREE)
+    for task in (1, 2, 3):
+        cache.release(cache.resolve(_sent(task, rank=8)))
+    cache.release(cache.resolve(LoraConfig(1)))
+    cache.release(cache.resolve(_sent(4, rank=8)))
+    assert _cached(cache, 1, 2, 3, 4) == [True, False, True, True]
+
+
+def test_adapters_in_use_stay() -> None:
+    cache = _cache(**ROOM_FOR_THREE)
+    held = [cache.resolve(_sent(task, rank=8)) for task in (1, 2, 3)]
+    with pytest.raises(RuntimeError, match=rf"Could not store taskId=4\. {FULL}"):
+        cache.resolve(_sent(4, rank=8))
+    assert _cached(cache, 1, 2, 3, 4) == [True, True, True, False]
+    cache.release(held[1])
+    cache.resolve(_sent(4, rank=8))
+    assert _cached(cache, 1, 2, 3, 4) == [True, False, True, True]
+
+
+def test_small_adapters_take_less_room() -> None:
+    cache = _cache(optimal_adapter_size=1, **ROOM_FOR_THREE)
+    for task in range(1, 8):
+        cache.resolve(_sent(task, rank=2))
+    assert all(_cached(cache, *range(1, 8)))
+
+
+def test_sizes_in_module_layers_win_over_bytes() -> None:
+    # One module and layer is a row of the largest module: 2 slots of 96 numbers.
+    cache = _cache(num_host_module_layer=64, host_cache_size=1)
+    for task in (1, 2, 3):
+        cache.release(cache.resolve(_sent(task, rank=8)))
+    assert _cached(cache, 1, 2, 3) == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("place", "config"), [("host", {"host_cache_size": 1000}), ("device", {"device_cache_percent": 1e-6})]
+)
+def test_a_cache_too_small_for_one_adapter_is_refused(place: str, config: dict[str, Any]) -> None:
+    with pytest.raises(
+        RuntimeError, match=f"Not enough space allocated to {place} LoRA cache to hold 1 max sized LoRA"
+    ):
+        _cache(**config)
+
+
+def test_by_default_little_memory_still_holds_one_adapter() -> None:
+    cache = AdapterCache(SHAPE, PeftCacheConfig(), free_memory=0)
+    assert cache.fits([cache.resolve(_sent(1, rank=8))])
+
+
+def test_the_device_size_limits_what_works_at_once() -> None:
+    cache = _cache(device_cache_percent=2 * 64 * 96 * 4 / MEMORY)
+    adapters = [cache.resolve(_sent(task, rank=8)) for task in (1, 2, 3)]
+    assert cache.fits([adapters[0], None, adapters[1], adapters[0]])
+    assert not cache.fits(adapters)
+
+
+def test_masks_follow_the_tokens() -> None:
+    cache = _cache()
+    one, two = cache.resolve(_sent(1, rank=1)), cache.resolve(_sent(2, rank=2))
+    batch = cache.batch([(one, 1), (None, 2), (two, 1)])
+    assert batch is not None
+    mask = batch.masks["attention.qkv"]
+    # q, k and v of the first adapter take a column each, those of the second two.
+    np.testing.assert_array_equal(mask, [[1] * 3 + [0] * 6, [0] * 9, [0] * 9, [0] * 3 + [1] * 6])
+    a, b = batch.stack.weights[0, "attention.qkv"]
+    assert (a.shape, b.shape) == ((9, 64), (9, 128))
+    query, key = one.matrices[0, 1], one.matrices[0, 2]
+    np.testing.assert_array_equal(a[:2], np.concatenate([query[0], key[0]]))
+    np.testing.assert_array_equal(b[0], np.concatenate([query[1][0], np.zeros(64)]))
+    np.testing.assert_array_equal(b[1, 64:96], key[1][0])
+
+
+def test_the_stack_is_made_again_only_for_other_adapters() -> None:
+    cache = _cache()
+    adapters = [cache.resolve(_sent(task)) for task in range(1, 7)]
+
+    def stack(*places: int) -> Any:
+        batch = cache.batch([(adapters[place], 1) for place in places])
+        assert batch is not None
+        return batch.stack
+
+    first = stack(0, 1, 2, 3, 4)
+    assert stack(3, 1, 3) is first
+    narrow = stack(4)
+    assert narrow is not first  # which was five times as wide as needed
+    assert stack(4, 5) is not narrow
+    assert cache.batch([(None, 4)]) is None
+
+
+def test_adapters_of_a_folder_are_there_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("3", "11", "notes"):
+        (tmp_path / name).mkdir()
+        weights, config = random_adapter(SHAPE, seed=1, rank=2, dtype=np.float16)
+        np.save(tmp_path / name / "model.lora_weights.npy", weights)
+        np.save(tmp_path / name / "model.lora_config.npy", config)
+    with caplog.at_level(logging.WARNING):
+        cache = _cache(lora_prefetch_dir=str(tmp_path))
+        _cache(lora_prefetch_dir=str(tmp_path / "absent"))
+    assert _cached(cache, 3, 11, 12) == [True, True, False]
+    assert "notes is not called by a task id" in caplog.text
+    assert "absent is not a folder" in caplog.text

@@ -39,7 +39,7 @@ def _reference(tiny: TinyDecoder) -> ReferenceDecoder:
     return ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, int8=tiny.int8)
 
 
-def _model(folder: Path, tiny: TinyDecoder, **precision: str) -> PagedModel:
+def _model(folder: Path, tiny: TinyDecoder, **precision: Any) -> PagedModel:
     return PagedModel(write_engine(folder, tiny, **precision), threads=1)
 
 
