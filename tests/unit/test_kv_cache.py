@@ -1,13 +1,49 @@
-"""The block pool and the block rows: nothing is lost, nothing is given twice."""
+"""The block pool and the block rows: nothing is lost, nothing is given twice, and what is shared is the same."""
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from trtserve.executor.kv_cache import BlockPool, KvCache
+from trtserve.executor.kv_cache import Allocation, BlockPool, BlockUse, CacheKey, KvCache
+from trtserve.executor.requests import KvCacheRetentionConfig
+
+
+def _cache(blocks: int, *, size: int = 4, rows: int = 8, longest: int = 40, **options: Any) -> KvCache:
+    copies: list[tuple[int, int]] = options.pop("copies", [])
+    return KvCache(
+        blocks=blocks,
+        tokens_per_block=size,
+        max_rows=rows,
+        max_tokens=longest,
+        copy_block=lambda source, target: copies.append((source, target)),
+        **options,
+    )
+
+
+def _key(tokens: int | list[int], **options: Any) -> CacheKey:
+    values = range(tokens) if isinstance(tokens, int) else tokens
+    return CacheKey(np.array(values, dtype=np.int64), **options)
+
+
+def _start(cache: KvCache, key: CacheKey, reserve: int, width: int = 1, use: BlockUse | None = None) -> Allocation:
+    allocation = cache.start(key, reserve=reserve, width=width, use=use or BlockUse())
+    assert allocation is not None
+    return allocation
+
+
+def _run(cache: KvCache, key: CacheKey, use: BlockUse | None = None) -> tuple[list[int], int]:
+    """Compute a context and end it; its blocks, and how many tokens of it were known."""
+    allocation = _start(cache, key, len(key.tokens), use=use)
+    (slot,) = allocation.slots
+    cache.extend(slot, len(key.tokens))
+    cache.filled(slot, key.tokens)
+    blocks = cache.table[slot, : cache.counts[slot]].tolist()
+    cache.finish(allocation.slots, key.tokens)
+    return blocks, allocation.reused_tokens
 
 
 def test_a_block_returns_with_its_last_reference() -> None:
@@ -32,28 +68,26 @@ def test_an_empty_pool_refuses() -> None:
 
 
 def test_start_sets_blocks_aside_to_the_end() -> None:
-    cache = KvCache(blocks=5, tokens_per_block=4, max_sequences=4, max_tokens=20)
-    slot = cache.start(10)
-    assert slot is not None
+    cache = _cache(5)
+    allocation = _start(cache, _key(3), 10)
     assert (cache.available, cache.pool.free) == (2, 5)
-    assert cache.start(9) is None
-    assert cache.extend(slot, 5) == 8
+    assert cache.start(_key(3), reserve=9, width=1, use=BlockUse()) is None
+    assert cache.extend(allocation.slots[0], 5) == 8
     assert (cache.available, cache.pool.free) == (2, 3)
-    cache.finish(slot)
+    cache.finish(allocation.slots, [])
     assert (cache.available, cache.pool.free) == (5, 5)
 
 
 def test_slots_limit_the_sequences() -> None:
-    cache = KvCache(blocks=5, tokens_per_block=4, max_sequences=1, max_tokens=20)
-    assert cache.start(1) is not None
-    assert cache.start(1) is None
+    cache = _cache(9, rows=2)
+    assert cache.start(_key(1), reserve=1, width=3, use=BlockUse()) is None
+    _start(cache, _key(1), 1, width=2)
+    assert cache.start(_key(1), reserve=1, width=1, use=BlockUse()) is None
 
 
 def test_indices_list_the_blocks_of_each_slot_in_order() -> None:
-    cache = KvCache(blocks=6, tokens_per_block=2, max_sequences=2, max_tokens=8)
-    first, second = cache.start(6), cache.start(4)
-    assert first is not None
-    assert second is not None
+    cache = _cache(6, size=2, rows=2)
+    (first,), (second,) = _start(cache, _key(1), 6).slots, _start(cache, _key(1), 4).slots
     cache.extend(first, 1)
     cache.extend(second, 3)
     cache.extend(first, 5)
@@ -62,39 +96,210 @@ def test_indices_list_the_blocks_of_each_slot_in_order() -> None:
     assert len(set(expected)) == 5
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_random_lives_never_leak_or_share_a_block(seed: int) -> None:
-    random_source = random.Random(seed)
-    cache = KvCache(blocks=30, tokens_per_block=3, max_sequences=8, max_tokens=40)
-    living: dict[int, tuple[int, int]] = {}
-    for _ in range(600):
-        action = random_source.choice(["start", "extend", "extend", "finish"])
-        if action == "start":
-            tokens = random_source.randint(1, 40)
-            slot = cache.start(tokens)
-            if slot is not None:
-                assert slot not in living
-                living[slot] = (tokens, 0)
-        elif living and action == "extend":
-            slot = random_source.choice(list(living))
-            tokens, done = living[slot]
-            done = random_source.randint(done, tokens)
-            assert cache.extend(slot, done) >= done
-            living[slot] = (tokens, done)
-        elif living:
-            slot = random_source.choice(list(living))
-            cache.finish(slot)
-            del living[slot]
-        _check(cache, living)
-    for slot in living:
-        cache.finish(slot)
-    _check(cache, {})
-    assert cache.available == 30
+def test_room_can_grow_step_by_step() -> None:
+    cache = _cache(3)
+    (slot,) = _start(cache, _key(4), 4).slots
+    assert cache.reserve((slot,), 8)
+    assert cache.available == 1
+    assert cache.reserve((slot,), 8)
+    assert cache.available == 1
+    assert not cache.reserve((slot,), 13)
+    assert cache.available == 1
+    assert cache.extend(slot, 8) == 8
 
 
-def _check(cache: KvCache, living: dict[int, tuple[int, int]]) -> None:
-    used = [block for slot in living for block in cache.table[slot, : cache.counts[slot]].tolist()]
-    assert len(set(used)) == len(used)
-    assert len(used) + cache.pool.free == cache.pool.count
-    to_the_end = sum(cache.blocks_for(tokens) for tokens, _ in living.values())
-    assert cache.available == cache.pool.count - to_the_end >= 0
+@pytest.mark.parametrize(
+    ("prompt", "reserve", "width", "blocks"),
+    [(8, 12, 2, 2 + 2), (9, 12, 2, 2 + 2), (9, 13, 3, 2 + 6), (3, 8, 4, 8), (9, 13, 1, 4)],
+)
+def test_beams_share_the_blocks_that_the_prompt_fills(prompt: int, reserve: int, width: int, blocks: int) -> None:
+    cache = _cache(blocks)
+    allocation = _start(cache, _key(prompt), reserve, width)
+    assert (len(allocation.slots), cache.available) == (width, 0)
+    assert _cache(blocks - 1).start(_key(prompt), reserve=reserve, width=width, use=BlockUse()) is None
+
+
+def test_a_fork_copies_the_partial_block_only() -> None:
+    copies: list[tuple[int, int]] = []
+    cache = _cache(9, copies=copies)
+    slots = _start(cache, _key(6), 12, 3).slots
+    cache.extend(slots[0], 6)
+    cache.fork(slots, 6)
+    rows = cache.table[list(slots), :2].tolist()
+    assert len({row[0] for row in rows}) == 1
+    assert len({row[1] for row in rows}) == 3
+    assert copies == [(rows[0][1], rows[1][1]), (rows[0][1], rows[2][1])]
+
+
+def test_beams_follow_their_parents_without_more_blocks_than_they_had() -> None:
+    copies: list[tuple[int, int]] = []
+    cache = _cache(5, copies=copies)
+    slots = _start(cache, _key(4), 12, 2).slots
+    cache.extend(slots[0], 4)
+    cache.fork(slots, 4)
+    for slot in slots:
+        cache.extend(slot, 9)
+    assert cache.pool.free == 0
+    second = cache.table[slots[1], :3].tolist()
+    cache.reorder(slots, [1, 1], 9)
+    assert cache.table[slots[0], :2].tolist() == second[:2]
+    assert cache.table[slots[1], :3].tolist() == second
+    assert copies == [(second[2], cache.table[slots[0], 2])]
+    assert cache.pool.free == 1
+    cache.reorder(slots, [1, 0], 9)
+    assert len(copies) == 1, "beams that change places need no copy"
+    cache.finish(slots, [])
+    assert cache.available == 5
+
+
+def test_a_prefix_is_reused_up_to_the_last_token() -> None:
+    cache = _cache(20, reuse=True)
+    blocks, reused = _run(cache, _key(12))
+    assert reused == 0
+    assert cache.pool.free == 20
+    again, reused = _run(cache, _key(12))
+    assert (again, reused) == (blocks, 11)
+    longer, reused = _run(cache, _key(14))
+    assert (longer[:3], reused) == (blocks, 12)
+
+
+def test_reuse_off_keeps_nothing() -> None:
+    cache = _cache(20)
+    _run(cache, _key(12))
+    assert _run(cache, _key(12))[1] == 0
+    assert (cache.reused_total, cache.missed_total, cache.allocated_total) == (0, 0, 6)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"lora_task_id": 1}, {"salt": 1}, {"extra_ids": (5,) * 12}, {"reusable": False}],
+)
+def test_what_else_makes_contents_different_prevents_reuse(other: dict[str, Any]) -> None:
+    cache = _cache(20, reuse=True)
+    _run(cache, _key(12))
+    assert _run(cache, _key(12, **other))[1] == 0
+
+
+def test_what_is_not_stored_is_not_known() -> None:
+    cache = _cache(20, reuse=True)
+    _run(cache, _key(12, stored=False))
+    assert _run(cache, _key(12))[1] == 0
+
+
+def test_the_use_of_blocks_is_counted() -> None:
+    cache = _cache(4, reuse=True)
+    uses = [BlockUse(), BlockUse(), BlockUse()]
+    _run(cache, _key(10), uses[0])
+    _run(cache, _key([*range(4), 90, 91, 92, 93, 94]), uses[1])
+    assert uses[0] == BlockUse(total=3, new=3, reused=0, missed=3)
+    # One block was never used; the other is that of the first sequence's end, which nobody needs.
+    assert uses[1] == BlockUse(total=2, new=1, reused=1, missed=2)
+    assert (cache.allocated_total, cache.new_total, cache.reused_total, cache.missed_total) == (5, 4, 1, 5)
+
+
+def test_without_partial_reuse_whole_blocks_only() -> None:
+    cache = _cache(20, reuse=True, partial_reuse=False)
+    _run(cache, _key(12))
+    assert _run(cache, _key(12))[1] == 8
+    assert _run(cache, _key([0, 1, 2, 3, 4, 50]))[1] == 4
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_part_of_a_block_in_use_is_copied_when_allowed(copied: bool) -> None:
+    copies: list[tuple[int, int]] = []
+    cache = _cache(20, reuse=True, copy_on_partial_reuse=copied, copies=copies)
+    (holder,) = _start(cache, _key(8), 12).slots
+    cache.extend(holder, 8)
+    cache.filled(holder, list(range(8)))
+    allocation = _start(cache, _key([0, 1, 2, 3, 4, 5, 60, 61]), 12)
+    (slot,) = allocation.slots
+    assert allocation.reused_tokens == (6 if copied else 4)
+    assert cache.table[slot, 0] == cache.table[holder, 0]
+    assert copies == ([(cache.table[holder, 1], cache.table[slot, 1])] if copied else [])
+
+
+def test_a_free_leaf_is_taken_over_for_a_part() -> None:
+    copies: list[tuple[int, int]] = []
+    cache = _cache(20, reuse=True, copy_on_partial_reuse=False, copies=copies)
+    blocks, _ = _run(cache, _key(8))
+    again, reused = _run(cache, _key([0, 1, 2, 3, 4, 5, 60, 61]))
+    assert (again, reused, copies) == (blocks, 6, [])
+    assert _run(cache, _key(8))[1] == 6, "the former end is overwritten"
+
+
+def test_the_last_copy_of_a_source_under_pressure_is_right() -> None:
+    """The block that a part is copied from is not the one that is given up for the copy."""
+    copies: list[tuple[int, int]] = []
+    cache = _cache(3, reuse=True, copies=copies)
+    blocks, _ = _run(cache, _key(12))
+    allocation = _start(cache, _key([0, 1, 2, 3, 4, 5, 60]), 8)
+    (slot,) = allocation.slots
+    assert allocation.reused_tokens == 6
+    assert copies == [(blocks[1], blocks[2])]
+    assert cache.table[slot, :2].tolist() == [blocks[0], blocks[2]]
+
+
+def test_generated_blocks_are_known_at_once() -> None:
+    cache = _cache(20, reuse=True)
+    (slot,) = _start(cache, _key(3), 12).slots
+    cache.extend(slot, 8)
+    cache.filled(slot, list(range(7)))
+    assert _run(cache, _key(6))[1] == 4
+    cache.filled(slot, list(range(8)))
+    assert _run(cache, _key(9))[1] == 8
+
+
+def test_equal_blocks_computed_twice_become_one() -> None:
+    cache = _cache(20, reuse=True)
+    (first,), (second,) = _start(cache, _key(8), 8).slots, _start(cache, _key(8), 8).slots
+    for slot in (first, second):
+        cache.extend(slot, 8)
+    assert cache.pool.free == 16
+    for slot in (first, second):
+        cache.filled(slot, list(range(8)))
+    assert cache.pool.free == 18
+    assert cache.table[first, :2].tolist() == cache.table[second, :2].tolist()
+
+
+def test_beams_reuse_whole_blocks_before_the_last_and_leave_none() -> None:
+    cache = _cache(20, reuse=True)
+    blocks, _ = _run(cache, _key(8))
+    allocation = _start(cache, replace(_key(8), stored=False), 12, 2)
+    assert allocation.reused_tokens == 4
+    cache.extend(allocation.slots[0], 8)
+    cache.fork(allocation.slots, 8)
+    assert cache.table[allocation.slots[1], 0] == blocks[0]
+    cache.finish(allocation.slots, [])
+    assert cache.available == 20
+
+
+def test_a_known_block_that_was_free_costs_what_a_new_one_does() -> None:
+    cache = _cache(4, reuse=True)
+    _run(cache, _key(12))
+    assert cache.start(_key(12), reserve=17, width=1, use=BlockUse()) is None
+    allocation = _start(cache, _key(12), 16)
+    assert cache.available == 0
+    assert cache.extend(allocation.slots[0], 16) == 16
+    shared = cache.start(_key([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]), reserve=13, width=1, use=BlockUse())
+    assert shared is None
+
+
+def test_priorities_decide_what_stays() -> None:
+    keep = KvCacheRetentionConfig([KvCacheRetentionConfig.TokenRangeRetentionConfig(0, 4, 90)], 5)
+    cache = _cache(3, reuse=True)
+    _run(cache, replace(_key(4), retention=keep))
+    _run(cache, _key([50, 51, 52, 53]))
+    _run(cache, _key([60, 61, 62, 63, 64, 65, 66, 67]))
+    assert _run(cache, _key(4))[1] == 3
+    assert _run(cache, _key([50, 51, 52, 53]))[1] == 0
+
+
+def test_the_first_missing_block_names_its_whole_context() -> None:
+    cache = _cache(20, reuse=True)
+    assert cache.next_missing(_key(4)) is None, "the last token is always computed"
+    assert cache.next_missing(_key(5)) == cache.next_missing(_key([0, 1, 2, 3, 9])) is not None
+    assert cache.next_missing(_key(5)) != cache.next_missing(_key(5, salt=3))
+    _run(cache, _key(4))
+    assert cache.next_missing(_key(5)) is None
+    assert cache.next_missing(_key(9)) is not None
+    assert cache.next_missing(replace(_key(9), reusable=False)) is None

@@ -6,7 +6,7 @@ import time
 from collections import deque
 
 from trtserve.executor.configs import ExecutorConfig
-from trtserve.executor.enums import RequestStage
+from trtserve.executor.enums import BatchingType, RequestStage
 from trtserve.executor.scheduler import Plan, Scheduler
 from trtserve.executor.sequence import Sequence
 from trtserve.executor.statistics import (
@@ -15,7 +15,10 @@ from trtserve.executor.statistics import (
     KvCacheStats,
     RequestStats,
     RequestStatsPerIteration,
+    SpecDecodingStats,
+    StaticBatchingStats,
     format_timestamp,
+    hit_rate,
 )
 
 _MEMORY_PERIOD = 1.0
@@ -34,7 +37,9 @@ class Recorder:
         self._iteration = 0
         self._started: list[float] = []
         self._completed: list[Sequence] = []
-        self._allocated = 0
+        self._drafts = SpecDecodingStats()
+        self._static = config.batching_type is BatchingType.STATIC
+        self._batch = 0
         self._memory = 0
         self._memory_read = float("-inf")
         if self._iterations.maxlen:
@@ -48,6 +53,17 @@ class Recorder:
         """Note requests that ended; the next record counts them."""
         self._completed.extend(sequences)
 
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Note that `accepted` of the `drafted` tokens that a request came with were right; the next record counts it.
+
+        The acceptance length is the mean number of tokens that such a request got: the accepted ones and one more.
+        """
+        drafts = self._drafts
+        drafts.num_draft_tokens += drafted
+        drafts.num_accepted_tokens += accepted
+        drafts.num_requests_with_draft_tokens += 1
+        drafts.acceptance_length = 1 + drafts.num_accepted_tokens / drafts.num_requests_with_draft_tokens
+
     def record(self, plan: Plan, *, seconds: float, queue: deque[Sequence]) -> None:
         """Write the record of one iteration that took `seconds`; `queue` holds the requests that still wait."""
         if self._requests.maxlen:
@@ -57,6 +73,7 @@ class Recorder:
         self._iteration += 1
         self._started.clear()
         self._completed.clear()
+        self._drafts = SpecDecodingStats()
 
     def drain_iterations(self) -> list[IterationStats]:
         """All iteration records since the last call."""
@@ -67,7 +84,6 @@ class Recorder:
         return _drain(self._requests)
 
     def _iteration_record(self, plan: Plan, seconds: float, queued: int) -> IterationStats:
-        contexts, generations = len(plan.chunks), len(plan.generations)
         limits = self._scheduler.limits
         return IterationStats(
             timestamp=format_timestamp(time.time()),
@@ -75,36 +91,46 @@ class Recorder:
             iter_latency_ms=seconds * 1000.0,
             new_active_requests_queue_latency_ms=sum(self._started) * 1000.0,
             num_new_active_requests=len(self._started),
-            num_active_requests=len(self._scheduler.running) + len(self._scheduler.pending),
+            num_active_requests=len(self._scheduler.active),
             num_queued_requests=queued,
             num_completed_requests=len(self._completed),
             max_num_active_requests=limits.max_batch_size,
             cpu_mem_usage=self._resident_memory(),
             kv_cache_stats=self._kv_cache_stats(),
-            inflight_batching_stats=InflightBatchingStats(
-                num_scheduled_requests=contexts + generations,
-                num_context_requests=contexts,
-                num_gen_requests=generations,
-                num_ctx_tokens=plan.context_tokens,
-                avg_num_decoded_tokens_per_iter=1.0 if generations else 0.0,
-            ),
+            static_batching_stats=self._static_stats(plan) if self._static else None,
+            inflight_batching_stats=None if self._static else _inflight_stats(plan),
+            specdec_stats=self._drafts if limits.max_draft_len else None,
             max_batch_size_static=limits.max_batch_size,
             max_batch_size_runtime=limits.max_batch_size,
             max_num_tokens_static=limits.max_num_tokens,
             max_num_tokens_runtime=limits.max_num_tokens,
         )
 
+    def _static_stats(self, plan: Plan) -> StaticBatchingStats:
+        """Empty slots are those of sequences of the batch that have ended while others still generate."""
+        contexts, generations = len(plan.chunks), len(plan.generations)
+        if not generations:
+            self._batch = sum(bool(sequence.slots) for sequence in self._scheduler.active)
+        return StaticBatchingStats(
+            num_scheduled_requests=contexts + generations,
+            num_context_requests=contexts,
+            num_ctx_tokens=plan.context_tokens,
+            num_gen_tokens=sum(sequence.width for sequence in plan.generations),
+            empty_gen_slots=self._batch - generations if generations and not contexts else 0,
+        )
+
     def _kv_cache_stats(self) -> KvCacheStats:
         cache = self._scheduler.cache
-        new, self._allocated = cache.allocated_total - self._allocated, cache.allocated_total
         return KvCacheStats(
             max_num_blocks=cache.pool.count,
             free_num_blocks=cache.pool.free,
             used_num_blocks=cache.pool.count - cache.pool.free,
             tokens_per_block=cache.tokens_per_block,
             alloc_total_blocks=cache.allocated_total,
-            alloc_new_blocks=new,
-            missed_blocks=cache.allocated_total,
+            alloc_new_blocks=cache.new_total,
+            reused_blocks=cache.reused_total,
+            missed_blocks=cache.missed_total,
+            cache_hit_rate=hit_rate(cache.reused_total, cache.missed_total),
         )
 
     def _resident_memory(self) -> int:
@@ -117,29 +143,47 @@ class Recorder:
         return self._memory
 
     def _request_records(self, plan: Plan, waiting: list[Sequence]) -> RequestStatsPerIteration:
-        scheduled = {sequence.id for sequence, _ in plan.chunks} | {sequence.id for sequence in plan.generations}
-        records = [self._request_record(sequence, _stage(sequence), scheduled) for sequence in self._scheduler.active]
-        records += [self._request_record(sequence, RequestStage.QUEUED, scheduled) for sequence in waiting]
-        records += [
-            self._request_record(sequence, RequestStage.GENERATION_COMPLETE, scheduled) for sequence in self._completed
+        scheduled = {sequence for sequence, _ in plan.chunks} | set(plan.generations)
+        stages = [(sequence, _stage(sequence)) for sequence in self._scheduler.active]
+        stages += [(sequence, RequestStage.QUEUED) for sequence in waiting]
+        stages += [(sequence, RequestStage.GENERATION_COMPLETE) for sequence in self._completed]
+        records = [
+            _request_record(sequence, stage, scheduled=sequence in scheduled, paused=sequence in plan.paused)
+            for sequence, stage in stages
         ]
         return RequestStatsPerIteration(self._iteration, records)
 
-    def _request_record(self, sequence: Sequence, stage: RequestStage, scheduled: set[int]) -> RequestStats:
-        """Blocks are those of the whole life so far; nothing is reused, so that each was new and missed."""
-        blocks = sequence.capacity // self._scheduler.cache.tokens_per_block
-        iterations, generated = sequence.iterations, len(sequence.generated)
-        return RequestStats(
-            id=sequence.id,
-            stage=stage,
-            context_prefill_position=min(sequence.computed, sequence.prompt_length),
-            num_generated_tokens=generated,
-            avg_num_decoded_tokens_per_iter=generated / iterations if iterations else 0.0,
-            scheduled=sequence.id in scheduled,
-            alloc_total_blocks_per_request=blocks,
-            alloc_new_blocks_per_request=blocks,
-            missed_blocks_per_request=blocks,
-        )
+
+def _request_record(sequence: Sequence, stage: RequestStage, *, scheduled: bool, paused: bool) -> RequestStats:
+    """Blocks are those of the whole life so far; a beam has as many tokens as there were iterations."""
+    use, iterations = sequence.use, sequence.iterations
+    generated = len(sequence.generated) if sequence.width == 1 else iterations
+    return RequestStats(
+        id=sequence.id,
+        stage=stage,
+        context_prefill_position=min(sequence.computed, sequence.prompt_length),
+        num_generated_tokens=generated,
+        avg_num_decoded_tokens_per_iter=generated / iterations if iterations else 0.0,
+        scheduled=scheduled,
+        paused=paused,
+        alloc_total_blocks_per_request=use.total,
+        alloc_new_blocks_per_request=use.new,
+        reused_blocks_per_request=use.reused,
+        missed_blocks_per_request=use.missed,
+        kv_cache_hit_rate_per_request=hit_rate(use.reused, use.missed),
+    )
+
+
+def _inflight_stats(plan: Plan) -> InflightBatchingStats:
+    contexts, generations = len(plan.chunks), len(plan.generations)
+    return InflightBatchingStats(
+        num_scheduled_requests=contexts + generations,
+        num_context_requests=contexts,
+        num_gen_requests=generations,
+        num_paused_requests=len(plan.paused),
+        num_ctx_tokens=plan.context_tokens,
+        avg_num_decoded_tokens_per_iter=1.0 if generations else 0.0,
+    )
 
 
 def _stage(sequence: Sequence) -> RequestStage:

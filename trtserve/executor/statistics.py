@@ -16,6 +16,11 @@ def format_timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%m-%d-%Y %H:%M:%S.%f")
 
 
+def hit_rate(reused: int, missed: int) -> float:
+    """Part of the context blocks that were reused; 0 when there were none."""
+    return reused / (reused + missed) if reused + missed else 0.0
+
+
 _SPELLED = {"ms": "MS", "specdec": "specDec"}
 """Parts of upstream's keys that plain camelCase would spell otherwise."""
 
