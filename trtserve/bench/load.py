@@ -23,11 +23,15 @@ from trtserve.triton.client import (
     Endpoint,
     ModelDescription,
     infer_request,
+    reply_of,
 )
 
 CONNECT_TIMEOUT = 10.0
 CANCEL_TIMEOUT = 5.0
 TOKENS_OUTPUT = "output_ids"
+REASON_OUTPUT = "finish_reason"
+UNFINISHED = ("", "not_finished")
+REASON_INPUT = "return_finish_reason"
 
 Status = Literal["completed", "failed", "cancelled"]
 
@@ -37,7 +41,8 @@ class Record:
     """What happened to one offered request; times are nanoseconds of the monotonic clock.
 
     `intended` is the time of the schedule (closed loop: the actual send), `sent` is None when it never left. `arrivals`
-    holds time and number of tokens of every response that carried tokens.
+    holds time and number of tokens of every response that carried tokens. `finish_reason` says why the answer ended,
+    where the model tells it.
     """
 
     index: int
@@ -50,6 +55,7 @@ class Record:
     error: str | None = None
     scheduled: bool = False
     streamed: bool = False
+    finish_reason: str | None = None
     arrivals: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -91,7 +97,7 @@ def run_load(load: Load, *, on_end: Callable[[], None] = lambda: None) -> Outcom
 
 def core_tensors(model: ModelDescription, request: TrafficRequest) -> list[Any]:
     """Inputs of the core model for one request; no end id is sent, so that the answer has its full length."""
-    switches = {"streaming": model.decoupled, "exclude_input_in_output": True}
+    switches = {"streaming": model.decoupled, "exclude_input_in_output": True, REASON_INPUT: True}
     values: dict[str, Sequence[Any]] = {
         "input_ids": request.token_ids,  # type: ignore[dict-item]
         "input_lengths": [len(request.token_ids)],
@@ -183,12 +189,13 @@ class _Sender:
     def _encoded(self, requests: Sequence[TrafficRequest]) -> list[Any]:
         """Messages made before the window, so that encoding does not delay a send."""
         model, run = self._load.model, uuid.uuid4().hex
+        reasons = (REASON_OUTPUT,) if REASON_INPUT in model.inputs and REASON_OUTPUT in model.outputs else ()
         return [
             infer_request(
                 model.name,
                 core_tensors(model, request),
                 request_id=f"{run}-{index}",
-                outputs=(TOKENS_OUTPUT, "sequence_length"),
+                outputs=(TOKENS_OUTPUT, "sequence_length", *reasons),
             )
             for index, request in enumerate(requests)
         ]
@@ -224,6 +231,7 @@ class _Sender:
                 tokens = _token_count(response.infer_response)
                 if tokens > 0:
                     record.arrivals.append((now, tokens))
+                record.finish_reason = _finish_reason(response.infer_response) or record.finish_reason
         finally:
             call.cancel()
 
@@ -236,6 +244,7 @@ class _Sender:
         tokens = _token_count(response) - (record.input_tokens if _repeats_prompt(self._load.model) else 0)
         if tokens > 0:
             record.arrivals.append((time.monotonic_ns(), tokens))
+        record.finish_reason = _finish_reason(response)
 
 
 class _RefusedError(Exception):
@@ -246,6 +255,14 @@ def _token_count(response: Any) -> int:
     """Length of the last axis of output_ids; the shape suffices, so nothing is decoded."""
     shapes = (output.shape for output in response.outputs if output.name == TOKENS_OUTPUT)
     return next((int(shape[-1]) for shape in shapes if len(shape)), 0)
+
+
+def _finish_reason(response: Any) -> str | None:
+    """Why the answer ended; None in responses before its end, and from models that do not tell."""
+    if not any(output.name == REASON_OUTPUT for output in response.outputs):
+        return None
+    reason: str = reply_of(response).outputs[REASON_OUTPUT].reshape(-1)[0]
+    return reason if reason not in UNFINISHED else None
 
 
 def _repeats_prompt(model: ModelDescription) -> bool:

@@ -105,7 +105,8 @@ def _distribution_rows(name: str, values: Distribution) -> list[Row]:
 def _count_rows(statistics: Statistics) -> list[Row]:
     counts = statistics.counts
     names = ("sent", "completed", "failed", "cancelled")
-    return [(f"{name.capitalize()} requests", str(getattr(counts, name))) for name in names]
+    rows = [(f"{name.capitalize()} requests", str(getattr(counts, name))) for name in names]
+    return rows + [(f"Ended by {reason}", str(number)) for reason, number in statistics.finish_reasons.items()]
 
 
 def _open_loop_rows(statistics: Statistics) -> list[Row]:

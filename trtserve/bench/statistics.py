@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -75,7 +76,8 @@ class Statistics:
 
     `latency` counts from the intended send, `latency_from_send` from the actual one; `dispatch_delay` is the
     difference. `inter_token` has one value per token after the first; tokens that came in one response share the gap
-    before it. `time_per_output_token` is (last − first) ÷ (tokens − 1) of each request.
+    before it. `time_per_output_token` is (last − first) ÷ (tokens − 1) of each request. `finish_reasons` counts why
+    completed answers ended, most frequent first; it is empty where the model does not tell.
     """
 
     counts: Counts
@@ -93,6 +95,7 @@ class Statistics:
     output_tokens: float
     short_answers: int
     delivered_ratio: float | None
+    finish_reasons: Mapping[str, int]
 
 
 def compute(records: Sequence[Record]) -> Statistics:
@@ -123,6 +126,7 @@ def compute(records: Sequence[Record]) -> Statistics:
         output_tokens=_mean([record.output_tokens for record in completed]),
         short_answers=sum(record.output_tokens != record.requested_tokens for record in completed),
         delivered_ratio=_delivered(sent),
+        finish_reasons=dict(Counter(each.finish_reason for each in completed if each.finish_reason).most_common()),
     )
 
 

@@ -207,12 +207,14 @@ class _Collected:
         return text.lstrip(" ") if self._strip else text
 
     def add_finish_reason(self, reply: Reply, place: int) -> None:
-        """From the output of that name, else from the response's parameter."""
-        reasons = reply.outputs.get("finish_reason")
-        known = reasons is not None and reasons.size > place
-        reason = reasons.reshape(-1)[place] if reasons is not None and known else reply.parameters.get("finish_reason")
-        if reason is not None and str(reason) not in _UNFINISHED:
-            self.sequence.finish_reason = str(reason)
+        """From the output of that name, else from the response's parameter, which joins those of several beams."""
+        told = reply.outputs.get("finish_reason")
+        if told is not None:
+            reasons = [str(reason) for reason in told.reshape(-1)]
+        else:
+            reasons = str(reply.parameters.get("finish_reason", "")).split(",")
+        if place < len(reasons) and reasons[place] not in _UNFINISHED:
+            self.sequence.finish_reason = reasons[place]
 
     def add_log_probs(self, outputs: Outputs, place: int) -> None:
         """The sum, and one value per token; every streamed response has those of all tokens so far."""

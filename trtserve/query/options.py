@@ -93,7 +93,7 @@ _OPTIONS = (
     _count(
         "max_tokens",
         ("max_tokens", "request_output_len"),
-        "New tokens at most; the engine may allow fewer.",
+        "New tokens at most (256); the engine may allow fewer.",
         LENGTH,
         also=("--request-output-len", "--output-len", "-o"),
     ),
