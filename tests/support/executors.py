@@ -87,3 +87,9 @@ def free_blocks(executor: Executor) -> int:
     """Blocks that no sequence holds or has reserved."""
     assert executor._worker is not None
     return executor._worker.cache.available
+
+
+def pauses(executor: Executor) -> int:
+    """How often a request was paused, by the iteration records since the last look."""
+    batches = [record.inflight_batching_stats for record in executor.get_latest_iteration_stats()]
+    return sum(batch.num_paused_requests for batch in batches if batch is not None)
