@@ -1,29 +1,30 @@
-"""Every way to choose tokens, on a float32 engine of a random model: alone, mixed in one batch, and as transformers."""
+"""Every way to choose tokens, on a float32 engine of a random model: alone, in one batch, paused, with drafts."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.tiny_models import write_tiny_model
-from trtserve.artifacts import Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
+from tests.support.sampling_requests import (
+    COUNT,
+    VOCAB,
+    answers,
+    build_tiny_engine,
+    log_probs_of,
+    prompt_of,
+    request_of,
+    results,
+    tokens,
+)
 from trtserve.executor import api
-from trtserve.specs import BuildSpec, ConvertSpec
 
-VOCAB = 320
 END = 2
-PROMPT_LENGTHS = (5, 1, 33, 12, 47, 8, 20, 31)
-COUNT = 16
 BIAS = np.where(np.arange(VOCAB) % 3 == 0, -2.0, 1.0).astype(np.float32)
 JSON_SCHEMA = json.dumps(
     {
@@ -38,72 +39,24 @@ Guide = api.GuidedDecodingParams.GuideType
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("sampling") / "model", "llama", seed=5)
+    """Of the model and its engine."""
+    folder = tmp_path_factory.mktemp("sampling")
+    build_tiny_engine(folder)
+    return folder
+
+
+def config_of(folder: Path, **settings: Any) -> api.ExecutorConfig:
+    guided = api.GuidedDecodingConfig(
+        api.GuidedDecodingConfig.GuidedDecodingBackend.LLGUIDANCE,
+        tokenizer_str=(folder / "model" / "tokenizer.json").read_text(encoding="utf-8"),
+    )
+    return api.ExecutorConfig(guided_decoding_config=guided, **settings)
 
 
 @pytest.fixture(scope="module")
 def executor(folder: Path) -> Iterator[api.Executor]:
-    checkpoint = convert_model(Model(path=folder), ConvertSpec(dtype="float32"), out=folder.parent / "checkpoint")
-    limits = BuildSpec(max_batch_size=8, max_seq_len=128, max_num_tokens=256, runtime="openvino")
-    engine = build_engine(checkpoint, limits, out=folder.parent / "engine")
-    guided = api.GuidedDecodingConfig(
-        api.GuidedDecodingConfig.GuidedDecodingBackend.LLGUIDANCE,
-        tokenizer_str=(folder / "tokenizer.json").read_text(encoding="utf-8"),
-    )
-    config = api.ExecutorConfig(
-        guided_decoding_config=guided, kv_cache_config=api.KvCacheConfig(enable_block_reuse=False)
-    )
-    with api.Executor(engine.path, api.ModelType.DECODER_ONLY, config) as running:
+    with api.Executor(folder / "engine", api.ModelType.DECODER_ONLY, config_of(folder)) as running:
         yield running
-
-
-def prompt_of(number: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng(number).integers(3, 259, size=PROMPT_LENGTHS[number]).tolist()
-    return tokens
-
-
-def request_of(number: int = 0, *, count: int = COUNT, log_probs: bool = False, **parts: Any) -> api.Request:
-    """A request for prompt `number`; `parts` are parameters of Request or of SamplingConfig."""
-    fields = ("end_id", "bad_words", "embedding_bias", "guided_decoding_params", "num_return_sequences", "stop_words")
-    settings = {name: parts.pop(name) for name in fields if name in parts}
-    return api.Request(
-        prompt_of(number),
-        count,
-        sampling_config=api.SamplingConfig(**parts),
-        output_config=api.OutputConfig(exclude_input_from_output=True, return_log_probs=log_probs),
-        **settings,
-    )
-
-
-def answers(executor: api.Executor, requests: list[api.Request]) -> list[list[api.Response]]:
-    """The responses of each request, all enqueued at once; those of several sequences in their order."""
-    collected = []
-    for number in executor.enqueue_requests(requests):
-        responses: list[api.Response] = []
-        while not responses or not (responses[-1].has_error() or responses[-1].result.is_final):
-            new = executor.await_responses(number, timedelta(seconds=60))
-            assert new, "no answer within a minute"
-            responses += [each for each in new if isinstance(each, api.Response)]
-        collected.append(sorted(responses, key=lambda each: 0 if each.has_error() else each.result.sequence_index))
-    return collected
-
-
-def results(executor: api.Executor, *requests: api.Request) -> list[api.Result]:
-    """The only result of each request."""
-    found = []
-    for (response,) in answers(executor, list(requests)):
-        assert not response.has_error(), response.error_msg
-        found.append(response.result)
-    return found
-
-
-def tokens(executor: api.Executor, *requests: api.Request) -> list[list[int]]:
-    return [result.output_token_ids[0] for result in results(executor, *requests)]
-
-
-def log_probs_of(result: api.Result) -> list[float]:
-    assert result.log_probs is not None
-    return result.log_probs[0]
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -147,18 +100,80 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_feature_gives_the_same_alone_and_in_a_batch_of_eight(executor: api.Executor) -> None:
-    parts = list(FEATURES.values())
-    requests = [request_of(number % 8, log_probs=number % 2 == 0, **each) for number, each in enumerate(parts)]
-    alone = [results(executor, request)[0] for request in requests]
-    assert len({tuple(result.output_token_ids[0]) for result in alone}) == len(requests)
+@pytest.fixture(scope="module")
+def requests() -> list[api.Request]:
+    """One for each feature."""
+    return [request_of(number % 8, log_probs=number % 2 == 0, **each) for number, each in enumerate(FEATURES.values())]
+
+
+@pytest.fixture(scope="module")
+def alone(executor: api.Executor, requests: list[api.Request]) -> list[api.Result]:
+    """What each request gives on its own."""
+    found = [results(executor, request)[0] for request in requests]
+    assert len({tuple(result.output_token_ids[0]) for result in found}) == len(requests)
+    return found
+
+
+def assert_equal_results(found: list[api.Result], expected: list[api.Result]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.output_token_ids == theirs.output_token_ids
+        assert ours.finish_reasons == theirs.finish_reasons
+        if theirs.log_probs is not None:
+            np.testing.assert_allclose(log_probs_of(ours), log_probs_of(theirs), atol=1e-4)
+
+
+def test_every_feature_gives_the_same_in_a_batch_of_eight(
+    executor: api.Executor, requests: list[api.Request], alone: list[api.Result]
+) -> None:
     for first in range(0, len(requests), 5):  # eight at a time, with other neighbours each time
         chosen = [(first + offset) % len(requests) for offset in range(8)]
-        for number, result in zip(chosen, results(executor, *(requests[i] for i in chosen)), strict=True):
-            assert result.output_token_ids == alone[number].output_token_ids, list(FEATURES)[number]
-            assert result.finish_reasons == alone[number].finish_reasons
-            if requests[number].output_config.return_log_probs:
-                np.testing.assert_allclose(log_probs_of(result), log_probs_of(alone[number]), atol=1e-4)
+        assert_equal_results(results(executor, *(requests[i] for i in chosen)), [alone[i] for i in chosen])
+
+
+def test_pauses_change_nothing(folder: Path, requests: list[api.Request], alone: list[api.Result]) -> None:
+    """With room for a few sequences only, the others are put aside and their tokens computed again."""
+    policy = api.CapacitySchedulerPolicy.MAX_UTILIZATION
+    config = config_of(
+        folder,
+        scheduler_config=api.SchedulerConfig(policy),
+        kv_cache_config=api.KvCacheConfig(max_tokens=160, enable_block_reuse=False),
+        enable_chunked_context=True,
+    )
+    with api.Executor(folder / "engine", api.ModelType.DECODER_ONLY, config) as crowded:
+        assert_equal_results(results(crowded, *requests), alone)
+        paused = sum(
+            record.inflight_batching_stats.num_paused_requests
+            for record in crowded.get_latest_iteration_stats()
+            if record.inflight_batching_stats
+        )
+    assert paused > 0
+
+
+DRAFTED = (
+    "greedy",
+    "top_k",
+    "top_p",
+    "min_p",
+    "decay",
+    "repetition",
+    "presence",
+    "n-grams",
+    "bad words",
+    "all together",
+)
+
+
+def test_drafts_change_nothing(executor: api.Executor, alone: list[api.Result]) -> None:
+    """With tokens drafted, right ones and wrong ones, the same tokens follow as without."""
+    names = list(FEATURES)
+    for name in DRAFTED:
+        number = names.index(name)
+        expected = alone[number].output_token_ids[0]
+        for right, wrong in ((3, 2), (5, 0), (0, 4)):
+            drafted = [*expected[:right], *((token + 1) % VOCAB for token in expected[right : right + wrong])]
+            draft = api.ExternalDraftTokensConfig(drafted)
+            request = request_of(number % 8, count=1, external_draft_tokens_config=draft, **FEATURES[name])
+            assert tokens(executor, request) == [expected[: right + 1]], (name, right)
 
 
 def test_seeds_are_reproducible(executor: api.Executor) -> None:
@@ -244,7 +259,7 @@ def test_top_k_log_probs_are_of_the_k_tokens(executor: api.Executor) -> None:
 def test_guided_text_is_valid(executor: api.Executor, folder: Path) -> None:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "model" / "tokenizer.json"))
     grammar = 'root ::= word ("-" word)*\nword ::= "ab" | "cd" [0-9]'
     guides = [
         api.GuidedDecodingParams(Guide.JSON_SCHEMA, JSON_SCHEMA),
@@ -285,113 +300,3 @@ def test_what_cannot_be_done_fails_alone(executor: api.Executor, parts: dict[str
     assert failed.has_error()
     assert message in failed.error_msg
     assert fine.result.output_token_ids == alone
-
-
-class Counted:
-    """Presence and frequency penalty as the reference's formula has them, in transformers' shape."""
-
-    def __init__(self, presence: float, frequency: float) -> None:
-        self._presence, self._frequency = presence, frequency
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        scores = scores.clone()
-        for token, count in Counter(input_ids[0].tolist()).items():
-            scores[0, token] -= self._presence + self._frequency * count
-        return scores
-
-
-# Ours and transformers' names for the same.
-ORACLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "greedy": ({}, {}),
-    "repetition": ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
-    "n-grams": ({"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 1}),
-    "bad words": (
-        {"bad_words": [[token] for token in range(0, 300, 7)] + [[token, token + 1] for token in range(300)]},
-        {"bad_words_ids": [[token] for token in range(0, 300, 7)] + [[token, token + 1] for token in range(300)]},
-    ),
-    "bias": (
-        {"embedding_bias": BIAS},
-        {"sequence_bias": [[[token], float(value)] for token, value in enumerate(BIAS)]},
-    ),
-    "presence and frequency": (
-        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-        {"logits_processor": [Counted(1.5, 0.5)]},
-    ),
-    "together": (
-        {
-            "repetition_penalty": 1.4,
-            "no_repeat_ngram_size": 3,
-            "embedding_bias": BIAS,
-            "bad_words": [[token] for token in range(0, 300, 7)],
-        },
-        {
-            "repetition_penalty": 1.4,
-            "no_repeat_ngram_size": 3,
-            "sequence_bias": [[[token], float(value)] for token, value in enumerate(BIAS)],
-            "bad_words_ids": [[token] for token in range(0, 300, 7)],
-        },
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def transformers_tokens(model: Any, number: int, **settings: Any) -> list[int]:
-    """What transformers generates greedily for a prompt."""
-    import torch
-
-    prompt = torch.tensor([prompt_of(number)])
-    length = {"max_new_tokens": COUNT, "pad_token_id": 0}
-    with torch.inference_mode():
-        output = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            **(length | {"eos_token_id": None} | settings),
-        )
-    generated: list[int] = output[0, prompt.shape[1] :].tolist()
-    return generated
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize(("ours", "theirs"), ORACLES.values(), ids=ORACLES.keys())
-def test_greedy_decoding_equals_transformers(
-    executor: api.Executor, model: Any, ours: dict[str, Any], theirs: dict[str, Any]
-) -> None:
-    numbers = range(0, 8, 2)
-    found = tokens(executor, *(request_of(number, **ours) for number in numbers))
-    assert found == [transformers_tokens(model, number, **theirs) for number in numbers]
-    if ours:
-        assert found != tokens(executor, *(request_of(number) for number in numbers))
-
-
-@pytest.mark.oracle
-def test_min_tokens_equals_transformers(executor: api.Executor, model: Any) -> None:
-    (greedy,) = tokens(executor, request_of(1))
-    end = greedy[1]
-    (ours,) = tokens(executor, request_of(1, end_id=end, min_tokens=6))
-    theirs = transformers_tokens(model, 1, eos_token_id=end, min_new_tokens=6)
-    assert ours == (theirs[:-1] if theirs[-1] == end else theirs)
-    assert len(ours) >= 6
-
-
-@pytest.mark.oracle
-def test_log_probs_equal_transformers(executor: api.Executor, model: Any) -> None:
-    import torch
-
-    (result,) = results(executor, request_of(2, log_probs=True, repetition_penalty=1.7))
-    answer = result.output_token_ids[0]
-    sequence = prompt_of(2) + answer
-    with torch.inference_mode():
-        logits = model(torch.tensor([sequence])).logits[0, len(prompt_of(2)) - 1 : -1].numpy()
-    expected = []
-    for position, token in enumerate(answer):
-        row = logits[position].astype(np.float64)
-        seen = sorted(set(sequence[: len(prompt_of(2)) + position]))
-        row[seen] = np.where(row[seen] < 0, row[seen] * 1.7, row[seen] / 1.7)
-        expected.append(row[token] - np.log(np.exp(row).sum()))
-    np.testing.assert_allclose(log_probs_of(result), expected, atol=2e-4)
