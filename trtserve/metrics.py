@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from trtserve.errors import ServerDiedError, ServerUnreachableError
-from trtserve.servers import Server, find_server, last_words
+from trtserve.servers import Server, find_server, last_words, recorded_server
 from trtserve.store import Store
 from trtserve.triton.metrics import GENERAL, TOKENS, CoreMetrics, ModelMetrics, core_metrics, model_metrics, parse
 from trtserve.triton.server import Address, metrics_page
@@ -22,11 +22,12 @@ _RATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where metrics come from: a port, and the recorded server behind it where there is one."""
+    """Where metrics come from: a port, and the server behind it where `store` has a record of one."""
 
     name: str
     address: Address
     server: Server | None = None
+    store: Store = field(default_factory=Store)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,9 @@ class Reading:
 
 def find_source(name: str | None = None, *, store: Store | None = None) -> Source:
     """The running server `name`, or the only one; ServerNotFoundError or ServerAmbiguousError as `find_server`."""
+    store = store or Store()
     server = find_server(name, store=store)
-    return Source(name=server.name, address=server.address, server=server)
+    return Source(name=server.name, address=server.address, server=server, store=store)
 
 
 def remote_source(host: str, port: int) -> Source:
@@ -107,8 +109,16 @@ def _growth(before: CoreMetrics, after: CoreMetrics) -> dict[str, float]:
     return grown
 
 
+def _is_stopped(server: Server, store: Store) -> bool:
+    """True when somebody stops it, or did; a server that died keeps its record."""
+    recorded = recorded_server(server.name, store)
+    return recorded is None or recorded.phase == "stopping"
+
+
 def _silent(source: Source) -> ServerDiedError | ServerUnreachableError:
     server = source.server
+    if server is not None and _is_stopped(server, source.store):
+        return ServerDiedError(f"The server {server.name} was stopped.", hint="Start it again: trtserve start --detach")
     if server is not None and not server.identity.alive():
         return ServerDiedError(
             f"The server {server.name} has ended. Its last lines:\n{last_words(server.log)}",

@@ -170,13 +170,16 @@ def test_a_port_without_metrics() -> None:
         read_metrics(remote_source("127.0.0.1", port))
 
 
-def test_a_server_that_ends_while_it_is_watched() -> None:
+@pytest.mark.parametrize(("recorded", "words"), [(True, "has ended. Its last lines"), (False, "was stopped")])
+def test_a_server_that_ends_while_it_is_watched(recorded: bool, words: str) -> None:
     with serving(PAGE) as port:
         dead = server_at(port, alive=False)
+        if recorded:
+            write_state(dead, Store())
         source = Source(name="demo", address=dead.address, server=dead)
         watching = watch_metrics(source, interval=0.1, pause=lambda _: None)
         next(watching)
-    with pytest.raises(ServerDiedError, match="The server demo has ended"):
+    with pytest.raises(ServerDiedError, match=f"The server demo {words}"):
         next(watching)
 
 

@@ -103,7 +103,7 @@ def _model_row(model: ModelMetrics) -> tuple[object, ...]:
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else f"{value:.4g}"
+    return f"{value:.4f}".rstrip("0").rstrip(".")
 
 
 def _watch(source: Source, interval: float, count: int | None) -> None:
@@ -148,9 +148,10 @@ def _view(source: Source, reading: Reading) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    title = Text(f"{source.name}   {time.strftime('%H:%M:%S')}   Ctrl-C ends", style="dim")
+    title = Text(f"{source.name}   {time.strftime('%H:%M:%S')}", style="dim")
     panels = [_core_panel(each, reading.rates.get(each.model, {})) for each in reading.core]
-    return Group(title, *(panels or [Text("No core model reports metrics.")]))
+    # The last line is short: the terminal's echo of Ctrl-C, at the end of a full one, would move the view by a line.
+    return Group(title, *(panels or [Text("No core model reports metrics.")]), Text("Ctrl-C ends", style="dim"))
 
 
 def _core_panel(core: CoreMetrics, rates: dict[str, float]) -> RenderableType:

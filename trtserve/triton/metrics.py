@@ -93,9 +93,14 @@ def core_metrics(samples: Iterable[Sample]) -> list[CoreMetrics]:
             families = found.setdefault(_identity(sample), {})
             families.setdefault(sample.name, {})[kind] = sample.value
     return [
-        CoreMetrics(model=model, version=version, families=families)
+        CoreMetrics(model=model, version=version, families=_ordered(families))
         for (model, version), families in sorted(found.items())
     ]
+
+
+def _ordered(families: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The families in the order of CORE_LABELS; a page has them in none."""
+    return {name: dict(sorted(families[name].items())) for name in CORE_LABELS if name in families}
 
 
 def model_metrics(samples: Iterable[Sample]) -> list[ModelMetrics]:
