@@ -157,8 +157,8 @@ GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "recursion": ('root ::= "(" root ")" | ""', ["", "()", "((()))"], ["(", "())"]),
     "escapes": (
-        r'root ::= "\u0041\x42\"\\\n\'" [^\n\u0061-z]{2} [\-\^\]x]',
-        ["AB\"\\\n'é1-", "AB\"\\\n'  ^", "AB\"\\\n'AA]"],
+        r'root ::= "\u0041\x42\"\\\n\'" [^\n\u0061-z]{2} ([\-\^\]x] | "\x01\u00a0\U0001F600\t")',
+        ["AB\"\\\n'é1-", "AB\"\\\n'é1\x01\xa0😀\t", "AB\"\\\n'  ^", "AB\"\\\n'AA]"],
         ["AB\"\\\n'ab-", "AB\"\\\n'AAy", 'AB"'],
     ),
     "names with signs": ('root ::= my-rule yourRule?\nmy-rule ::= "m"\nyourRule ::= "y"', ["m", "my"], ["y", ""]),
@@ -189,6 +189,12 @@ WRONG: dict[str, tuple[GuideType, str, str]] = {
     "grammar that is not closed": (GuideType.EBNF_GRAMMAR, 'root ::= ("a"', "Expected ')'"),
     "no grammar at all": (GuideType.EBNF_GRAMMAR, "hello", "Expected ::="),
     "wrong Lark": (GuideType.EBNF_GRAMMAR, "start: missing", "missing"),
+    "grammar without an end": (GuideType.EBNF_GRAMMAR, "root ::= root", "no text fits it"),
+    "grammar with no such character": (GuideType.EBNF_GRAMMAR, r'root ::= "\UFFFFFFFF"', "too large"),
+    "grammar with half a character": (GuideType.EBNF_GRAMMAR, r'root ::= "\uD800"', "surrogates not allowed"),
+    "grammar of many brackets": (GuideType.EBNF_GRAMMAR, "root ::= " + "(" * 9000, "recursion"),
+    "schema of many brackets": (GuideType.JSON_SCHEMA, "[" * 100_000, "recursion"),
+    "schema that nothing fits": (GuideType.JSON_SCHEMA, '{"$ref": "#"}', "no text fits it"),
     "structural tag": (GuideType.STRUCTURAL_TAG, "{}", "not supported"),
 }
 

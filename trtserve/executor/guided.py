@@ -157,10 +157,15 @@ def _compile(tokenizer: LLTokenizer, params: GuidedDecodingParams) -> LLMatcher:
 
     try:
         matcher = LLMatcher(tokenizer, _grammar(params), log_level=0)
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise _wrong(params, str(error)) from error
     if matcher.is_error():
         raise _wrong(params, matcher.get_error())
+    trial = matcher.deep_copy()
+    trial.compute_bitmask()
+    if trial.is_error():
+        reason = trial.get_error()
+        raise _wrong(params, "no text fits it" if reason.startswith("NoExtension") else reason)
     return matcher
 
 
@@ -233,4 +238,4 @@ def _plain_escape(escape: re.Match[str], special: str) -> str:
         return "\\" + character
     if character in "-^" and "[" in special:  # operators of a character class
         return f"\\x{ord(character):02x}"
-    return character if character.isprintable() else f"\\x{ord(character):02x}"
+    return character if character >= " " else f"\\x{ord(character):02x}"
