@@ -136,3 +136,13 @@ def test_accumulated_texts_stay_at_the_stop_word(texts: Any, stop_words: Any) ->
     found = [text_of(streamed.add(result(piece)))[0] for piece in ("a", "bc", " de", "f")]
     assert found == ["a", "abc", "abc d", "abc d"]
     assert streamed.stopped == {(0, 0)}
+
+
+def test_the_reason_comes_with_the_end_of_the_text(texts: Any, stop_words: Any) -> None:
+    """A character whose second half never comes is shown as broken when its sequence ends."""
+    half = {**result("ab"), "finish_reason": reasons("length")}
+    half["output_ids"][0, 0, 1] = "é".encode()[0]
+    for accumulate in (False, True):
+        streamed = texts.StreamedTexts(decode, [stop_words.StopWords()], accumulate=accumulate)
+        assert text_of(streamed.add(half)) == ["a\N{REPLACEMENT CHARACTER}"]
+        assert list(streamed.finish()) == []

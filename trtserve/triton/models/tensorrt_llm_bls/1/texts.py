@@ -87,7 +87,8 @@ class StreamedTexts:
         if begun and not ids and result.keys() <= _ALWAYS:
             return None  # the closing result of a request that ended on its end id
         state = self._states[key]
-        text = state.add(ids)
+        # The reason comes with the last result of a sequence: a client reads it with the end of the text.
+        text = state.add_last(ids) if "finish_reason" in result else state.add(ids)
         return {"text_output": encoded([text]), **_with_reasons(result, [state.stopped])}
 
     def finish(self) -> Iterator[tuple[Key, str]]:
@@ -108,20 +109,32 @@ class _Pieces:
     def add(self, ids: Sequence[int]) -> str:
         return "" if self.stopped else self._cut.add(self._text.add(ids))
 
+    def add_last(self, ids: Sequence[int]) -> str:
+        return self.add(ids) + self.finish()
+
     def finish(self) -> str:
         return "" if self.stopped else self._cut.add(self._text.finish())
 
 
 class _Accumulated:
     def __init__(self, words: StopWords, decode: Decode) -> None:
-        self._text, self._words, self._last, self.stopped = AccumulatedText(decode), words, "", False
+        self._text, self._words, self._last = AccumulatedText(decode), words, ""
+        self.stopped = self._ended = False
 
     def add(self, ids: Sequence[int]) -> str:
         # Clients overwrite what they have: a text that stopped is sent again, not emptied.
         return self._last if self.stopped else self._cut(self._text.add(ids))
 
+    def add_last(self, ids: Sequence[int]) -> str:
+        text = self.add(ids)
+        return self.finish() or text
+
     def finish(self) -> str:
-        return "" if self.stopped else self._cut(self._text.finish())
+        if self.stopped or self._ended:
+            return ""
+        self._ended = True
+        rest = self._text.finish()
+        return self._cut(rest) if rest else ""
 
     def _cut(self, text: str) -> str:
         end = self._words.end(text)
