@@ -34,7 +34,8 @@ lint: $(READY) ## style and types
 bench: $(READY) $(VENV)/.bench ## the figures of docs/performance.md, as ratios of pairs in one run
 	$(BIN)/python -m tests.benchmarks --work $(BENCH_WORK) $(ARGS)
 
-soak: $(READY) ## 64 streams for ten minutes with random cancels: memory and KV blocks must stay flat
+soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with random cancels: nothing may grow
+	TRTSERVE_MIXES=300 $(BIN)/python -m pytest -q tests/integration/test_request_mix.py
 	$(BIN)/python -m tests.benchmarks.soak --work $(BENCH_WORK) $(ARGS)
 
 docs: $(READY) ## the generated parts of docs/

@@ -1,0 +1,244 @@
+"""Random mixes of requests with every feature and random cancels: all answered once, nothing leaks, all as if alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.executors import free_blocks
+from tests.support.request_mix import BEAMS, DRAFT, LORA_RANK, MOST_TOKENS, TABLE_ROWS, Recipe, recipes, request_of
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Model
+from trtserve.build import build_engine
+from trtserve.convert import convert_model
+from trtserve.executor import api
+from trtserve.executor.lora_modules import LoraShape
+from trtserve.specs import BuildSpec, ConvertSpec
+
+SOON = 60.0
+KV_TOKENS = 512  # less than a large mix needs at once: requests wait, are paused, and blocks are taken from the cache
+# `make soak` tries many more, other ones each time.
+MIXES = int(os.environ.get("TRTSERVE_MIXES", "0"))
+EXAMPLES = settings(
+    max_examples=MIXES or 20,
+    deadline=None,
+    derandomize=not MIXES,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@dataclass
+class Answer:
+    """Everything that came back for one request, by number of the sequence."""
+
+    tokens: dict[int, list[list[int]]] = field(default_factory=dict)
+    last: dict[int, Any] = field(default_factory=dict)
+    responses: int = 0
+    finals: int = 0
+    cancelled: bool = False
+    error: str | None = None
+
+    def add(self, recipe: Recipe, response: api.Response) -> None:
+        """Take one response."""
+        assert not self.finals, "a response behind the final one"
+        self.responses += 1
+        if response.has_error():
+            self.error, self.finals = response.error_msg, 1
+            return
+        result = response.result
+        self.finals += result.is_final
+        self.cancelled |= api.FinishReason.CANCELLED in result.finish_reasons
+        whole = recipe.beams > 1 or not recipe.streaming
+        if not self.cancelled:
+            self.last[result.sequence_index] = result
+            known = self.tokens.setdefault(result.sequence_index, [[] for _ in result.output_token_ids])
+            for number, ids in enumerate(result.output_token_ids):
+                known[number] = list(ids) if whole else known[number] + ids
+
+
+@dataclass
+class Side:
+    """An executor under test, one that gets every request alone, and what that one has said."""
+
+    mixed: api.Executor
+    alone: api.Executor
+    lora: LoraShape
+    policy: api.CapacitySchedulerPolicy
+    known: dict[Recipe, Answer] = field(default_factory=dict)
+
+    def expected(self, recipe: Recipe) -> Answer:
+        """The answer to a request that nobody else keeps company."""
+        if recipe not in self.known:
+            (self.known[recipe],) = run(self.alone, [recipe], self.lora, cancel=False)
+        return self.known[recipe]
+
+
+CASES = {
+    "drafts, guaranteed_no_evict": (False, api.CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, True),
+    "drafts, max_utilization": (False, api.CapacitySchedulerPolicy.MAX_UTILIZATION, True),
+    "context logits, max_utilization, whole prompts": (True, api.CapacitySchedulerPolicy.MAX_UTILIZATION, False),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("mix")
+    model = Model(path=write_tiny_model(folder / "model", "llama", seed=5))
+    return convert_model(model, ConvertSpec(dtype="float32"), out=folder / "checkpoint")
+
+
+@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
+def side(request: pytest.FixtureRequest, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Side]:
+    context_logits, policy, chunked = request.param
+    spec = BuildSpec(
+        max_batch_size=16,
+        max_seq_len=128,
+        max_num_tokens=128,
+        max_beam_width=BEAMS,
+        max_draft_len=0 if context_logits else DRAFT,
+        speculative_decoding_mode=None if context_logits else "draft_tokens_external",
+        max_prompt_embedding_table_size=16 * TABLE_ROWS,
+        gather_context_logits=context_logits,
+        gather_generation_logits=True,
+        lora_plugin="auto",
+        lora_target_modules=("attn_q", "attn_v", "mlp_h_to_4h"),
+        max_lora_rank=LORA_RANK,
+        runtime="openvino",
+    )
+    engine = build_engine(checkpoint, spec, out=tmp_path_factory.mktemp("engine") / "engine").path
+    mixed = _executor(engine, checkpoint.path.parent / "model", policy, chunked=chunked, reuse=True)
+    quiet = api.CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    alone = _executor(engine, checkpoint.path.parent / "model", quiet, chunked=True, reuse=False)
+    lora = alone._worker._stepper._model.lora  # type: ignore[union-attr]
+    assert lora is not None
+    with mixed, alone:
+        yield Side(mixed, alone, lora, policy)
+
+
+def _executor(
+    engine: Path, tokenizer: Path, policy: api.CapacitySchedulerPolicy, *, chunked: bool, reuse: bool
+) -> api.Executor:
+    config = api.ExecutorConfig(
+        max_beam_width=BEAMS,
+        enable_chunked_context=chunked,
+        iter_stats_max_iterations=1_000_000,
+        scheduler_config=api.SchedulerConfig(capacity_scheduler_policy=policy),
+        kv_cache_config=api.KvCacheConfig(enable_block_reuse=reuse, max_tokens=KV_TOKENS),
+        gather_generation_logits=True,
+        guided_decoding_config=api.GuidedDecodingConfig(
+            api.GuidedDecodingConfig.GuidedDecodingBackend.LLGUIDANCE,
+            tokenizer_str=(tokenizer / "tokenizer.json").read_text(encoding="utf-8"),
+        ),
+    )
+    return api.Executor(engine, api.ModelType.DECODER_ONLY, config)
+
+
+def run(executor: api.Executor, mix: list[Recipe], lora: LoraShape, *, cancel: bool = True) -> list[Answer]:
+    """Send all of `mix` at once and take every response until each request has had its last one, for a bounded time."""
+    ids = executor.enqueue_requests([request_of(recipe, lora) for recipe in mix])
+    answers = {number: Answer() for number in ids}
+    by_id = dict(zip(ids, mix, strict=True))
+    cancelling: dict[int, list[int]] = defaultdict(list)
+    for number, recipe in by_id.items():
+        if cancel and recipe.cancel_after is not None:
+            cancelling[recipe.cancel_after].append(number)
+    for number in cancelling.pop(0, ()):
+        executor.cancel_request(number)
+    deadline = time.monotonic() + SOON
+    while not all(answer.finals for answer in answers.values()):
+        assert time.monotonic() < deadline, "not every request was answered"
+        for response in executor.await_responses(timeout=0.5):
+            assert isinstance(response, api.Response)
+            number = response.request_id
+            answers[number].add(by_id[number], response)
+            if number in cancelling.get(answers[number].responses, ()):
+                executor.cancel_request(number)
+    assert executor.get_num_responses_ready() == 0
+    return list(answers.values())
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_a_mix_is_answered_as_if_each_were_alone(side: Side, data: st.DataObject) -> None:
+    context_logits = side.mixed.limits.gather_context_logits
+    mix = data.draw(st.lists(recipes(context_logits=context_logits), min_size=1, max_size=64))
+    before = free_blocks(side.mixed)
+    answers = run(side.mixed, mix, side.lora)
+    for recipe, answer in zip(mix, answers, strict=True):
+        assert answer.error is None, recipe
+        _compare(recipe, answer, side.expected(recipe))
+    worker = side.mixed._worker
+    assert worker is not None
+    assert free_blocks(side.mixed) == before == worker.cache.pool.count
+    assert not worker.scheduler.active
+
+
+def test_the_mixes_have_met_what_makes_them_hard(side: Side) -> None:
+    """Blocks were found again; where the policy pauses, sequences were paused, and nobody has noticed."""
+    assert side.mixed._worker is not None
+    assert side.mixed._worker.cache.reused_total > 0
+    records = side.mixed.get_latest_iteration_stats()
+    paused = max(record.inflight_batching_stats.num_paused_requests for record in records)  # type: ignore[union-attr]
+    assert (paused > 0) == (side.policy is api.CapacitySchedulerPolicy.MAX_UTILIZATION)
+
+
+def _compare(recipe: Recipe, answer: Answer, expected: Answer) -> None:
+    """A cancelled request has said the beginning of what it would have said; any other all of it."""
+    assert expected.error is None, (recipe, expected.error)
+    for number, beams in answer.tokens.items():
+        for beam, tokens in enumerate(beams):
+            complete = expected.tokens[number][beam]
+            if not answer.cancelled:
+                assert tokens == complete, recipe
+            elif recipe.beams == 1:
+                assert tokens == complete[: len(tokens)], recipe
+    if answer.cancelled:
+        return
+    assert answer.tokens.keys() == expected.tokens.keys(), recipe
+    for number, result in answer.last.items():
+        other = expected.last[number]
+        assert result.finish_reasons == other.finish_reasons, recipe
+        assert (result.cum_log_probs is None) == ("log_probs" not in dict(recipe.features))
+        for name in ("cum_log_probs", "context_logits", "generation_logits"):
+            _close(recipe, getattr(result, name), getattr(other, name))
+        for ours, theirs in zip(result.log_probs or (), other.log_probs or (), strict=True):
+            _close(recipe, ours, theirs)
+
+
+def _close(recipe: Recipe, ours: Any, theirs: Any) -> None:
+    assert (ours is None) == (theirs is None), recipe
+    if ours is not None:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3, err_msg=str(recipe))
+
+
+def test_the_mix_covers_what_it_claims(side: Side) -> None:
+    """Each feature alone gives an answer of its own kind: no recipe is refused."""
+    wanted: list[dict[str, Any]] = [
+        {"beam_width": 3},
+        {"num_return_sequences": 3, "sampling": "top_k"},
+        {"guided": True},
+        {"log_probs": True},
+        {"generation_logits": True},
+        {"table": "table"},
+        {"adapter": "adapter 1"},
+        {"context_logits": True} if side.mixed.limits.gather_context_logits else {"draft": DRAFT},
+    ]
+    mix = [
+        Recipe(1, MOST_TOKENS, streaming=False, features=tuple(sorted(({"sampling": "greedy"} | each).items())))
+        for each in wanted
+    ]
+    answers = run(side.mixed, mix, side.lora)
+    assert [answer.error for answer in answers] == [None] * len(mix)
+    assert len(answers[0].tokens[0]) == 3
+    assert sorted(answers[1].tokens) == [0, 1, 2]
+    assert all(answers[index].last[0].generation_logits is not None for index in (4,))
