@@ -94,6 +94,8 @@ class FakeModel:
         assert longest == max_context_len
         assert len(token_ids) == subsequence_begins[-1] == len(written)
         begins = subsequence_begins[:-1]
+        if len(rows) == 0:
+            return np.zeros((0, VOCAB), dtype=np.float32)
         return np.stack([self._logits(int(row), spans[np.searchsorted(begins, row, side="right") - 1]) for row in rows])
 
     def _logits(self, row: int, span: tuple[int, int, npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:

@@ -44,6 +44,7 @@ class Recorder:
         self._memory_read = float("-inf")
         if self._iterations.maxlen:
             self._iterations.append(self._iteration_record(Plan(), 0.0, 0))
+            self._drafts = SpecDecodingStats()  # the record keeps the other
 
     def became_active(self, sequence: Sequence) -> None:
         """Note a request that left the queue."""
