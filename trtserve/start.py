@@ -40,7 +40,7 @@ from trtserve.specs import ServerSpec
 from trtserve.store import Store, locked
 from trtserve.triton import server_log
 from trtserve.triton.launch import stop_triton, wait_until_ready
-from trtserve.triton.preflight import Served, inspect_repository, require_engine
+from trtserve.triton.preflight import Served, inspect_repository, require_loadable
 from trtserve.triton.server import (
     Address,
     Triton,
@@ -133,7 +133,7 @@ def plan_server(repository: ModelRepository, spec: ServerSpec, *, store: Store |
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a server.", hint="Use letters, digits, '.', '_' and '-': --name NAME")
     served = inspect_repository(repository)
-    require_engine(repository)
+    require_loadable(repository)
     _require_one_process(served, spec)
     triton = find_triton(served.backends | {"python"})
     address = Address(

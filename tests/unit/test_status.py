@@ -14,13 +14,14 @@ import pytest
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
+from trtserve.errors import RepositoryError
 from trtserve.machine import describe
 from trtserve.process import Identity
 from trtserve.servers import Server, log_file, write_state
 from trtserve.status import server_status
 from trtserve.store import Store
 from trtserve.triton.parameters import CLASSES_FILE, classes_json
-from trtserve.triton.preflight import inspect_repository
+from trtserve.triton.preflight import inspect_repository, require_loadable
 from trtserve.triton.probe import write_probe_repository
 
 GAUGE = "nv_trt_llm_kv_cache_block_metrics"
@@ -135,6 +136,19 @@ def test_parameters_without_meaning_are_listed(repository: Path, capsys: pytest.
     assert status.without_meaning == ("gpu_device_ids", "executor_worker_path")
     said = "demo: without meaning on this runtime: gpu_device_ids, executor_worker_path"
     assert capsys.readouterr().err.count(said) == 1
+
+
+def test_start_refuses_what_the_model_refuses(repository: Path) -> None:
+    engine = repository / "tensorrt_llm" / "1"
+    give_parameters(repository, {"gpu_device_ids": "0", "sink_token_length": "0"})
+    with pytest.raises(RepositoryError, match=r"rank0\.xml"):
+        require_loadable(ModelRepository(path=repository))
+    for name in ("rank0.xml", "rank0.bin"):
+        (engine / name).touch()
+    require_loadable(ModelRepository(path=repository))
+    give_parameters(repository, {"sink_token_length": "4"})
+    with pytest.raises(RepositoryError, match=r"config\.pbtxt: Parameter sink_token_length is '4'"):
+        require_loadable(ModelRepository(path=repository))
 
 
 @pytest.mark.parametrize(

@@ -64,16 +64,19 @@ def require_startable(
 def require_carried_out(given: Mapping[str, Mapping[str, str]], release: str) -> None:
     """UsageError for a parameter of `given` (model → parameter → text) that a model refuses when it is loaded."""
     for model, parameters in given.items():
-        if (reason := _class_refusal(model, parameters, release)) is not None:
+        if (reason := refused_parameter(parameters, parameter_classes(model, release))) is not None:
             raise UsageError(
                 f"--set cannot start on the openvino runtime: {model}: {reason}", hint="Leave the parameter out."
             )
 
 
-def _class_refusal(model: str, parameters: Mapping[str, str], release: str) -> str | None:
-    """What `model` says at load against a parameter that it cannot carry out; None when there is none."""
+def refused_parameter(parameters: Mapping[str, str], classes: Mapping[str, Any]) -> str | None:
+    """What a model says at load against one of `parameters` that it cannot carry out; None when there is none.
+
+    `classes` is the content of its CLASSES_FILE.
+    """
     refusal = _core_modules()["parameter_classes"].refusal
-    entries = parameter_classes(model, release)["refused"].items()
+    entries = classes.get("refused", {}).items()
     reasons = (refusal(name, parameters.get(name, "").strip() or None, entry) for name, entry in entries)
     return next((str(reason) for reason in reasons if reason is not None), None)
 
@@ -83,7 +86,7 @@ def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: 
     from trtserve.executor.limits import resolve_limits
     from trtserve.executor.unbuilt import refuse_unbuilt_config
 
-    if (reason := _class_refusal(CORE, parameters, release)) is not None:
+    if (reason := refused_parameter(parameters, parameter_classes(CORE, release))) is not None:
         return reason
     modules = _core_modules()
     module = modules["executor_module"].load_executor_module("openvino", release)

@@ -12,6 +12,7 @@ from typing import Any
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError
 from trtserve.triton.config import parse_config
+from trtserve.triton.embedded import refused_parameter
 from trtserve.triton.parameters import CLASSES_FILE
 from trtserve.triton.profiles import BLS, CORE, DRAFT, ENSEMBLE
 
@@ -155,8 +156,20 @@ def _require_program(folder: Path, config: Any) -> None:
         )
 
 
-def require_engine(repository: ModelRepository) -> None:
-    """RepositoryError for an openvino engine without its files, which Triton would miss only when it loads them."""
+def require_loadable(repository: ModelRepository) -> None:
+    """RepositoryError for what Triton would find only when it loads the models.
+
+    That is an openvino engine without its files, or a parameter that a model refuses.
+    """
+    _require_engines(repository)
+    for path in sorted(repository.path.glob(f"*/1/{CLASSES_FILE}")):
+        config = path.parents[1] / "config.pbtxt"
+        given = {name: value.string_value for name, value in _config(config).parameters.items()}
+        if (reason := refused_parameter(given, _json(path))) is not None:
+            raise RepositoryError(f"{config}: {reason}", hint="Remove the parameter, or leave its value empty.")
+
+
+def _require_engines(repository: ModelRepository) -> None:
     for model in (CORE, DRAFT):
         engine = repository.path / model / "1"
         runtime = _json(engine / "config.json").get("trtserve", {}).get("runtime")

@@ -1,0 +1,114 @@
+"""What the metrics port of a real server says of requests, and `trtserve metrics` of that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.model_server import ModelServer
+from tests.support.release_client import NEWEST
+from trtserve.cli import run
+from trtserve.metrics import Reading, read_metrics, remote_source
+from trtserve.triton.metrics import GENERAL, KV_BLOCKS, REQUESTS, TOKENS, CoreMetrics
+
+pytestmark = pytest.mark.triton
+
+PROMPT = [1, 40, 41, 42, 43]
+INFLIGHT = "nv_trt_llm_inflight_batcher_metrics"
+
+
+def read(server: ModelServer) -> Reading:
+    return read_metrics(remote_source(server.address.host, server.address.metrics_port))
+
+
+def core(server: ModelServer) -> CoreMetrics:
+    (found,) = read(server).core
+    return found
+
+
+def once(server: ModelServer, wanted: Callable[[CoreMetrics], bool]) -> CoreMetrics:
+    """The first reading that is as `wanted`; the core model brings its metrics up to date every 100 ms."""
+    deadline = time.monotonic() + 20
+    while not wanted(found := core(server)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return found
+
+
+def idle(server: ModelServer) -> CoreMetrics:
+    return once(server, lambda found: found.value(REQUESTS, "active") == 0)
+
+
+def number(found: CoreMetrics, family: str, kind: str) -> float:
+    value = found.value(family, kind)
+    assert value is not None
+    return value
+
+
+def test_families_and_labels_of_the_newest_release(features: ModelServer) -> None:
+    found = idle(features)
+    assert {name: set(values) for name, values in found.families.items()} == {
+        REQUESTS: {"active", "max", "scheduled", "context", "waiting"},
+        "nv_trt_llm_runtime_memory_metrics": {"cpu", "gpu", "pinned"},
+        KV_BLOCKS: {"max", "free", "used", "tokens_per", "reused", "fraction"},
+        INFLIGHT: {"total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"},
+        GENERAL: {"timestamp", "iteration_counter"},
+        TOKENS: {"prompt", "generated"},
+    }
+    assert found.value(REQUESTS, "max") == 8
+    assert number(found, KV_BLOCKS, "max") == number(found, KV_BLOCKS, "free") + number(found, KV_BLOCKS, "used")
+
+
+def test_tokens_are_counted_exactly(features: ModelServer) -> None:
+    before = idle(features)
+    with features.stream() as stream:
+        stream.all("tensorrt_llm", NEWEST.core(PROMPT, 12, streaming=True))
+        stream.all("tensorrt_llm", NEWEST.core(PROMPT, 7))
+    expected = number(before, TOKENS, "generated") + 19
+    after = once(features, lambda found: found.value(TOKENS, "generated") == expected)
+    assert number(after, TOKENS, "prompt") == number(before, TOKENS, "prompt") + 2 * len(PROMPT)
+    done = idle(features)
+    assert number(done, GENERAL, "iteration_counter") >= number(before, GENERAL, "iteration_counter") + 19
+
+
+def test_gauges_are_live_and_return_to_rest(features: ModelServer) -> None:
+    rest = idle(features)
+    with features.stream() as stream:
+        for number_of_request in range(2):
+            stream.send("tensorrt_llm", NEWEST.core(PROMPT, 900, streaming=True), str(number_of_request))
+        busy = once(features, lambda found: found.value(INFLIGHT, "generation_requests") == 2)
+        open_requests = 2
+        while open_requests:
+            open_requests -= stream.next()[1]
+    assert busy.value(REQUESTS, "active") == 2
+    assert number(busy, KV_BLOCKS, "used") > number(rest, KV_BLOCKS, "used")
+    assert number(busy, KV_BLOCKS, "fraction") == number(busy, KV_BLOCKS, "used") / number(busy, KV_BLOCKS, "max")
+    done = idle(features)
+    assert number(done, KV_BLOCKS, "used") == number(rest, KV_BLOCKS, "used")
+
+
+def test_requests_of_triton_are_counted_for_each_model(features: ModelServer) -> None:
+    def counted() -> dict[str, float]:
+        return {each.model: each.values["request_success"] for each in read(features).models}
+
+    before = counted()
+    with features.stream() as stream:
+        stream.all("ensemble", NEWEST.text("Metrics", 3))
+    after = counted()
+    grown = {model for model in after if after[model] > before[model]}
+    assert {"ensemble", "preprocessing", "postprocessing", "tensorrt_llm"} <= grown
+
+
+def test_the_command_on_a_real_page(features: ModelServer, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"{features.address.host}:{features.address.metrics_port}"
+    assert run(["metrics", "--url", url]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert {cells[1] for cells in lines if cells[0] == "tensorrt_llm"} > {REQUESTS, KV_BLOCKS, TOKENS}
+    assert run(["metrics", "--url", url, "--watch", "--count", "2", "--interval", "0.2"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    first, second = captured.out.splitlines()
+    assert first.endswith("- tokens/s\t- prompt tokens/s\t- iterations/s")
+    assert second.endswith("0.0 tokens/s\t0.0 prompt tokens/s\t0.0 iterations/s")
