@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from trtserve.executor.admission import admit
-from trtserve.executor.api import ExecutorConfig, KvCacheConfig, Request
+from trtserve.executor.api import CapacitySchedulerPolicy, ExecutorConfig, KvCacheConfig, SchedulerConfig
 from trtserve.executor.limits import Limits, fit_to_cache, kv_cache_blocks, resolve_limits
 
 ENGINE: dict[str, Any] = {
@@ -32,7 +32,7 @@ def test_the_engine_gives_the_limits() -> None:
     [
         (ExecutorConfig(max_batch_size=9), r"max_batch_size \(9\) is larger than the engine's max_batch_size \(8\)"),
         (ExecutorConfig(max_beam_width=2), "max_beam_width"),
-        (ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=[50])), "max_attention_window"),
+        (ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=[50, 0])), "max_attention_window"),
     ],
 )
 def test_more_than_the_engine_is_refused(config: ExecutorConfig, message: str) -> None:
@@ -58,10 +58,65 @@ def test_the_engine_bounds_the_prompt(built: int, chunked: bool, longest: int) -
     engine = {**ENGINE, "build_config": {**ENGINE["build_config"], "max_input_len": built}}
     limits = resolve_limits(engine, ExecutorConfig(enable_chunked_context=chunked))
     assert limits.max_input_len == longest
-    admit(Request([1] * longest, 1), 1, limits)
-    message = rf"Prompt length \({longest + 1}\) exceeds maximum input length \({longest}\)"
-    with pytest.raises(RuntimeError, match=message):
-        admit(Request([1] * (longest + 1), 1), 2, limits)
+
+
+def _built(**flags: Any) -> Limits:
+    return resolve_limits({**ENGINE, "build_config": {**ENGINE["build_config"], **flags}}, ExecutorConfig())
+
+
+def test_the_engine_says_what_it_was_built_with() -> None:
+    built = _built(
+        gather_context_logits=True,
+        gather_generation_logits=True,
+        max_prompt_embedding_table_size=64,
+        max_draft_len=8,
+        speculative_decoding_mode=2,
+        lora_config={"max_lora_rank": 8, "lora_target_modules": ["attn_q", "attn_v"]},
+        plugin_config={"lora_plugin": "float32", "use_paged_context_fmha": False},
+    )
+    assert built == replace(
+        LIMITS,
+        gather_context_logits=True,
+        gather_generation_logits=True,
+        max_prompt_embedding_table_size=64,
+        max_draft_len=8,
+        speculative_decoding_mode=2,
+        lora_plugin="float32",
+        max_lora_rank=8,
+        lora_target_modules=("attn_q", "attn_v"),
+        paged_context=False,
+    )
+
+
+def test_chunks_need_paged_context(caplog: pytest.LogCaptureFixture) -> None:
+    config = {**ENGINE["build_config"], "plugin_config": {"use_paged_context_fmha": False}}
+    with caplog.at_level(logging.WARNING):
+        limits = resolve_limits({**ENGINE, "build_config": config}, ExecutorConfig(enable_chunked_context=True))
+    assert (limits.chunked, limits.paged_context) == (False, False)
+    assert "chunked context is turned off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "windows"), [([100], ()), ([200, 300], ()), ([50], (50,)), ([50, 200], (50, 100)), (None, ())]
+)
+def test_windows(asked: list[int] | None, windows: tuple[int, ...]) -> None:
+    config = ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=asked))
+    assert resolve_limits(ENGINE, config).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunked", "refused"), [("MAX", False, True), ("MAX", True, False), ("GUA", False, False)]
+)
+def test_streams_that_may_be_paused_must_fit_a_step(policy: str, chunked: bool, refused: bool) -> None:
+    (chosen,) = [each for each in CapacitySchedulerPolicy if each.name.startswith(policy)]
+    config = ExecutorConfig(scheduler_config=SchedulerConfig(chosen), enable_chunked_context=chunked)
+    limits = resolve_limits(ENGINE, config)
+    limits.check_streaming(60, 5)
+    if refused:
+        with pytest.raises(RuntimeError, match=r"\(65\) exceeds maximum input length \(64\)"):
+            limits.check_streaming(60, 6)
+    else:
+        limits.check_streaming(60, 6)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +140,24 @@ def test_no_room_for_a_block_is_an_error() -> None:
         _blocks(KvCacheConfig(), free=1000)
 
 
+def test_beams_need_blocks_of_their_own() -> None:
+    limits = replace(LIMITS, max_beam_width=4)
+    config = KvCacheConfig()
+    assert kv_cache_blocks(config, limits, tokens_per_block=16, bytes_per_block=1000, free_memory=10**9) == 4 * 56
+
+
 def test_a_small_cache_shortens_the_sequences(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert fit_to_cache(LIMITS, cache_tokens=48, fail=False).max_seq_len == 48
+        assert fit_to_cache(LIMITS, cache_tokens=48, tokens_per_block=16, fail=False).max_seq_len == 48
     assert "max_seq_len becomes 48" in caplog.text
     with pytest.raises(RuntimeError, match="less than one sequence"):
-        fit_to_cache(LIMITS, cache_tokens=48, fail=True)
-    assert fit_to_cache(LIMITS, cache_tokens=100, fail=True) is LIMITS
+        fit_to_cache(LIMITS, cache_tokens=48, tokens_per_block=16, fail=True)
+    assert fit_to_cache(LIMITS, cache_tokens=112, tokens_per_block=16, fail=True) is LIMITS
+
+
+def test_a_cache_must_hold_all_beams_of_a_sequence() -> None:
+    limits = replace(LIMITS, max_beam_width=3)
+    assert fit_to_cache(limits, cache_tokens=3 * 112, tokens_per_block=16, fail=True) is limits
+    assert fit_to_cache(limits, cache_tokens=3 * 112 - 16, tokens_per_block=16, fail=False).max_seq_len == 96
+    with pytest.raises(RuntimeError, match="one sequence of 3 beams"):
+        fit_to_cache(limits, cache_tokens=32, tokens_per_block=16, fail=False)

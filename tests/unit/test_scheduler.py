@@ -1,136 +1,218 @@
-"""The scheduler's policies, step by step."""
+"""Who is scheduled: capacity policies, pauses, priorities, beam widths, adapters and reuse, step by step."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Hashable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from trtserve.executor.api import CapacitySchedulerPolicy, ContextChunkingPolicy
-from trtserve.executor.kv_cache import KvCache
-from trtserve.executor.limits import Limits
-from trtserve.executor.scheduler import Plan, Scheduler
+from tests.support.schedulers import add, make_scheduler, make_sequence, paused, run_step, shape
+from trtserve.executor.api import CapacitySchedulerPolicy
+from trtserve.executor.scheduler import insert
 from trtserve.executor.sequence import Sequence
 
-
-def _scheduler(
-    *, blocks: int = 100, batch: int = 8, tokens: int = 64, chunked: bool = False, **options: Any
-) -> Scheduler:
-    limits = Limits(max_batch_size=batch, max_seq_len=200, max_num_tokens=tokens, vocab_size=97, chunked=chunked)
-    cache = KvCache(blocks=blocks, tokens_per_block=4, max_sequences=batch, max_tokens=200)
-    return Scheduler(limits, cache, **options)
-
-
-def _add(scheduler: Scheduler, number: int, prompt: int, new: int = 4) -> Sequence:
-    sequence = Sequence(id=number, prompt=np.arange(prompt, dtype=np.int64), max_tokens=new)
-    scheduler.add(sequence)
-    return sequence
-
-
-def _run(scheduler: Scheduler) -> Plan:
-    """Plan one step and count its tokens as computed."""
-    plan = scheduler.plan()
-    for sequence, size in plan.chunks:
-        sequence.computed += size
-    for sequence in plan.generations:
-        sequence.computed += 1
-    return plan
-
-
-def _shape(plan: Plan) -> tuple[list[tuple[int, int]], list[int]]:
-    return [(sequence.id, size) for sequence, size in plan.chunks], [sequence.id for sequence in plan.generations]
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+STATIC = CapacitySchedulerPolicy.STATIC_BATCH
 
 
 def test_prompts_join_running_generations() -> None:
-    scheduler = _scheduler()
-    _add(scheduler, 1, 5)
-    assert _shape(_run(scheduler)) == ([(1, 5)], [])
-    _add(scheduler, 2, 6)
-    assert _shape(_run(scheduler)) == ([(2, 6)], [1])
-    assert _shape(_run(scheduler)) == ([], [1, 2])
+    scheduler = make_scheduler()
+    add(scheduler, 1, 5)
+    assert shape(run_step(scheduler)) == ([(1, 5)], [])
+    add(scheduler, 2, 6)
+    assert shape(run_step(scheduler)) == ([(2, 6)], [1])
+    assert shape(run_step(scheduler)) == ([], [1, 2])
 
 
 def test_nobody_overtakes_one_that_lacks_blocks() -> None:
-    scheduler = _scheduler(blocks=6)
-    first = _add(scheduler, 1, 12, 4)
-    _add(scheduler, 2, 12, 4)
-    _add(scheduler, 3, 1, 1)
-    assert _shape(_run(scheduler)) == ([(1, 12)], [])
-    assert [sequence.id for sequence in scheduler.pending] == [2, 3]
+    scheduler = make_scheduler(blocks=6)
+    first = add(scheduler, 1, 12, 4)
+    waiting = add(scheduler, 2, 12, 4)
+    add(scheduler, 3, 1, 1)
+    assert shape(run_step(scheduler)) == ([(1, 12)], [])
+    assert not waiting.slots
     scheduler.remove([first])
-    assert _shape(_run(scheduler)) == ([(2, 12), (3, 1)], [])
+    assert shape(run_step(scheduler)) == ([(2, 12), (3, 1)], [])
 
 
 def test_blocks_are_counted_to_the_end_not_to_the_prompt() -> None:
-    scheduler = _scheduler(blocks=6)
-    _add(scheduler, 1, 4, 16)
-    _add(scheduler, 2, 4, 4)
-    assert _shape(_run(scheduler)) == ([(1, 4)], [])
+    scheduler = make_scheduler(blocks=6)
+    add(scheduler, 1, 4, 16)
+    add(scheduler, 2, 4, 4)
+    assert shape(run_step(scheduler)) == ([(1, 4)], [])
 
 
 def test_the_first_prompt_over_the_budget_ends_the_pass() -> None:
-    scheduler = _scheduler(tokens=10)
+    scheduler = make_scheduler(tokens=10)
     for number, prompt in enumerate((6, 6, 2), start=1):
-        _add(scheduler, number, prompt)
-    assert _shape(_run(scheduler)) == ([(1, 6)], [])
-    assert _shape(_run(scheduler)) == ([(2, 6), (3, 2)], [1])
+        add(scheduler, number, prompt)
+    assert shape(run_step(scheduler)) == ([(1, 6)], [])
+    assert shape(run_step(scheduler)) == ([(2, 6), (3, 2)], [1])
 
 
 def test_static_batch_waits_until_nothing_runs() -> None:
-    scheduler = _scheduler(policy=CapacitySchedulerPolicy.STATIC_BATCH)
-    first = _add(scheduler, 1, 3)
-    _run(scheduler)
-    _add(scheduler, 2, 3)
-    assert _shape(_run(scheduler)) == ([], [1])
+    scheduler = make_scheduler(policy=STATIC)
+    first = add(scheduler, 1, 3)
+    run_step(scheduler)
+    add(scheduler, 2, 3)
+    assert shape(run_step(scheduler)) == ([], [1])
     scheduler.remove([first])
-    assert _shape(_run(scheduler)) == ([(2, 3)], [])
-
-
-def test_chunks_first_come_first_served() -> None:
-    scheduler = _scheduler(tokens=10, chunked=True)
-    _add(scheduler, 1, 11)
-    _add(scheduler, 2, 9)
-    # 10 tokens: 8 for the first (a multiple of the block), and no whole unit is left for the second
-    assert _shape(_run(scheduler)) == ([(1, 8)], [])
-    assert _shape(_run(scheduler)) == ([(1, 3), (2, 4)], [])
-    assert _shape(_run(scheduler)) == ([(2, 5)], [1])
-    assert _shape(_run(scheduler)) == ([], [1, 2])
-
-
-def test_chunks_of_equal_progress() -> None:
-    scheduler = _scheduler(tokens=16, chunked=True, chunking=ContextChunkingPolicy.EQUAL_PROGRESS)
-    _add(scheduler, 1, 20)
-    _add(scheduler, 2, 9)
-    _add(scheduler, 3, 2)
-    assert _shape(_run(scheduler)) == ([(1, 8), (2, 4), (3, 2)], [])
-
-
-def test_prompts_that_all_fit_run_whole_under_chunking() -> None:
-    scheduler = _scheduler(tokens=16, chunked=True, chunking=ContextChunkingPolicy.EQUAL_PROGRESS)
-    _add(scheduler, 1, 7)
-    _add(scheduler, 2, 9)
-    assert _shape(_run(scheduler)) == ([(1, 7), (2, 9)], [])
-
-
-def test_a_budget_below_one_block_still_makes_progress() -> None:
-    scheduler = _scheduler(tokens=3, chunked=True)
-    _add(scheduler, 1, 8)
-    assert [_shape(_run(scheduler))[0] for _ in range(3)] == [[(1, 3)], [(1, 3)], [(1, 2)]]
-
-
-def test_generations_count_against_the_budget_of_chunks() -> None:
-    scheduler = _scheduler(tokens=9, chunked=True)
-    _add(scheduler, 1, 4)
-    _run(scheduler)
-    _add(scheduler, 2, 20)
-    assert _shape(_run(scheduler)) == ([(2, 8)], [1])
+    assert shape(run_step(scheduler)) == ([(2, 3)], [])
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_room_counts_running_and_pending(chunked: bool) -> None:
-    scheduler = _scheduler(blocks=6, batch=3, chunked=chunked)
-    _add(scheduler, 1, 12)
-    _add(scheduler, 2, 12)
-    _run(scheduler)
-    assert (scheduler.room, len(scheduler.running), len(scheduler.pending)) == (1, 1, 1)
+def test_room_counts_all_that_are_active(chunked: bool) -> None:
+    scheduler = make_scheduler(blocks=6, batch=3, chunked=chunked)
+    add(scheduler, 1, 12)
+    add(scheduler, 2, 12)
+    run_step(scheduler)
+    assert (scheduler.room, [bool(sequence.slots) for sequence in scheduler.active]) == (1, [True, False])
+
+
+def test_higher_priorities_come_first_then_those_that_came_first() -> None:
+    scheduler = make_scheduler(tokens=12)
+    for number, priority in enumerate((0.5, 0.9, 0.5, 0.9, 0.1), start=1):
+        add(scheduler, number, 4, priority=priority)
+    assert [sequence.id for sequence in scheduler.active] == [2, 4, 1, 3, 5]
+    assert shape(run_step(scheduler)) == ([(2, 4), (4, 4), (1, 4)], [])
+
+
+def test_a_full_active_list_takes_higher_priorities_in() -> None:
+    scheduler = make_scheduler(batch=2)
+    running = [add(scheduler, 1, 4), add(scheduler, 2, 4)]
+    run_step(scheduler)
+    queue: deque[Sequence] = deque()
+    for number, priority in ((3, 0.5), (4, 0.9)):
+        insert(queue, make_sequence(number, 4, priority=priority))
+    taken = scheduler.take(queue)
+    assert taken is not None
+    assert taken.id == 4
+    scheduler.add(taken)
+    assert scheduler.take(queue) is None
+    assert shape(run_step(scheduler)) == ([], [1, 2]), "it is active, but there is no place in the step"
+    scheduler.remove([running[1]])
+    assert shape(run_step(scheduler)) == ([(4, 4)], [1])
+
+
+def test_only_the_beam_width_in_operation_leaves_the_queue() -> None:
+    scheduler = make_scheduler(beams=2)
+    queue = deque([make_sequence(1, 4), make_sequence(2, 4, width=2), make_sequence(3, 4)])
+    taken = []
+    while (sequence := scheduler.take(queue)) is not None:
+        scheduler.add(sequence)
+        taken.append(sequence.id)
+    assert taken == [1, 3]
+    scheduler.remove(list(scheduler.active))
+    last = scheduler.take(queue)
+    assert last is not None
+    assert last.id == 2
+    assert scheduler.take(queue) is None
+
+
+def test_generations_of_another_width_sit_a_step_out() -> None:
+    scheduler = make_scheduler(beams=2, tokens=5)
+    for number, width in enumerate((2, 1, 2, 2), start=1):
+        add(scheduler, number, 1, width=width)
+    run_step(scheduler)
+    assert shape(run_step(scheduler)) == ([], [1, 3]), "4 of 5 tokens are used: one generation costs its width"
+
+
+def test_beams_take_blocks_of_their_own() -> None:
+    scheduler = make_scheduler(blocks=7, beams=3)
+    sequence = add(scheduler, 1, 6, 4, width=3)
+    assert shape(run_step(scheduler)) == ([(1, 6)], [])
+    assert (scheduler.cache.available, scheduler.cache.pool.free) == (0, 3)
+    scheduler.remove([sequence])
+    assert scheduler.cache.available == 7
+
+
+def test_lacking_room_for_an_adapter_only_skips() -> None:
+    def fits(adapters: set[Hashable]) -> bool:
+        return len(adapters) <= 1
+
+    scheduler = make_scheduler(fits=fits)
+    first = add(scheduler, 1, 4, adapter="a")
+    add(scheduler, 2, 4, adapter="b")
+    add(scheduler, 3, 4, adapter="a")
+    add(scheduler, 4, 4)
+    assert shape(run_step(scheduler)) == ([(1, 4), (3, 4), (4, 4)], [])
+    scheduler.remove([first, scheduler.active[2]])
+    assert shape(run_step(scheduler)) == ([(2, 4)], [4])
+
+
+def test_the_last_started_makes_room_and_comes_back() -> None:
+    scheduler = make_scheduler(blocks=3, policy=MAX_UTILIZATION)
+    first, second = add(scheduler, 1, 4, 8), add(scheduler, 2, 3, 5)
+    assert shape(run_step(scheduler)) == ([(1, 4), (2, 3)], [])
+    assert shape(run_step(scheduler)) == ([], [1, 2])
+    plan = run_step(scheduler)
+    assert (shape(plan), paused(plan)) == (([], [1]), [2]), "the fourth block is missing"
+    assert (second.slots, second.computed, second.context_left) == ((), 0, 5)
+    while len(first.generated) < 8:
+        assert shape(run_step(scheduler))[0] == []
+    scheduler.remove([first])
+    assert shape(run_step(scheduler)) == ([(2, 5)], [])
+    assert second.generated == [2, 2, 2]
+
+
+def test_one_in_front_pauses_those_behind() -> None:
+    scheduler = make_scheduler(blocks=3, policy=MAX_UTILIZATION)
+    add(scheduler, 1, 8, 4, priority=0.1)
+    run_step(scheduler)
+    add(scheduler, 2, 8, 4)
+    plan = run_step(scheduler)
+    assert (shape(plan), paused(plan)) == (([(2, 8)], []), [1])
+
+
+def test_a_paused_sequence_finds_its_blocks_again() -> None:
+    scheduler = make_scheduler(blocks=6, policy=MAX_UTILIZATION, reuse=True)
+    low = add(scheduler, 1, list(range(50, 58)), 8, priority=0.1)
+    run_step(scheduler)
+    high = add(scheduler, 2, 16, 1)
+    assert paused(run_step(scheduler)) == [1]
+    scheduler.remove([high])
+    assert shape(run_step(scheduler)) == ([(1, 1)], []), "of 8 tokens and one generated, 8 were in the cache"
+    assert low.use.reused == 2
+
+
+def test_paused_beams_begin_again() -> None:
+    scheduler = make_scheduler(blocks=7, beams=2, policy=MAX_UTILIZATION)
+    add(scheduler, 1, 4, 8, width=2)
+    second = add(scheduler, 2, 4, 8, width=2)
+    run_step(scheduler)
+    assert shape(run_step(scheduler)) == ([], [1, 2])
+    for _ in range(3):
+        run_step(scheduler)
+    assert paused(run_step(scheduler)) == [2]
+    assert second.context_left == 4
+
+
+def test_what_another_sequence_computes_is_waited_for() -> None:
+    scheduler = make_scheduler(reuse=True)
+    add(scheduler, 1, 10)
+    add(scheduler, 2, 12)
+    add(scheduler, 3, [90, 91, 92, 93, 94])
+    assert shape(run_step(scheduler)) == ([(1, 10), (3, 5)], [])
+    assert shape(run_step(scheduler)) == ([(2, 4)], [1, 3])
+
+
+@pytest.mark.parametrize("options", [{"policy": STATIC}, {"windows": (8, 100)}, {"reuse": False}])
+def test_nobody_waits_where_that_brings_nothing(options: dict[str, Any]) -> None:
+    scheduler = make_scheduler(**{"reuse": True, **options})
+    add(scheduler, 1, 10)
+    add(scheduler, 2, 12)
+    assert shape(run_step(scheduler)) == ([(1, 10), (2, 12)], [])
+
+
+def test_what_failed_is_not_used_again() -> None:
+    scheduler = make_scheduler(reuse=True)
+    sequence = add(scheduler, 1, 8)
+    plan = scheduler.plan()
+    assert plan
+    sequence.computed = 8
+    scheduler.cache.extend(sequence.slots[0], 8)
+    scheduler.remove([sequence], trusted=False)
+    add(scheduler, 2, 8)
+    assert shape(run_step(scheduler)) == ([(2, 8)], [])

@@ -1,0 +1,90 @@
+"""Schedulers with a real KV cache, and steps that do with it what the executor does, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trtserve.executor.kv_cache import CacheKey, KvCache
+from trtserve.executor.limits import Limits
+from trtserve.executor.sampling import SamplingParameters
+from trtserve.executor.scheduler import Plan, Scheduler
+from trtserve.executor.sequence import Sequence
+
+
+def make_scheduler(
+    *,
+    blocks: int = 100,
+    batch: int = 8,
+    tokens: int = 64,
+    chunked: bool = False,
+    beams: int = 1,
+    reuse: bool = False,
+    windows: tuple[int, ...] = (),
+    **options: Any,
+) -> Scheduler:
+    """A scheduler over a cache of blocks of 4 tokens, for requests of at most 200 tokens."""
+    limits = Limits(
+        max_batch_size=batch,
+        max_seq_len=200,
+        max_num_tokens=tokens,
+        vocab_size=97,
+        chunked=chunked,
+        max_beam_width=beams,
+        windows=windows,
+    )
+    cache = KvCache(
+        blocks=blocks,
+        tokens_per_block=4,
+        max_rows=limits.max_rows,
+        max_tokens=200,
+        copy_block=lambda source, target: None,
+        reuse=reuse,
+    )
+    return Scheduler(limits, cache, **options)
+
+
+def make_sequence(number: int, prompt: int | list[int], new: int = 4, width: int = 1, **options: Any) -> Sequence:
+    """A request of `new` tokens; its prompt is counted from 0 when only its length is given."""
+    tokens = np.array(range(prompt) if isinstance(prompt, int) else prompt, dtype=np.int64)
+    key = CacheKey(tokens, stored=width == 1)
+    parameters = SamplingParameters(beam_width=width)
+    return Sequence(id=number, prompt=tokens, max_tokens=new, parameters=parameters, key=key, **options)
+
+
+def add(scheduler: Scheduler, number: int, prompt: int | list[int], new: int = 4, **options: Any) -> Sequence:
+    """Make a new sequence active."""
+    sequence = make_sequence(number, prompt, new, **options)
+    scheduler.add(sequence)
+    return sequence
+
+
+def run_step(scheduler: Scheduler) -> Plan:
+    """Plan one step and do with the cache what a step does; a sequence generates its own id."""
+    plan = scheduler.plan()
+    for sequence, size in plan.chunks:
+        sequence.computed += size
+        scheduler.cache.extend(sequence.slots[0], sequence.computed)
+        if sequence.generating and sequence.width > 1:
+            scheduler.cache.fork(sequence.slots, sequence.computed)
+    for sequence in plan.generations:
+        sequence.computed += 1
+        for slot in sequence.slots:
+            scheduler.cache.extend(slot, sequence.computed)
+    for sequence in [*(sequence for sequence, _ in plan.chunks), *plan.generations]:
+        if sequence.width == 1:
+            scheduler.cache.filled(sequence.slots[0], sequence.cached_tokens()[: sequence.computed])
+        if sequence.generating:
+            sequence.generated.append(sequence.id)
+    return plan
+
+
+def shape(plan: Plan) -> tuple[list[tuple[int, int]], list[int]]:
+    """Ids and sizes of the chunks, ids of the generations."""
+    return [(sequence.id, size) for sequence, size in plan.chunks], [sequence.id for sequence in plan.generations]
+
+
+def paused(plan: Plan) -> list[int]:
+    """Ids of those that the plan has paused."""
+    return [sequence.id for sequence in plan.paused]
