@@ -27,11 +27,19 @@ def executors() -> Iterator[Start]:
     started: list[tuple[Executor, FakeModel]] = []
 
     def make(
-        *, batch: int = 8, seq_len: int = 100, tokens: int = 64, built: dict[str, Any] | None = None, **config: Any
+        *,
+        batch: int = 8,
+        seq_len: int = 100,
+        tokens: int = 64,
+        built: dict[str, Any] | None = None,
+        lora: Any = None,
+        config_class: type[ExecutorConfig] = ExecutorConfig,
+        **config: Any,
     ) -> tuple[Executor, FakeModel]:
-        """`built` holds what the engine was built with, by the names of Limits."""
+        """`built` holds what the engine was built with, by the names of Limits, `lora` its adapters' shape."""
         model = FakeModel()
-        settings = ExecutorConfig(**config)
+        model.lora = lora
+        settings = config_class(**config)
         policy = settings.scheduler_config.capacity_scheduler_policy
         limits = Limits(
             max_batch_size=batch,
