@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trtserve.executor.kv_cache import Allocation, BlockPool, BlockUse, CacheKey, KvCache
+from trtserve.executor.block_pool import BlockPool
+from trtserve.executor.kv_cache import Allocation, BlockUse, CacheKey, KvCache
 from trtserve.executor.requests import KvCacheRetentionConfig
 
 

@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache belong to whom: a pool of counted blocks, and one row of blocks per running sequence.
+"""Which blocks of the KV cache belong to whom: one row of blocks per beam of each running sequence.
 
 Reference: executor-api sections 3.2 and 3.4.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from trtserve.executor.block_pool import BlockPool
 from trtserve.executor.requests import KvCacheRetentionConfig
 from trtserve.executor.reuse import DEFAULT_RETENTION, NO_MATCH, BlockTree, Match, Node, encode, retention_of
 
@@ -44,72 +46,11 @@ class BlockUse:
     missed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Rows of the block table, one per beam, and how many tokens of the context are in the cache already."""
 
     slots: tuple[int, ...]
     reused_tokens: int
-
-
-class BlockPool:
-    """Blocks 0 … count − 1, each free or referenced; a block returns to the pool with its last reference.
-
-    The block freed last is taken first, so that the memory touched stays small; blocks that `known` holds are taken
-    when there are no others.
-    """
-
-    def __init__(self, count: int, known: BlockTree | None = None) -> None:
-        self.count = count
-        self.evicted = 0
-        self._known = known
-        self._free = list(range(count - 1, -1, -1))
-        self._references = [0] * count
-
-    @property
-    def free(self) -> int:
-        """Blocks that nobody references."""
-        return len(self._free) if self._known is None else len(self._free) + self._known.free
-
-    def references(self, block: int) -> int:
-        """How often `block` is referenced."""
-        return self._references[block]
-
-    def acquire(self) -> int:
-        """Take a free block with one reference; IndexError when there is none."""
-        if self._free or self._known is None:
-            block = self._free.pop()
-        else:
-            block = self._known.evict()
-            self.evicted += 1
-        self._references[block] = 1
-        return block
-
-    def take_over(self, node: Node) -> int:
-        """Take the block of a known leaf that nobody references, to write into it."""
-        assert self._known is not None  # it made the node
-        self._known.forget(node)
-        self._references[node.block] = 1
-        return node.block
-
-    def share(self, block: int) -> None:
-        """Add a reference to a block that is in use or known."""
-        if self._references[block] < 1:
-            if self._known is None or block not in self._known:
-                raise ValueError(f"block {block} is free")
-            self._known.claim(block)
-        self._references[block] += 1
-
-    def release(self, block: int) -> None:
-        """Drop one reference."""
-        if self._references[block] < 1:
-            raise ValueError(f"block {block} is free")
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            if self._known is not None and block in self._known:
-                self._known.retire(block)
-            else:
-                self._free.append(block)
 
 
 @dataclass(slots=True)
@@ -181,27 +122,25 @@ class KvCache:
             return None
         total = self.blocks_for(reserve)
         shared = len(key.tokens) // self.tokens_per_block if width > 1 else total
-        root, match = self._match(key, width)
-        held = sum(self.pool.references(node.block) > 0 for node in match.nodes)
-        if shared + (total - shared) * width - held > self.available:
+        need = shared + (total - shared) * width
+        root, match = self._match(key, width) if self.reuse else (None, NO_MATCH)
+        if match.nodes:
+            need -= sum(self.pool.references(node.block) > 0 for node in match.nodes)
+        if need > self.available:
             return None
         slots = tuple([self._slots.pop() for _ in range(width)])
         for slot in slots:
             self._uses[slot] = use
             self._set_aside(slot, total - shared)
         self._set_aside(slots[0], shared)
-        if root is None:
-            return Allocation(slots, 0)
-        return Allocation(slots, self._adopt(slots[0], key, root, match))
+        return Allocation(slots, 0 if root is None else self._adopt(slots[0], key, root, match))
 
     def _set_aside(self, slot: int, blocks: int) -> None:
         self._reserved[slot] += blocks
         self._outstanding += blocks
 
-    def _match(self, key: CacheKey, width: int) -> tuple[Node | None, Match]:
+    def _match(self, key: CacheKey, width: int) -> tuple[Node, Match]:
         """What is known of a context: all but its last token, of several beams whole blocks before the last."""
-        if not self.reuse:
-            return None, NO_MATCH
         root = self.known.root(key.lora_task_id, key.salt)
         if not key.reusable:
             return root, NO_MATCH
@@ -272,19 +211,24 @@ class KvCache:
 
     def extend(self, slot: int, tokens: int) -> int:
         """Give `slot` the blocks that hold its first `tokens` tokens; returns how many tokens its blocks now hold."""
-        for _ in range(self.blocks_for(tokens) - int(self.counts[slot])):
-            self._append(slot, self._acquire(slot))
-        return int(self.counts[slot]) * self.tokens_per_block
+        count = int(self.counts[slot])
+        missing = self.blocks_for(tokens) - count
+        if missing > 0:
+            self.table[slot, count : count + missing] = self._acquire(slot, missing)
+            count += missing
+            self.counts[slot] = count
+            self._set_aside(slot, -missing)
+        return count * self.tokens_per_block
 
-    def _acquire(self, slot: int) -> int:
-        """A block that nobody uses, counted for the sequence of `slot`."""
-        evicted = self.pool.evicted
-        block = self.pool.acquire()
-        use = self._uses[slot]
-        use.total += 1
-        use.new += evicted == self.pool.evicted
-        self.allocated_total += 1
-        return block
+    def _acquire(self, slot: int, count: int = 1) -> list[int]:
+        """Blocks that nobody uses, counted for the sequence of `slot`."""
+        pool, use = self.pool, self._uses[slot]
+        evicted = pool.evicted
+        blocks = [pool.acquire() for _ in range(count)]
+        use.total += count
+        use.new += count - (pool.evicted - evicted)
+        self.allocated_total += count
+        return blocks
 
     def _append(self, slot: int, block: int) -> None:
         """Put a block of one's own at the end of a row; it was set aside."""
@@ -293,7 +237,7 @@ class KvCache:
         self._set_aside(slot, -1)
 
     def _append_copy(self, slot: int, source: int) -> None:
-        block = self._acquire(slot)
+        (block,) = self._acquire(slot)
         self._copy_block(source, block)
         self._append(slot, block)
 
@@ -348,7 +292,7 @@ class KvCache:
         for index, block in enumerate(tail, start=whole):
             mine = block
             if not keep:
-                mine = self._acquire(slot)
+                (mine,) = self._acquire(slot)
                 self._copy_block(block, mine)
             self.table[slot, index] = mine
 

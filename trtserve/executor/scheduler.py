@@ -214,18 +214,21 @@ class Scheduler:
         left = self.limits.max_num_tokens
         contexts, held, width = [], 0, 0
         for sequence in chosen:
-            if not sequence.generating:
+            if sequence.generating:
+                beams = sequence.width
+                if width and beams != width:
+                    continue
+                if beams > left - held:
+                    break
+                plan.generations.append(sequence)
+                left -= beams
+                width = beams
+            else:
                 cost = self._chunks.cost(sequence, left - held)
                 if cost > left - held:
                     break
                 contexts.append(sequence)
                 held += cost
-            elif width in (0, sequence.width):
-                width = sequence.width
-                if width > left - held:
-                    break
-                plan.generations.append(sequence)
-                left -= width
         return contexts, left
 
 
