@@ -22,6 +22,7 @@ def make_scheduler(
     beams: int = 1,
     reuse: bool = False,
     windows: tuple[int, ...] = (),
+    max_draft_len: int = 0,
     **options: Any,
 ) -> Scheduler:
     """A scheduler over a cache of blocks of 4 tokens, for requests of at most 200 tokens."""
@@ -33,6 +34,7 @@ def make_scheduler(
         chunked=chunked,
         max_beam_width=beams,
         windows=windows,
+        max_draft_len=max_draft_len,
     )
     cache = KvCache(
         blocks=blocks,
