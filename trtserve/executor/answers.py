@@ -16,10 +16,8 @@ Floats = npt.NDArray[np.float32]
 
 
 def respond(sequence: Sequence, reason: FinishReason) -> Response | None:
-    """The response that is due after a step, None when nothing is."""
+    """The response that is due after a step of a streaming sequence, or at the end of any; None when nothing is."""
     final = reason is not FinishReason.NOT_FINISHED
-    if not final and not sequence.streaming:
-        return None
     if sequence.search is not None:
         return _respond_with_beams(sequence, final=final)
     generated, sent = sequence.generated, sequence.sent

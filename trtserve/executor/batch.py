@@ -201,7 +201,7 @@ class Batch:
     def _inputs(self, cursor: _Cursor) -> ModelInputs:
         count, tokens = cursor.sequences, cursor.tokens
         slots = self._slots[:count]
-        np.cumsum(self._cache.counts[slots], out=self._block_begins[1 : count + 1])
+        self._cache.counts[slots].cumsum(out=self._block_begins[1 : count + 1])
         return ModelInputs(
             token_ids=self._token_ids[:tokens],
             positions=self._positions[:tokens],

@@ -343,6 +343,8 @@ class KvCache:
 
     def indices(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
         """The blocks of `slots`, one slot after another, i32[b]."""
+        if len(slots) == 1:
+            return self.table[slots[0], : self.counts[slots[0]]]
         counts = self.counts[slots]
         rows = self.table[slots, : int(counts.max())]
         chosen: npt.NDArray[np.int32] = rows[np.arange(rows.shape[1]) < counts[:, None]]

@@ -112,12 +112,13 @@ class Stepper:
             return
         rows = [sequence.row for sequence in sequences]
         choices = choose_tokens(logits[: len(rows)], rows, normalize_log_probs=self._normalize)
+        advanced = outcome.advanced
         for sequence, choice in zip(sequences, choices, strict=True):
             sequence.iterations += 1
             if choice.token < 0:
                 outcome.failed.append((sequence, _no_token(choice.token, sequence)))
             else:
-                outcome.advanced.append((sequence, sequence.accept(choice)))
+                advanced.append((sequence, sequence.accept(choice)))
 
     def _verify(self, sequence: Sequence, logits: Logits, outcome: Outcome) -> None:
         """Draft tokens: the sequence ends after this step, whatever the model thinks of them."""

@@ -203,6 +203,8 @@ class Worker:
         """Deliver what is due, all with one notification."""
         responses, finished = [], []
         for sequence, reason in outcome.advanced:
+            if reason is FinishReason.NOT_FINISHED and not sequence.streaming:
+                continue
             response = respond(sequence, reason)
             if response is not None:
                 responses.append(response)
