@@ -294,3 +294,33 @@ def test_command_refuses(engine: Engine, tokenizer: Path, capsys: pytest.Capture
     assert run(arguments) == UsageError.code
     assert issubclass(UsageError, TrtserveError)
     assert "has no parameter 'max_batchsize'" in capsys.readouterr().err
+
+
+def test_parameters_without_meaning_are_told_and_listed_for_the_models(
+    engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--set", "gpu_device_ids=0", "--set", "preprocessing.max_num_images=2"]
+    assert run(["repo", str(engine.path), "--tokenizer", str(tokenizer), *given]) == 0
+    captured = capsys.readouterr()
+    assert "Without meaning on the openvino runtime: preprocessing.max_num_images, gpu_device_ids" in captured.err
+    path = Path(captured.out.strip())
+    assert Manifest.read(path).facts["without_meaning"] == ["preprocessing.max_num_images", "gpu_device_ids"]
+    with_classes = {file.parents[1].name for file in path.glob("*/1/parameter_classes.json")}
+    assert with_classes == {"preprocessing", "tensorrt_llm", "tensorrt_llm_bls", path.name.rpartition("-")[0]}
+
+
+def test_a_gpu_engine_gets_no_classes(engine: Engine, tokenizer: Path) -> None:
+    content = json.loads((engine.path / "config.json").read_text())
+    del content["trtserve"]
+    (engine.path / "config.json").write_text(json.dumps(content))
+    spec = replace(SPEC, settings={"gpu_device_ids": "0", "medusa_choices": "{0}"})
+    repository = assemble_repository(engine, tokenizer, spec)
+    assert not list(repository.path.glob("*/1/parameter_classes.json"))
+    assert repository.manifest is not None
+    assert repository.manifest.facts["without_meaning"] == []
+
+
+def test_another_model_refuses_a_parameter(engine: Engine, tokenizer: Path) -> None:
+    spec = replace(SPEC, settings={"preprocessing.multimodal_model_path": "/vision"})
+    with pytest.raises(UsageError, match=r"preprocessing: Parameter multimodal_model_path is '/vision'.*not served"):
+        plan_repository(engine, tokenizer, spec)
