@@ -6,6 +6,7 @@ The files are those of NVIDIA's hf_lora_convert: clients send them as they are.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
@@ -124,8 +125,16 @@ def carry_out(
     """Make the adapter of `plan`; names that are no module's are told to `progress`."""
     if plan.reused:
         progress.step(f"Adapter {plan.path} is reused")
-    elif plan.revision is not None:
-        plan = _pulled(plan, plan.revision, store or Store(), token, progress)
+    if plan.revision is None:
+        return _publish(plan, progress)
+    folder = _downloads(store or Store(), plan.revision)
+    with locked(folder.parents[1] / "locks" / f"{folder.name}.lock"):
+        adapter = _publish(plan if plan.reused else _pulled(plan, plan.revision, folder, token, progress), progress)
+        shutil.rmtree(folder)
+    return adapter
+
+
+def _publish(plan: AdapterPlan, progress: Progress) -> Adapter:
     return publish(Adapter, plan.path, _manifest(plan), lambda staging: _write(plan, staging, progress))
 
 
@@ -187,16 +196,13 @@ def _names(folder: Path) -> list[str]:
 
 
 def _pulled(
-    plan: AdapterPlan, revision: hub.Revision, store: Store, token: str | None, progress: Progress
+    plan: AdapterPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress
 ) -> AdapterPlan:
-    """The plan with the adapter on this machine."""
-    folder, file = _downloads(store, revision), _file(revision, _SOURCE_WEIGHTS)
+    """The plan with the adapter in `folder`."""
+    file = _file(revision, _SOURCE_WEIGHTS)
     text = f"Pulling {revision.repository} at {revision.commit[:12]}, {gibibytes(file.size)}"
     done = hub.pulled_bytes(file, folder)
-    with (
-        locked(store.root / "locks" / f"{folder.name}.lock"),
-        progress.task(text, total=file.size, unit="bytes", done=done) as task,
-    ):
+    with progress.task(text, total=file.size, unit="bytes", done=done) as task:
         hub.pull(revision, file, folder, token=token, task=task)
     pairs, unmatched = match_names(_names(folder))
     return replace(plan, folder=folder, pairs=tuple(pairs), unmatched=tuple(unmatched))

@@ -13,6 +13,7 @@ from tests.support.peft_adapters import write_adapter
 from trtserve.artifacts import Manifest
 from trtserve.errors import ModelNotFoundError, UnsupportedModelError
 from trtserve.lora import WEIGHTS, convert_adapter, plan_adapter
+from trtserve.store import Store
 
 ID = "acme/polite"
 MODULES = {"self_attn.q_proj": (16, 16)}
@@ -34,6 +35,7 @@ def test_an_adapter_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     assert Manifest.read(adapter.path).facts["commit"] == model.commit
     local = convert_adapter(tmp_path / "source", out=tmp_path / "local")
     assert np.array_equal(np.load(adapter.path / WEIGHTS), np.load(local.path / WEIGHTS))
+    assert not list((Store().root / "downloads").iterdir())
     asked = len(hub.asked_for("adapter_model.safetensors"))
     assert convert_adapter(ID).path == adapter.path
     assert len(hub.asked_for("adapter_model.safetensors")) == asked
