@@ -24,7 +24,6 @@ from trtserve.triton.profiles import BLS, CORE, POSTPROCESSING, PREPROCESSING, R
 REFUSED = {
     "encoder_model_path",
     "sink_token_length",
-    "lora_prefetch_dir",
     "decoding_mode",
     "lookahead_window_size",
     "lookahead_ngram_size",

@@ -122,13 +122,7 @@ CORE = (
     _row("lora_cache_max_adapter_size", "0.9", integer(1), "largest rank of an adapter", default="64"),
     _row("lora_cache_gpu_memory_fraction", "0.9", share(zero=True), "adapters, share of memory", default="0.05"),
     _row("lora_cache_host_memory_bytes", "0.9", integer(0), "host memory for adapters", default="1 GB"),
-    _row(
-        "lora_prefetch_dir",
-        "0.19",
-        FOLDER,
-        "adapters that are loaded at the start",
-        refused("adapters are loaded with requests; `trtserve repo --lora NAME=FOLDER` names them"),
-    ),
+    _row("lora_prefetch_dir", "0.19", FOLDER, "folder of adapters, each called by its task id, read at the start"),
     _row(
         "decoding_mode",
         "0.9",
