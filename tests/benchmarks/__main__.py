@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("cli", "executor", "serving", "convert", "demo")
+BENCHMARKS = ("cli", "executor", "features", "lora", "serving", "convert", "demo")
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,17 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-SIZES: dict[str, int] = {
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "vocab_size": 49152,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
-MAX_NUM_TOKENS = 2048
+from tests.benchmarks import engines
+from tests.benchmarks.engines import make_engine
+from trtserve.executor.lora_modules import LoraShape
+
+SIZES = engines.SIZES["llama-135m"]
+MAX_NUM_TOKENS = engines.MAX_NUM_TOKENS
 KV_TOKENS = 16 * 1024
 WAIT = timedelta(seconds=300)
 
@@ -79,47 +74,47 @@ class Row:
     reach: float
 
 
-def make_engine(work: Path) -> Path:
-    """The engine folder of the random model, built once."""
-    from tests.support.tiny_models import write_tiny_model
-    from trtserve.artifacts import Model
-    from trtserve.build import build_engine
-    from trtserve.convert import convert_model
-    from trtserve.specs import BuildSpec, ConvertSpec
-
-    folder = work / "llama-135m"
-    if not (folder / "model" / "config.json").exists():
-        write_tiny_model(folder / "model", "llama", dtype="float16", **SIZES)
-    checkpoint = convert_model(Model(path=folder / "model"), ConvertSpec(), out=folder / "checkpoint")
-    limits = BuildSpec(max_batch_size=8, max_seq_len=2048, max_num_tokens=MAX_NUM_TOKENS, runtime="openvino")
-    return build_engine(checkpoint, limits, out=folder / "engine").path
-
-
 class ExecutorSide:
     """Ours, streaming, as a server uses it."""
 
-    def __init__(self, engine: Path) -> None:
+    def __init__(self, engine: Path, config: Any = None) -> None:
         from trtserve.executor import api
 
         self._api = api
-        config = api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=KV_TOKENS))
+        self.engine = engine
+        config = config or api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=KV_TOKENS))
         self.executor = api.Executor(engine, api.ModelType.DECODER_ONLY, config)
+
+    def requests(self, prompts: list[list[int]], new: int) -> list[Any]:
+        """The requests of one measurement."""
+        return [self._api.Request(prompt, new, streaming=True) for prompt in prompts]
 
     def seconds(self, prompts: list[list[int]], new: int) -> float:
         begin = time.perf_counter()
-        ids = self.executor.enqueue_requests([self._api.Request(prompt, new, streaming=True) for prompt in prompts])
-        silent, running = set(ids), set(ids)
-        first = begin
-        while running:
-            responses = self.executor.await_responses(WAIT)
-            if silent:
+        first, silent = begin, len(prompts)
+        seen: set[int] = set()
+        for response in self.responses(self.requests(prompts, new)):
+            if len(seen) < silent:
                 first = time.perf_counter()
-            for response in responses:
+                seen.add(response.request_id)
+        return time.perf_counter() - (begin if new == 1 else first)
+
+    def run(self, requests: list[Any]) -> None:
+        """Let `requests` run to their end."""
+        for _ in self.responses(requests):
+            pass
+
+    def responses(self, requests: list[Any]) -> Iterator[Any]:
+        """Every response of `requests` as it comes, until all have ended; RuntimeError for an error response."""
+        running = set(self.executor.enqueue_requests(requests))
+        while running:
+            for response in self.executor.await_responses(WAIT):
                 assert isinstance(response, self._api.Response)
-                silent.discard(response.request_id)
+                if response.has_error():
+                    raise RuntimeError(response.error_msg)
                 if response.result.is_final:
                     running.discard(response.request_id)
-        return time.perf_counter() - (begin if new == 1 else first)
+                yield response
 
 
 class GenaiSide:
@@ -157,7 +152,10 @@ class GenaiSide:
 class _ZeroWork:
     """A model whose step costs nothing, so that what remains is the executor's own time."""
 
-    vocab_size = SIZES["vocab_size"]
+    vocab_size: int = SIZES["vocab_size"]
+    hidden_size: int = SIZES["hidden_size"]
+    max_prompt_table = 0
+    lora: LoraShape | None = None
     max_position = 4096
     tokens_per_block = 32
     bytes_per_block = 1
@@ -167,6 +165,9 @@ class _ZeroWork:
 
     def forward(self, *, rows: npt.NDArray[Any], **_: Any) -> npt.NDArray[np.float32]:
         return self._logits[: len(rows)]
+
+    def copy_block(self, source: int, target: int) -> None:
+        raise AssertionError("no block is shared here")
 
 
 def loop_microseconds(streams: int, *, steps: int = 500) -> float:

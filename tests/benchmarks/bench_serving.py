@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.bench_executor import KV_TOKENS, SIZES, WAIT, ExecutorSide, make_engine
+from tests.benchmarks.bench_executor import KV_TOKENS, SIZES, WAIT, ExecutorSide
+from tests.benchmarks.engines import make_engine
 from trtserve.bench.load import Load, run_load
 from trtserve.bench.statistics import Statistics, compute
 from trtserve.bench.traffic import TrafficRequest

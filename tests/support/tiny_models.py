@@ -138,16 +138,24 @@ _DTYPES: dict[str, tuple[str, Any]] = {
 
 
 def write_tiny_model(
-    folder: Path, family: str = "llama", *, dtype: str = "float32", seed: int = 0, shards: int = 1, **overrides: Any
+    folder: Path,
+    family: str = "llama",
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    shards: int = 1,
+    gain: float = 2.0,
+    **overrides: Any,
 ) -> Path:
     """Fill `folder` with a random model of `family` and return it.
 
     `overrides` are keys of config.json under their Hugging Face names; `shards` > 1 writes an indexed set of files.
+    `gain` is how strong the layers are: below 0.1 the last token decides alone, so that rounding changes no answer.
     """
     defaults, shapes = FAMILIES[family]
     config = defaults | {"dtype": dtype, "torch_dtype": dtype} | overrides
     generator = np.random.default_rng(seed)
-    tensors = {name: _random(generator, name, shape, dtype) for name, shape in shapes(config)}
+    tensors = {name: _random(generator, name, shape, dtype, gain) for name, shape in shapes(config)}
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     _write_json(
@@ -159,7 +167,7 @@ def write_tiny_model(
     return folder
 
 
-def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str) -> Array:
+def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str, gain: float) -> Array:
     """Weights whose greedy output depends on the whole context: strong layers, small embeddings, sharp attention."""
     noise = generator.standard_normal(shape, dtype=np.float32)
     if name.endswith(".bias"):
@@ -170,7 +178,7 @@ def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], d
         values = 0.4 * noise
     else:
         fan_in = shape[0] if ".c_" in name else shape[1]
-        values = noise * np.float32(2.0 / np.sqrt(fan_in))  # NumPy 1 and 2 must round alike
+        values = noise * np.float32(gain / np.sqrt(fan_in))  # NumPy 1 and 2 must round alike
     cast: Array = values.astype(_DTYPES[dtype][1])
     return cast
 

@@ -1,6 +1,7 @@
 """Adapters in memory: which are cached, which leave, and how those of one step become the graph's inputs.
 
-The rules are those of TensorRT-LLM's PeftCacheManager and LoraCache; not for use by several threads at once.
+The rules are those of TensorRT-LLM's PeftCacheManager and LoraCache. `resolve` and `release` are for one thread at a
+time, `batch` for the one that runs the steps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,143 @@
+"""What prefix reuse and external drafts give: time to first token of a known prefix, tokens/s of right drafts.
+
+Run as `python -m tests.benchmarks.bench_features --work FOLDER --out FOLDER`; the models are random Llamas of 135 M
+parameters (prefix) and 1.1 B parameters (drafts).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.bench_executor import ExecutorSide
+from tests.benchmarks.comparison import Comparison, compare, table
+from tests.benchmarks.engines import SIZES, make_engine
+
+PREFIX = 512
+SUFFIX = 16
+DRAFT = 4
+PROMPT = 64
+NEW = 100
+
+
+def reuse_config() -> Any:
+    """An executor's configuration with block reuse."""
+    from trtserve.executor import api
+
+    return api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=16 * 1024, enable_block_reuse=True))
+
+
+def compare_prefix(work: Path, model: str, *, pairs: int) -> Comparison:
+    """Time to first token of the second prompt with a prefix over that of the first one."""
+    side = ExecutorSide(make_engine(work, model), reuse_config())
+    vocabulary = SIZES[model]["vocab_size"]
+
+    def first_token(seed: int, ending: int) -> float:
+        prefix = np.random.default_rng(seed).integers(3, vocabulary, PREFIX).tolist()
+        return side.seconds([[*prefix, *np.random.default_rng(ending).integers(3, vocabulary, SUFFIX).tolist()]], 1)
+
+    def second(number: int) -> float:
+        seed = 2 * number + 1
+        first_token(seed, seed)
+        return first_token(seed, seed + 1)
+
+    def first(number: int) -> float:
+        return first_token(2 * number + 2, 0)
+
+    row = compare(
+        f"{model}, time to first token, known prefix of {PREFIX}", second, first, pairs=pairs, unit="s", reach="≤ 0.25"
+    )
+    side.executor.shutdown()
+    return row
+
+
+class DraftSide(ExecutorSide):
+    """One stream, token by token, or in requests that bring the next tokens of a former answer as their draft."""
+
+    def answer(self, prompt: list[int], new: int) -> tuple[list[int], float]:
+        """The answer and tokens/s of it after the first token."""
+        tokens: list[int] = []
+        first = 0.0
+        for response in self.responses([self._api.Request(prompt, new, streaming=True)]):
+            first = first or time.perf_counter()
+            tokens += response.result.output_token_ids[0]
+        return tokens, (len(tokens) - 1) / (time.perf_counter() - first)
+
+    def step(self, context: list[int], draft: list[int]) -> list[int]:
+        """What one step with a draft gives: the accepted tokens and one more."""
+        request = self._api.Request(
+            context,
+            len(draft) + 1,
+            streaming=False,
+            external_draft_tokens_config=self._api.ExternalDraftTokensConfig(draft),
+            output_config=self._api.OutputConfig(exclude_input_from_output=True),
+        )
+        return [token for response in self.responses([request]) for token in response.result.output_token_ids[0]]
+
+    def verified(self, prompt: list[int], answer: list[int]) -> tuple[float, float]:
+        """Tokens/s after the first of a stream of drafts out of `answer`, and how much of them was taken."""
+        self.run([self._api.Request([*prompt, *answer[:1]], 1, streaming=True)])
+        done, taken, rounds = 1, 0, 0
+        begin = time.perf_counter()
+        while done + DRAFT < len(answer):
+            got = len(self.step([*prompt, *answer[:done]], answer[done : done + DRAFT]))
+            done, taken, rounds = done + got, taken + got - 1, rounds + 1
+        return (done - 1) / (time.perf_counter() - begin), taken / (rounds * DRAFT)
+
+
+def compare_drafts(work: Path, model: str, *, pairs: int) -> tuple[Comparison, float]:
+    """Tokens/s with drafts that are right over plain decoding, and the part of the drafts that was accepted."""
+    engine = make_engine(work, model, name="engine-drafts", max_draft_len=DRAFT)
+    side = DraftSide(engine, reuse_config())
+    accepted: list[float] = []
+    answers: dict[int, tuple[list[int], list[int]]] = {}
+
+    def known(number: int) -> tuple[list[int], list[int]]:
+        if number not in answers:
+            prompt = np.random.default_rng(number).integers(3, SIZES[model]["vocab_size"], PROMPT).tolist()
+            answers[number] = prompt, side.answer(prompt, NEW)[0]
+        return answers[number]
+
+    def drafted(number: int) -> float:
+        rate, part = side.verified(*known(number))
+        accepted.append(part)
+        return rate
+
+    def plain(number: int) -> float:
+        return side.answer(known(number)[0], NEW)[1]
+
+    case = f"{model}, 1 stream, {DRAFT} right draft tokens per step"
+    row = compare(case, drafted, plain, pairs=pairs, unit="tokens/s", reach="≥ 2.50")
+    side.executor.shutdown()
+    return row, min(accepted)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the models between runs")
+    parser.add_argument("--out", type=Path, help="folder for features.json; default: the work folder")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--prefix-model", choices=SIZES, default="llama-135m")
+    parser.add_argument("--draft-model", choices=SIZES, default="llama-1b")
+    arguments = parser.parse_args()
+    work = arguments.work.absolute()
+    rows = [compare_prefix(work, arguments.prefix_model, pairs=arguments.pairs)]
+    drafts, accepted = compare_drafts(work, arguments.draft_model, pairs=arguments.pairs)
+    rows.append(drafts)
+    print(table(rows))
+    print(f"Of the draft tokens at least {accepted:.0%} were accepted in every run.")
+    out = arguments.out or arguments.work
+    out.mkdir(parents=True, exist_ok=True)
+    report = {"cpus": os.cpu_count(), "accepted": accepted, "rows": [asdict(row) for row in rows]}
+    (out / "features.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Two ways to do the same thing, measured in alternating pairs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Medians over the pairs in `unit`; `ratio` is the median of the first over the second, pair by pair."""
+
+    case: str
+    unit: str
+    pairs: int
+    measured: float
+    base: float
+    ratio: float
+    ratio_lowest: float
+    ratio_highest: float
+    reach: str
+
+
+def compare(
+    case: str, measured: Callable[[int], float], base: Callable[[int], float], *, pairs: int, unit: str, reach: str
+) -> Comparison:
+    """Call both with the number of the pair; whoever begins changes from pair to pair, and pair 0 warms both."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(pairs + 1):
+        for ours in (True, False) if number % 2 else (False, True):
+            value = (measured if ours else base)(number)
+            if number:
+                found[ours].append(value)
+    ratios = [mine / other for mine, other in zip(found[True], found[False], strict=True)]
+    return Comparison(
+        case=case,
+        unit=unit,
+        pairs=pairs,
+        measured=statistics.median(found[True]),
+        base=statistics.median(found[False]),
+        ratio=statistics.median(ratios),
+        ratio_lowest=min(ratios),
+        ratio_highest=max(ratios),
+        reach=reach,
+    )
+
+
+def table(rows: Sequence[Comparison]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| Case | With | Without | Ratio | Lowest … highest | Reach | Pairs |", "|---|--:|--:|--:|--:|--:|--:|"]
+    lines += [
+        f"| {row.case} | {row.measured:.4g} {row.unit} | {row.base:.4g} {row.unit} | {row.ratio:.2f} "
+        f"| {row.ratio_lowest:.2f} … {row.ratio_highest:.2f} | {row.reach} | {row.pairs} |"
+        for row in rows
+    ]
+    return "\n".join(lines)

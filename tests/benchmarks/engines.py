@@ -1,0 +1,47 @@
+"""Engines of random Llamas for the benchmarks, made once in the work folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama-135m": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    "llama-1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 5632,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+}
+MAX_NUM_TOKENS = 2048
+# How strong the layers are: drafts are verified with the larger model, so its best token must be clearly the best.
+_GAINS = {"llama-135m": 2.0, "llama-1b": 0.05}
+
+
+def make_engine(work: Path, model: str = "llama-135m", *, name: str = "engine", **features: Any) -> Path:
+    """The folder of the engine `name` of a random float16 `model`; `features` are fields of BuildSpec."""
+    from tests.support.tiny_models import write_tiny_model
+    from trtserve.artifacts import Model
+    from trtserve.build import build_engine
+    from trtserve.convert import convert_model
+    from trtserve.specs import BuildSpec, ConvertSpec
+
+    folder = work / model
+    if not (folder / "model" / "config.json").exists():
+        write_tiny_model(folder / "model", "llama", dtype="float16", gain=_GAINS[model], **SIZES[model])
+    checkpoint = convert_model(Model(path=folder / "model"), ConvertSpec(), out=folder / "checkpoint")
+    limits = {"max_batch_size": 8, "max_seq_len": 2048, "max_num_tokens": MAX_NUM_TOKENS}
+    return build_engine(checkpoint, BuildSpec(**{**limits, **features, "runtime": "openvino"}), out=folder / name).path
