@@ -24,11 +24,22 @@ def call(model: str, inputs: Tensors, outputs: Sequence[str], request_id: str = 
 
 
 def call_streamed(model: str, inputs: Tensors, outputs: Sequence[str], request_id: str) -> Iterator[Tensors]:
-    """Ask a model and yield each answer that has tensors; works with either transaction policy."""
+    """Ask a model and yield each answer that has tensors; works with either transaction policy.
+
+    The arrays of an answer are gone when the next one is asked for.
+    """
     for answer in _request(model, inputs, outputs, request_id).exec(decoupled=True):
         tensors = _tensors(answer)
         if tensors:
             yield tensors
+
+
+def only(answers: Iterator[Tensors]) -> Tensors:
+    """The answer of a model that is asked for one, as copies: the arrays lie in memory that the next answer frees."""
+    copies = [{name: np.array(value) for name, value in answer.items()} for answer in answers]
+    if len(copies) != 1:
+        raise InnerModelError(f"A model behind the BLS model gave {len(copies)} answers to a request for one.")
+    return copies[0]
 
 
 def stop_request(core_model: str, request_id: str) -> None:

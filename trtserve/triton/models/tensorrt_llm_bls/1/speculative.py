@@ -15,7 +15,7 @@ from chain import Chain
 from core_inputs import asks, largest, prompts
 from draft_statistics import DraftStatistics
 from incremental_text import IncrementalText
-from inner_models import Tensors, call_streamed
+from inner_models import Tensors, call_streamed, only
 from numpy.typing import NDArray
 from stop_words import StoppedText, StopWords
 
@@ -100,7 +100,7 @@ class SpeculativeDecoding:
         inputs = {name: value for name, value in inputs.items() if name not in _TARGET_ONLY}
         inputs["return_generation_logits"] = np.array([[self._uses_logits]])
         outputs = (*_TOKENS, "generation_logits") if self._uses_logits else _TOKENS
-        (answer,) = list(call_streamed(self._chain.draft, inputs, outputs, self._request_id))
+        answer = only(call_streamed(self._chain.draft, inputs, outputs, self._request_id))
         ids = self._new_ids(answer, most=count)
         if not self._uses_logits:
             return ids, None
@@ -118,8 +118,7 @@ class SpeculativeDecoding:
                 inputs["draft_acceptance_threshold"] = self._client["draft_acceptance_threshold"].reshape(1, 1)
         if "return_finish_reason" in self._chain.inputs:
             inputs["return_finish_reason"] = np.array([[True]])
-        (answer,) = list(self._target.answers(inputs, (*_TOKENS, *self._chain.outputs)))
-        return answer
+        return only(self._target.answers(inputs, (*_TOKENS, *self._chain.outputs)))
 
     def _asked(self, drafts: list[int]) -> int:
         """New tokens that a round may bring: without drafts nothing is verified, and the rest comes in one go."""

@@ -1,0 +1,151 @@
+"""Adapters by name, and NVIDIA's multi-LoRA example: several adapters and none in one batch, each as if alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.model_server import ModelServer, Tensors, flags, floats, integers, serving, texts
+from tests.support.peft_adapters import write_adapter
+from tests.support.text_requests import answers, ask, is_idle, request, text_of, wait_until
+from trtserve.artifacts import Engine
+from trtserve.lora import convert_adapter
+from trtserve.repo import assemble_repository
+from trtserve.specs import RepositorySpec
+
+pytestmark = pytest.mark.triton
+
+NAME = "tiny"
+ADAPTERS = ("", "left", "right")
+PROMPT = "What is machine learning?"
+QUESTIONS = ("What is the capital of the USA? \\n answer:", "美国的首都在哪里? \\n答案:")
+
+
+def text(server: ModelServer, adapter: str, prompt: str = PROMPT, **options: Any) -> str:
+    return text_of(ask(server, NAME, prompt, 12, lora_name=adapter, exclude_input_in_output=True, **options))
+
+
+def adapter_tensors(folder: Path, number: int) -> Tensors:
+    """What NVIDIA's client sends for `--lora-path FOLDER --lora-task-id NUMBER`."""
+    return {
+        "lora_task_id": np.array([[number]], dtype=np.uint64),
+        "lora_weights": np.load(folder / "model.lora_weights.npy"),
+        "lora_config": np.load(folder / "model.lora_config.npy"),
+    }
+
+
+def test_a_name_means_the_tensors_of_its_folder(features: ModelServer, features_adapters: dict[str, Path]) -> None:
+    named = {name: text(features, name) for name in ADAPTERS}
+    assert len(set(named.values())) == 3
+    assert named[""] == text_of(ask(features, NAME, PROMPT, 12, exclude_input_in_output=True))
+    for number, (name, folder) in enumerate(features_adapters.items()):
+        tensors = adapter_tensors(folder, 100 + number)
+        assert text_of(ask(features, NAME, PROMPT, 12, exclude_input_in_output=True, **tensors)) == named[name]
+        later = {"lora_task_id": tensors["lora_task_id"]}
+        assert text_of(ask(features, NAME, PROMPT, 12, exclude_input_in_output=True, **later)) == named[name]
+
+
+def test_names_work_in_the_ensemble_too(features: ModelServer) -> None:
+    for name in ADAPTERS:
+        asked = request(PROMPT, 12, lora_name=name, exclude_input_in_output=True)
+        (answer,) = answers(features, "ensemble", asked)
+        assert text_of(answer) == text(features, name)
+
+
+def test_streamed_and_batched(features: ModelServer) -> None:
+    pieces = answers(features, NAME, request(PROMPT, 12, lora_name="left", stream=True))
+    assert "".join(map(text_of, pieces)) == text(features, "left")
+    tensors = {
+        "text_input": texts(PROMPT, "another prompt"),
+        "max_tokens": integers(12, 12),
+        "lora_name": texts("right", "right"),
+        "exclude_input_in_output": flags(True, True),
+    }
+    found = {answer["batch_index"].item(): text_of(answer) for answer in answers(features, NAME, tensors)}
+    assert found == {0: text(features, "right"), 1: text(features, "right", "another prompt")}
+
+
+@pytest.mark.parametrize("model", [NAME, "ensemble"])
+def test_an_unknown_name_is_answered_with_the_names(features: ModelServer, model: str) -> None:
+    status, answer = features.generate(model, {"text_input": PROMPT, "max_tokens": 4, "lora_name": "nobody"})
+    assert status >= 400
+    assert "lora_name is 'nobody'" in answer["error"]
+    assert "left, right" in answer["error"]
+
+
+def test_name_and_id_together_are_refused(features: ModelServer) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 4, "lora_name": "left", "lora_task_id": 7}
+    status, answer = features.generate(NAME, body)
+    assert status >= 400
+    assert "lora_name and lora_task_id" in answer["error"]
+
+
+def core_request(ids: list[int], adapter: Tensors) -> Tensors:
+    """A line of the seed's loop: `--top-k 0 --top-p 0.5 --request-output-len 10 --text … --lora-path …`."""
+    return {
+        "input_ids": np.array([ids], dtype=np.int32),
+        "input_lengths": integers(len(ids)),
+        "request_output_len": integers(10),
+        "runtime_top_k": integers(0),
+        "runtime_top_p": floats(0.5),
+        "streaming": flags(False),
+        "end_id": integers(2),
+        "pad_id": integers(2),
+        **adapter,
+    }
+
+
+def test_several_adapters_and_none_in_one_batch(
+    features: ModelServer, features_tokenizer: Any, features_adapters: dict[str, Path]
+) -> None:
+    """The multi-LoRA example of the backend's README: six requests at once, two prompts × (none, one, the other)."""
+    adapters = [{}, *(adapter_tensors(folder, 7 + index) for index, folder in enumerate(features_adapters.values()))]
+    asked = [
+        core_request(features_tokenizer.encode(prompt), adapter)
+        for prompt, adapter in itertools.product(QUESTIONS, adapters)
+    ]
+
+    def output(tensors: Tensors) -> list[int]:
+        (answer,) = answers(features, "tensorrt_llm", tensors)
+        ids: list[int] = answer["output_ids"].reshape(-1).tolist()
+        return ids
+
+    alone = [output(tensors) for tensors in asked]
+    assert len({tuple(ids) for ids in alone}) == 6
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(3):
+            assert list(pool.map(output, asked)) == alone
+    wait_until(lambda: is_idle(features))
+
+
+MANY = [f"adapter-{number}" for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def crowded(features_root: Path, features_model: Path, features_engine: Engine) -> Iterator[ModelServer]:
+    """Six adapters, a cache for five of them (14 336 bytes each), and four requests at once."""
+    modules = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (64, 32)}
+    folders = {}
+    for seed, name in enumerate(MANY):
+        source = write_adapter(features_root / "many" / name, modules=modules, rank=8, seed=20 + seed)
+        folders[name] = convert_adapter(str(source), out=features_root / "many-converted" / name).path
+    settings = {"lora_cache_optimal_adapter_size": "8", "lora_cache_max_adapter_size": "8"}
+    settings |= {"lora_cache_host_memory_bytes": "75000"}
+    spec = RepositorySpec(name=NAME, lora=folders, settings=settings)
+    repository = assemble_repository(features_engine, features_model, spec, out=features_root / "crowded")
+    with serving(repository.path, features_root / "crowded-server") as server:
+        yield server
+
+
+def test_adapters_that_were_evicted_are_sent_again(crowded: ModelServer) -> None:
+    first = [text(crowded, name) for name in MANY]
+    assert len(set(first)) == len(MANY)
+    assert [text(crowded, name) for name in MANY] == first
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda name: text(crowded, name), MANY * 3)) == first * 3

@@ -1,0 +1,219 @@
+"""Speculative decoding through the BLS model: the text of plain greedy decoding, with a draft that is often right."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.model_server import ModelServer, integers, serving
+from tests.support.text_requests import ask, is_idle, request, text_of, wait_until, word_in
+from tests.support.tiny_models import read_safetensors, write_safetensors
+from trtserve.artifacts import Engine, Model
+from trtserve.build import build_engine
+from trtserve.convert import convert_model
+from trtserve.repo import assemble_repository
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+
+pytestmark = pytest.mark.triton
+
+NAME = "tiny"
+TWIN = "twin"
+"""A BLS model whose target is its own draft model, so that every draft is right."""
+PROMPT = "What is machine learning? " * 3
+COUNT = 40
+DRAFT_LENGTH = 400
+
+
+@pytest.fixture(scope="module")
+def draft_engine(features_root: Path, features_model: Path) -> Engine:
+    """The target with disturbed output weights: often right; shorter than the target, and it gives logits."""
+    folder = Path(shutil.copytree(features_model, features_root / "draft-model"))
+    tensors = read_safetensors(folder / "model.safetensors")
+    noise = np.random.default_rng(1).standard_normal(tensors["lm_head.weight"].shape, dtype=np.float32)
+    write_safetensors(
+        folder / "model.safetensors", tensors | {"lm_head.weight": tensors["lm_head.weight"] + 0.08 * noise}
+    )
+    checkpoint = convert_model(Model(path=folder), ConvertSpec(dtype="float32"), out=features_root / "draft-checkpoint")
+    spec = BuildSpec(max_batch_size=8, max_seq_len=DRAFT_LENGTH, gather_generation_logits=True, runtime="openvino")
+    return build_engine(checkpoint, spec, out=features_root / "draft-engine")
+
+
+@pytest.fixture(scope="module")
+def drafting(
+    features_root: Path, features_model: Path, features_engine: Engine, draft_engine: Engine
+) -> Iterator[ModelServer]:
+    out = features_root / "drafting"
+    made = assemble_repository(features_engine, features_model, RepositorySpec(name=NAME), draft=draft_engine, out=out)
+    shutil.copytree(made.path / NAME, made.path / TWIN)
+    config = (made.path / TWIN / "config.pbtxt").read_text()
+    config = config.replace(f'name: "{NAME}"', f'name: "{TWIN}"').replace('"tensorrt_llm_draft"', '"tensorrt_llm"')
+    (made.path / TWIN / "config.pbtxt").write_text(config)
+    with serving(made.path, features_root / "drafting-server") as server:
+        yield server
+
+
+def plain(server: ModelServer, prompt: str = PROMPT, count: int = COUNT, **options: Any) -> str:
+    return text_of(ask(server, NAME, prompt, count, **{"end_id": -1, **options}))
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 8])
+@pytest.mark.parametrize("model", [NAME, TWIN])
+def test_equal_to_greedy_decoding(drafting: ModelServer, model: str, drafts: int) -> None:
+    for prompt in (PROMPT, "a", "häßlich ☃"):
+        options = {"end_id": -1, "num_draft_tokens": drafts, "stream": False}
+        assert text_of(ask(drafting, model, prompt, COUNT, **options)) == plain(drafting, prompt)
+
+
+def test_acceptance_is_reported(drafting: ModelServer) -> None:
+    options: dict[str, Any] = {"end_id": -1, "num_draft_tokens": 4, "return_perf_metrics": True}
+    rates = {}
+    for model in (NAME, TWIN):
+        answer = ask(drafting, model, PROMPT, COUNT, **options)
+        accepted, total = answer["total_accepted_draft_tokens"].item(), answer["total_draft_tokens"].item()
+        rates[model] = answer["acceptance_rate"].item()
+        assert rates[model] == pytest.approx(accepted / total)
+        assert answer["first_token_time_ns"].item() < answer["last_token_time_ns"].item()
+        # The prompt of a round is that of the round before, and more.
+        assert answer["kv_cache_reused_blocks"].item() > 0
+    assert rates[TWIN] == 1
+    assert 0.1 < rates[NAME] < 0.95
+
+
+def test_ends_on_the_end_id(drafting: ModelServer, features_tokenizer: Any) -> None:
+    # Of a text that was decoded without loss, the ids are those that made it.
+    text = plain(drafting, exclude_input_in_output=True)
+    word = word_in(text, start=5, size=1)
+    end_id = features_tokenizer.encode(word, add_special_tokens=False)[0]
+    expected = plain(drafting, end_id=end_id)
+    assert len(expected) < len(PROMPT) + len(text)
+    for model in (NAME, TWIN):
+        options: dict[str, Any] = {"end_id": end_id, "num_draft_tokens": 5, "return_finish_reason": True}
+        answer = ask(drafting, model, PROMPT, COUNT, **options)
+        assert text_of(answer) == expected
+        assert answer["finish_reason"].reshape(-1).tolist() == [b"end_id"]
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_stop_words(drafting: ModelServer, exclude: bool) -> None:
+    text = plain(drafting, exclude_input_in_output=True)
+    for word in (word_in(text, start=6, size=2), "\N{REPLACEMENT CHARACTER}"):
+        options: dict[str, Any] = {"stop_words": [word], "exclude_input_in_output": exclude}
+        expected = plain(drafting, **options)
+        assert expected.endswith(word)
+        asked = {**options, "end_id": -1, "num_draft_tokens": 5, "return_finish_reason": True}
+        answer = ask(drafting, NAME, PROMPT, COUNT, **asked)
+        assert text_of(answer) == expected
+        assert answer["finish_reason"].reshape(-1).tolist() == [b"stop_words"]
+
+
+def test_draft_logits_decide_what_is_accepted(drafting: ModelServer) -> None:
+    """By logits a token is taken where p > threshold · q, with p the target's and q the draft's probability."""
+    options: dict[str, Any] = {"end_id": -1, "num_draft_tokens": 4, "use_draft_logits": True}
+    assert text_of(ask(drafting, NAME, PROMPT, COUNT, **options)) == plain(drafting)
+    sampled: dict[str, Any] = {**options, "top_k": 20, "temperature": 1.5, "return_perf_metrics": True}
+    rates = [
+        ask(drafting, NAME, PROMPT, COUNT, draft_acceptance_threshold=threshold, **sampled)["acceptance_rate"].item()
+        for threshold in (0.001, 0.999)
+    ]
+    assert rates[0] > rates[1]
+
+
+def test_log_probs_are_those_of_the_whole_answer(drafting: ModelServer) -> None:
+    expected = ask(drafting, NAME, PROMPT, 12, end_id=-1, return_log_probs=True)
+    answer = ask(drafting, NAME, PROMPT, 12, end_id=-1, return_log_probs=True, num_draft_tokens=4)
+    np.testing.assert_allclose(answer["output_log_probs"], expected["output_log_probs"], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(answer["cum_log_probs"], expected["cum_log_probs"], rtol=1e-3)
+
+
+def test_beyond_the_drafts_end_the_target_goes_on(drafting: ModelServer) -> None:
+    """The draft engine ends at 400 tokens; byte tokens make the prompt nearly that long."""
+    prompt = "x" * (DRAFT_LENGTH - 20)
+    found = text_of(ask(drafting, NAME, prompt, COUNT, end_id=-1, num_draft_tokens=4))
+    assert found == plain(drafting, prompt)
+
+
+def test_the_targets_end_cuts_the_answer_as_without_drafts(drafting: ModelServer) -> None:
+    prompt = "y" * 1000
+    assert text_of(ask(drafting, NAME, prompt, 100, end_id=-1, num_draft_tokens=4)) == plain(drafting, prompt, 100)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "too many": ({"num_draft_tokens": 9}, "9"),
+    "stream": ({"num_draft_tokens": 4, "stream": True}, "streaming is not supported with speculative decoding"),
+    "beams": ({"num_draft_tokens": 4, "beam_width": 2}, "beam_width above 1 is not supported"),
+    "context": ({"num_draft_tokens": 4, "return_context_logits": True}, "context logits are not supported"),
+    "logits": ({"use_draft_logits": True}, "use_draft_logits needs num_draft_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_errors_by_name(drafting: ModelServer, case: str) -> None:
+    options, message = REFUSED[case]
+    status, answer = drafting.generate(NAME, {"text_input": PROMPT, "max_tokens": COUNT, "end_id": -1, **options})
+    assert status >= 400
+    assert message in answer["error"]
+
+
+def test_many_at_once(drafting: ModelServer) -> None:
+    prompts = [f"Question {number}" for number in range(12)]
+    expected = [plain(drafting, prompt, 24) for prompt in prompts]
+
+    def ask_one(number: int) -> str:
+        options: dict[str, Any] = {"end_id": -1, "num_draft_tokens": 1 + number % 8}
+        return text_of(ask(drafting, (NAME, TWIN)[number % 2], prompts[number], 24, **options))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask_one, range(12))) == expected
+    wait_until(lambda: is_idle(drafting))
+
+
+def generated(server: ModelServer) -> float:
+    return server.metric("nv_llm_output_token_len_sum")
+
+
+def test_a_client_that_goes_away_ends_the_rounds(drafting: ModelServer) -> None:
+    wait_until(lambda: is_idle(drafting))
+    before = generated(drafting)
+    with drafting.stream() as stream:
+        stream.send(NAME, request(PROMPT, 900, end_id=-1, num_draft_tokens=1))
+        wait_until(lambda: generated(drafting) > before + 5)
+    wait_until(lambda: is_idle(drafting))
+    settled = generated(drafting)
+    assert settled - before < 900
+    wait_until(lambda: generated(drafting) == settled)
+
+
+def test_a_stop_with_the_clients_id_ends_the_rounds(drafting: ModelServer) -> None:
+    wait_until(lambda: is_idle(drafting))
+    before = generated(drafting)
+    stop = {"input_ids": integers(1), "input_lengths": integers(1), "request_output_len": integers(1)}
+    with drafting.stream() as stream, drafting.stream() as stopper:
+        stream.send(NAME, request(PROMPT, 900, end_id=-1, num_draft_tokens=1, exclude_input_in_output=True), "mine")
+        wait_until(lambda: generated(drafting) > before + 5)
+        stopper.all("tensorrt_llm", {**stop, "stop": np.array([[True]])}, "mine")
+        outputs, _, _ = stream.next()
+    assert 0 < len(text_of(outputs)) < 900
+    assert generated(drafting) - before < 900
+
+
+@pytest.mark.parametrize("release", ["0.12"])
+def test_old_releases(
+    features_root: Path, features_model: Path, features_engine: Engine, draft_engine: Engine, release: str
+) -> None:
+    """Their core models cannot be told to leave the prompt out, and do not say why they ended."""
+    spec = RepositorySpec(name=NAME, release=release, streaming=False, enable_kv_cache_reuse=True)
+    out = features_root / f"drafting-{release}"
+    made = assemble_repository(features_engine, features_model, spec, draft=draft_engine, out=out)
+    body = {"text_input": PROMPT, "max_tokens": COUNT, "stop_words": ["never"], "end_id": -1}
+    with serving(made.path, features_root / f"drafting-{release}-server") as server:
+        _, expected = server.generate(NAME, body)
+        status, answer = server.generate(NAME, {**body, "num_draft_tokens": 4})
+    assert status == 200
+    assert answer["text_output"] == expected["text_output"]
+    assert answer["text_output"].startswith(PROMPT)
