@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from trtserve.errors import RequestError, ServerUnreachableError
-from trtserve.triton.client import Endpoint, ModelDescription
-from trtserve.triton.http_client import HttpClient
-from trtserve.triton.tensors import TensorDescription
+from trtserve.errors import RequestError, ServerUnreachableError, UsageError
+from trtserve.triton.call_errors import RequestCancelledError
+from trtserve.triton.client import Endpoint, ModelDescription, Tls
+from trtserve.triton.http_client import HttpClient, generate_body, infer_body
+from trtserve.triton.tensors import Tensor, TensorDescription, generate_shape
+
+CERTIFICATES = Path(__file__).parents[1] / "support" / "certificates"
 
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = (b'data: {"text_output":" M"}\n\n', b'data: {"text_output":"ach"}\n\n')
@@ -76,3 +86,172 @@ def test_time_limit_holds_for_the_whole_stream(
     assert next(answer) == " M"
     with pytest.raises(RequestError, match=r"No answer from .* within 10 s"):
         next(answer)
+
+
+def test_cancelled_stream_is_no_lost_connection(serving: Callable[[bytes], HttpClient]) -> None:
+    client = serving(HEADER + chunks(EVENTS[0]))
+    answer = texts(client)
+    assert next(answer) == " M"
+    client.cancel()
+    with pytest.raises(RequestCancelledError):
+        next(answer)
+
+
+def test_cancellation_before_the_request_holds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = HttpClient(Endpoint(http_port=listener.getsockname()[1]), timeout=10)
+        client.cancel()
+        with pytest.raises(RequestCancelledError):
+            next(texts(client))
+
+
+@pytest.mark.parametrize(
+    ("dims", "count", "shape"),
+    [
+        ((-1, 1), 1, (1, 1)),
+        ((-1, 1), 3, (3, 1)),
+        ((-1, -1), 3, (1, 3)),
+        ((-1, -1, 3), 6, (1, 2, 3)),
+        ((-1, 2, -1), 6, (1, 2, 3)),
+        ((-1, -1, -1), 6, (1, 1, 6)),
+        ((2,), 2, (2,)),
+    ],
+)
+def test_shapes_that_generate_gives(dims: Sequence[int], count: int, shape: tuple[int, ...]) -> None:
+    assert generate_shape(dims, count) == shape
+
+
+def plain_model(**dims: tuple[int, ...]) -> ModelDescription:
+    inputs = {name: TensorDescription(name=name, datatype="FP32", dims=size) for name, size in dims.items()}
+    return ModelDescription(
+        name="m", decoupled=False, max_batch_size=4, inputs=inputs, outputs={"text_output": TEXT, "x": inputs["x"]}
+    )
+
+
+def test_generate_cannot_carry_several_variable_axes() -> None:
+    model = plain_model(x=(-1, -1))
+    flat = model.tensor("x", np.zeros((1, 3), np.float32))
+    assert generate_body([flat], request_id="r", model=model) == {"x": [0.0, 0.0, 0.0], "id": "r"}
+    for tensor in (
+        model.tensor("x", np.zeros((2, 3), np.float32)),
+        Tensor(name="x", datatype="FP32", shape=(2, 1, 1), values=[1, 2]),
+    ):
+        with pytest.raises(UsageError, match="cannot be sent over HTTP") as caught:
+            generate_body([tensor], request_id="r", model=model)
+        assert "--protocol grpc" in str(caught.value.hint)
+
+
+def test_infer_carries_any_shape_in_binary() -> None:
+    model = plain_model(x=(-1, -1))
+    body, length = infer_body([model.tensor("x", np.ones((2, 3), np.float32))], request_id="r", outputs=("y",))
+    head = json.loads(body[:length])
+    assert head["inputs"] == [
+        {"name": "x", "datatype": "FP32", "shape": [1, 2, 3], "parameters": {"binary_data_size": 24}}
+    ]
+    assert (head["id"], head["outputs"][0]["name"]) == ("r", "y")
+    assert body[length:] == np.ones(6, np.float32).tobytes()
+
+
+class InferHandler(BaseHTTPRequestHandler):
+    """Answers every infer request with a text, an array and a parameter, as Triton does."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        contents = [b"\x02\0\0\0hi", np.arange(6, dtype=np.float32).tobytes()]
+        outputs: list[dict[str, Any]] = [
+            {"name": "text_output", "datatype": "BYTES", "shape": [1]},
+            {"name": "x", "datatype": "FP32", "shape": [1, 2, 3]},
+        ]
+        for output, content in zip(outputs, contents, strict=True):
+            output["parameters"] = {"binary_data_size": len(content)}
+        head = json.dumps({"outputs": outputs, "parameters": {"finish_reason": "length"}}).encode()
+        self.send_response(200)
+        self.send_header("Inference-Header-Content-Length", str(len(head)))
+        self.send_header("Content-Length", str(len(head) + sum(map(len, contents))))
+        self.end_headers()
+        self.wfile.write(b"".join([head, *contents]))
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
+        """Stay silent."""
+
+
+class QuietServer(HTTPServer):
+    """A refused handshake is what some tests want."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Stay silent."""
+
+
+@contextmanager
+def infer_server(context: ssl.SSLContext | None = None) -> Iterator[int]:
+    with QuietServer(("127.0.0.1", 0), InferHandler) as server:
+        if context is not None:
+            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def test_answer_of_infer_has_shapes() -> None:
+    with infer_server() as port:
+        client = HttpClient(Endpoint(http_port=port), timeout=10)
+        (reply,) = client.infer(plain_model(x=(-1, -1)), [], request_id="r", stream=False)
+    assert reply.outputs["text_output"].tolist() == ["hi"]
+    assert reply.outputs["x"].tolist() == [[[0, 1, 2], [3, 4, 5]]]
+    assert reply.parameters == {"finish_reason": "length"}
+
+
+@pytest.fixture
+def https() -> Iterator[int]:
+    """A server that wants a client's certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(CERTIFICATES / "server.pem", CERTIFICATES / "server.key")
+    context.load_verify_locations(CERTIFICATES / "root.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    # With TLS 1.3 a client learns only while reading that its certificate was missed.
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with infer_server(context) as port:
+        yield port
+
+
+def ask(port: int, tls: Tls | None) -> str:
+    client = HttpClient(Endpoint(http_port=port, tls=tls), timeout=10)
+    (reply,) = client.infer(plain_model(x=(-1, -1)), [], request_id="r", stream=False)
+    return str(reply.outputs["text_output"][0])
+
+
+ROOT = CERTIFICATES / "root.pem"
+OWN = {"private_key": CERTIFICATES / "client.key", "certificate_chain": CERTIFICATES / "client.pem"}
+
+
+def test_https_with_certificates_of_both_sides(https: int) -> None:
+    assert ask(https, Tls(root_certificates=ROOT, **OWN)) == "hi"
+
+
+def test_https_without_trust_or_without_an_own_certificate(https: int) -> None:
+    with pytest.raises(ServerUnreachableError, match="certificate") as caught:
+        ask(https, Tls(**OWN))
+    assert "--root-certificates" in str(caught.value.hint)
+    with pytest.raises(ServerUnreachableError):
+        ask(https, Tls(root_certificates=ROOT))
+    with pytest.raises(ServerUnreachableError):
+        ask(https, None)
+
+
+def test_https_to_a_plain_port_has_a_hint() -> None:
+    with infer_server() as port, pytest.raises(ServerUnreachableError) as caught:
+        ask(port, Tls(root_certificates=ROOT))
+    assert "Without --ssl" in str(caught.value.hint)
+
+
+def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").write_text("nothing")
+    for path in (tmp_path / "empty.pem", tmp_path / "nowhere.pem"):
+        with pytest.raises(UsageError, match="cannot be used"):
+            ask(1, Tls(root_certificates=path))
+    with pytest.raises(UsageError, match="belong together"):
+        Tls(private_key=path)

@@ -116,7 +116,9 @@ def save_outputs(generation: Generation, folder: Path, names: Sequence[str]) -> 
             hint=f"It has {there}; --return-context-logits and --return-generation-logits ask for logits.",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {key: array for key, array in generation.outputs.items() if not names or key[0] in names}
+    wanted = {
+        key: array for key, array in generation.outputs.items() if (key[0] in names if names else array.size > _SHOWN)
+    }
     several = len({key[1:] for key in wanted}) > 1 or any(sequence.prompt for sequence in generation.sequences)
     first = min((sequence.prompt for sequence in generation.sequences), default=0)
     files = {}

@@ -223,12 +223,12 @@ class _Collected:
             return
         self.sequence.cum_log_prob = float(sums.reshape(-1)[place])
         row: list[float] = values.reshape(sums.size, -1)[place].tolist()
-        count = len(self.sequence.token_ids) if self.sequence.token_ids is not None else len(row)
-        # Rows of shorter beams are padded with -1.
-        while count and count == len(row) and row[-1] == -1.0:
-            count -= 1
+        if self.sequence.token_ids is not None:
+            row = row[: len(self.sequence.token_ids)]
+        # Where the tokens are not known: rows of shorter beams are padded with -1.
+        while self.sequence.token_ids is None and sums.size > 1 and row and row[-1] == -1.0:
             row.pop()
-        self.sequence.log_probs = row[:count]
+        self.sequence.log_probs = row
 
 
 def _repeats_prompt(context: Context) -> bool:

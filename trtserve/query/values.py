@@ -47,7 +47,8 @@ def file_array(path: Path, what: str) -> npt.NDArray[Any]:
     import numpy as np
 
     try:
-        array: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            array: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise UsageError(f"{what}: {path} cannot be read: {error.strerror or error}.") from None
     except ValueError:

@@ -15,7 +15,7 @@ _CONNECTION_LOST = re.compile(
 _REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
 # What gRPC says of a server that answers, but in another protocol.
 _OTHER_PROTOCOL = re.compile(r"socket closed|http1|parsing http", re.IGNORECASE)
-_TLS_FAILED = re.compile(r"ssl|tls|handshake|certificate|authority", re.IGNORECASE)
+_HANDSHAKE_FAILED = re.compile(r"ssl|handshake|certificate", re.IGNORECASE)
 _FETCHING = "Encountered an error when fetching new request: "
 _TOO_LONG = re.compile(r"exceeds maximum input length", re.IGNORECASE)
 _STUB_DEAD = re.compile(r"Stub process '[^']*' is not healthy")
@@ -32,7 +32,7 @@ def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestErr
     )
 
 
-def unreachable(where: str, reason: str, *, hint: str = "") -> ServerUnreachableError:
+def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableError:
     """Error for an endpoint that does not answer; `hint` goes before the general one."""
     general = "`trtserve status` lists the running servers, `trtserve start` starts one."
     return ServerUnreachableError(
@@ -58,14 +58,13 @@ def refused(message: str) -> RequestError:
     return RequestError(plain(message), hint=hint)
 
 
-def explain_rpc_error(error: Any, where: str) -> RequestError | ServerUnreachableError:
-    """Map a failed call to the error that the user sees."""
+def explain_rpc_error(error: Any, where: str, *, tls: bool = False) -> RequestError | ServerUnreachableError:
+    """Map a failed call to the error that the user sees; `tls`: it went over an encrypted connection."""
     import grpc
 
     details = str(error.details() or "")
     if error.code() is grpc.StatusCode.UNAVAILABLE and _CONNECTION_LOST.search(details):
-        reason = details.rsplit(": ", 1)[-1].rstrip("]")
-        return unreachable(where, reason, hint=_connection_hint(details))
+        return unreachable(where, *_lost_connection(details, tls=tls))
     if error.code() is grpc.StatusCode.CANCELLED:
         return RequestCancelledError("The request was cancelled.")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -73,9 +72,17 @@ def explain_rpc_error(error: Any, where: str) -> RequestError | ServerUnreachabl
     return refused(details or f"The call failed with {error.code().name}.")
 
 
-def _connection_hint(details: str) -> str:
-    if _TLS_FAILED.search(details):
-        return "The certificates do not fit: --root-certificates names the roots that this server's is signed with."
-    if _OTHER_PROTOCOL.search(details):
-        return "If that is the HTTP port, use --protocol http (query) or give the gRPC port; for a TLS port use --ssl."
-    return ""
+def _lost_connection(details: str, *, tls: bool) -> tuple[str, str]:
+    """Why there is no connection, and what to do."""
+    reason = details.rsplit(": ", 1)[-1].rstrip("]")
+    if _HANDSHAKE_FAILED.search(details):
+        hint = "--root-certificates names the roots that this server's certificate is signed with."
+        return "its certificate is not trusted, or the port is not encrypted", hint
+    if not _OTHER_PROTOCOL.search(details):
+        return reason, ""
+    if tls:
+        return reason, "A server may want this client's certificate: --private-key and --certificate-chain."
+    return (
+        reason,
+        "If that is the HTTP port, use --protocol http (query) or give the gRPC port; a TLS port needs --ssl.",
+    )

@@ -7,6 +7,7 @@ time per response, and here the end of the stream is the end of the answer, with
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -266,10 +267,13 @@ class GrpcClient:
     """
 
     def __init__(self, endpoint: Endpoint, *, timeout: float, compression: str | None = None) -> None:
+        # gRPC writes what it meets on the way to stderr by itself; the errors below say it once.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         import grpc
         from tritonclient.grpc import service_pb2_grpc
 
         self._where = endpoint.grpc
+        self._tls = endpoint.tls is not None
         self._timeout = timeout
         self._compression = None if compression is None else grpc.Compression[compression.capitalize()]
         self._channel = _channel(endpoint)
@@ -287,7 +291,7 @@ class GrpcClient:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 raise unknown_model(model, self._where, self.model_names()) from None
-            raise explain_rpc_error(error, self._where) from error
+            raise explain_rpc_error(error, self._where, tls=self._tls) from error
         return ModelDescription.from_config(MessageToDict(answer.config, preserving_proto_field_name=True))
 
     def model_names(self) -> list[str]:
@@ -352,7 +356,7 @@ class GrpcClient:
         try:
             yield
         except grpc.RpcError as error:
-            raise explain_rpc_error(error, self._where) from error
+            raise explain_rpc_error(error, self._where, tls=self._tls) from error
 
     def close(self) -> None:
         self._channel.close()

@@ -1,0 +1,222 @@
+"""Responses of a request become sequences: by prompt, sample and beam, as whole answers and as streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.described_models import described
+from tests.support.tiny_models import write_tiny_model
+from trtserve.errors import AnswerMismatchError, RequestError, UsageError
+from trtserve.query.answer import Answer
+from trtserve.query.checking import Expectation, expectation
+from trtserve.query.generation import GeneratedSequence, Generation
+from trtserve.query.request import Context, Prompts
+from trtserve.query.spec import QuerySpec
+from trtserve.query.tokenizer import TokenizerFiles
+from trtserve.triton.client import ModelDescription, Reply
+from trtserve.triton.profiles import BLS, CORE
+from trtserve.triton.tensors import text_array
+
+INTS = ("sequence_length", "batch_index", "sequence_index", "num_output_tokens", "num_input_tokens")
+
+
+def reply(*texts: str, **outputs: Any) -> Reply:
+    """A response with texts and further outputs, integers in Triton's shapes."""
+    arrays: dict[str, Any] = {"text_output": text_array(texts)} if texts else {}
+    for name, value in outputs.items():
+        arrays[name] = np.array([[value]], np.int32) if name in INTS and isinstance(value, int) else value
+    return Reply(outputs=arrays)
+
+
+def ids(*beams: list[int], **outputs: Any) -> Reply:
+    """A core model's response: [1, beams, longest] padded with -1, and the lengths [1, beams]."""
+    longest = max(map(len, beams))
+    table = np.array([[beam + [-1] * (longest - len(beam)) for beam in beams]], np.int32)
+    return reply(output_ids=table, sequence_length=np.array([[len(beam) for beam in beams]], np.int32), **outputs)
+
+
+def read(
+    replies: Iterable[Reply],
+    *,
+    model: ModelDescription | None = None,
+    prompts: Prompts | None = None,
+    stream: bool = False,
+    files: TokenizerFiles | None = None,
+    pieces: list[str] | None = None,
+    exclude_input: bool = True,
+    **options: Any,
+) -> Generation:
+    rows = prompts or Prompts(texts=("p",))
+    spec = QuerySpec(prompts=rows.texts, stream=stream, options=options, exclude_input=exclude_input)
+    context = Context(spec=spec, model=model or described(BLS), prompts=rows, tokenizer=files)
+    answer = Answer(context, on_text=None if pieces is None else pieces.append)
+    answer.read(iter(replies))
+    return answer.finished("id")
+
+
+def texts(generation: Generation) -> list[tuple[int, int, int, str | None]]:
+    return [(each.prompt, each.sequence, each.beam, each.text) for each in generation.sequences]
+
+
+def test_streamed_pieces_join() -> None:
+    pieces: list[str] = []
+    got = read([reply(" a"), reply(" b"), reply("")], stream=True, pieces=pieces)
+    assert (got.text, pieces, got.responses, got.streamed) == ("a b", ["a", " b"], 3, True)
+    assert got.time_to_first_token is not None
+
+
+def test_accumulating_model_repeats_its_text() -> None:
+    pieces: list[str] = []
+    model = described(BLS, accumulate_tokens="true")
+    got = read([reply(" a"), reply(" a b"), reply(" a b")], model=model, stream=True, pieces=pieces)
+    assert (got.text, "".join(pieces)) == ("a b", "a b")
+
+
+def test_beams_of_a_stream_are_rewritten() -> None:
+    pieces: list[str] = []
+    got = read([reply("a", "b"), reply("cd", "b!")], stream=True, pieces=pieces, beam_width=2)
+    assert texts(got) == [(0, 0, 0, "cd"), (0, 0, 1, "b!")]
+    assert pieces == []
+
+
+def test_rows_of_a_batch_come_in_any_order() -> None:
+    replies = [reply("second", batch_index=1), reply("first", batch_index=0)]
+    assert texts(read(replies, prompts=Prompts(texts=("a", "b")))) == [(0, 0, 0, "first"), (1, 0, 0, "second")]
+
+
+def test_rows_of_a_batch_in_one_response() -> None:
+    got = read([reply("a0", "a1", "b0", "b1")], prompts=Prompts(texts=("a", "b")), beam_width=2)
+    assert texts(got) == [(0, 0, 0, "a0"), (0, 0, 1, "a1"), (1, 0, 0, "b0"), (1, 0, 1, "b1")]
+
+
+def test_samples_are_told_apart_by_their_index() -> None:
+    replies = [reply("x", sequence_index=1), reply("y", sequence_index=0), reply("z", sequence_index=1)]
+    got = read(replies, stream=True, num_return_sequences=2)
+    assert texts(got) == [(0, 0, 0, "y"), (0, 1, 0, "xz")]
+
+
+def test_prompt_is_taken_off_where_the_model_cannot_leave_it_out() -> None:
+    model = described(BLS, release="0.14")
+    assert read([reply("p and more")], model=model).text == "and more"
+    assert read([reply("p and more")], model=model, exclude_input=False).text == "p and more"
+    core = described(CORE, release="0.12", exclude_input_in_output="${exclude_input_in_output}")
+    got = read([ids([7, 8, 9])], model=core, prompts=Prompts(token_ids=((7, 8),)))
+    assert got.sequences[0].token_ids == [9]
+
+
+def test_ids_are_cut_to_their_lengths_and_streams_joined() -> None:
+    prompts = Prompts(token_ids=((1,),))
+    whole = read([ids([4, 5], [6])], model=described(CORE), prompts=prompts)
+    assert [each.token_ids for each in whole.sequences] == [[4, 5], [6]]
+    streamed = read([ids([4]), ids([5, 6]), ids([])], model=described(CORE), prompts=prompts, stream=True)
+    assert streamed.sequences[0].token_ids == [4, 5, 6]
+    assert (streamed.output_tokens, streamed.input_tokens, streamed.sequences[0].text) == (3, 1, None)
+    assert streamed.time_to_first_token is not None
+
+
+def test_text_of_a_core_model_holds_half_characters_back(tmp_path_factory: pytest.TempPathFactory) -> None:
+    files = TokenizerFiles(write_tiny_model(tmp_path_factory.mktemp("tokenizer")))
+    tokens = files.encode("aé", special=False)
+    assert len(tokens) == 3  # é is two of them
+    pieces: list[str] = []
+    prompts = Prompts(token_ids=((1,),))
+    replies = [ids([token]) for token in tokens]
+    got = read(replies, model=described(CORE), prompts=prompts, stream=True, files=files, pieces=pieces)
+    assert (got.text, pieces) == ("aé", ["a", "é"])
+
+
+def test_log_probs_are_those_of_the_last_response() -> None:
+    sums, prompts = np.array([[-3.0]], np.float32), Prompts(token_ids=((1,),))
+    replies = [
+        ids([4], cum_log_probs=np.array([[-1.0]]), output_log_probs=np.array([[[-1.0]]])),
+        ids([5], cum_log_probs=sums, output_log_probs=np.array([[[-1.0, -2.0]]])),
+    ]
+    got = read(replies, model=described(CORE), prompts=prompts, stream=True, return_log_probs=True).sequences[0]
+    assert (got.cum_log_prob, got.log_probs) == (-3.0, [-1.0, -2.0])
+    assert read(replies, model=described(CORE), prompts=prompts, stream=True).sequences[0].log_probs is None
+
+
+def test_padding_of_shorter_beams_is_no_log_prob() -> None:
+    values = np.array([[[-0.5, -0.25], [-0.75, -1.0]]], np.float32)
+    got = read(
+        [reply("a", "b", cum_log_probs=np.array([[-1.0, -2.0]]), output_log_probs=values)],
+        beam_width=2,
+        return_log_probs=True,
+    )
+    assert [each.log_probs for each in got.sequences] == [[-0.5, -0.25], [-0.75]]
+
+
+def test_logits_of_a_stream_are_joined() -> None:
+    steps = [np.full((1, 1, 1, 3), step, np.float32) for step in range(2)] + [np.full((1, 2, 1, 3), 7, np.float32)]
+    replies = [reply(str(number), generation_logits=step) for number, step in enumerate(steps)]
+    logits = read(replies, stream=True, return_generation_logits=True).outputs["generation_logits", 0, 0]
+    assert logits.shape == (1, 1, 4, 3)
+    assert logits[0, 0, :, 0].tolist() == [0, 1, 7, 7]
+    assert read(replies, stream=True).outputs == {}
+
+
+def test_reasons_of_outputs_and_of_parameters() -> None:
+    got = read([reply("a", "b", finish_reason=text_array(["length", "end_id"]))], beam_width=2)
+    assert [each.finish_reason for each in got.sequences] == ["length", "end_id"]
+    told = Reply(outputs=reply("a", "b").outputs, parameters={"finish_reason": "stop_words,length"})
+    assert [each.finish_reason for each in read([told], beam_width=2).sequences] == ["stop_words", "length"]
+    unfinished = [
+        reply("a", finish_reason=text_array(["not_finished"])),
+        reply("b", finish_reason=text_array(["length"])),
+    ]
+    assert read(unfinished, stream=True).sequences[0].finish_reason == "length"
+
+
+def test_counts() -> None:
+    replies = [reply("a", num_output_tokens=2, num_input_tokens=5), reply("b", num_output_tokens=1, num_input_tokens=5)]
+    got = read(replies, stream=True)
+    assert (got.output_tokens, got.input_tokens) == (3, 5)
+
+
+def test_other_outputs_are_kept() -> None:
+    got = read([reply("a", kv_cache_reused_blocks=np.array([[3]]))])
+    assert got.outputs["kv_cache_reused_blocks", 0, 0].item() == 3
+
+
+def test_no_answer_is_an_error_unless_it_is_a_stream() -> None:
+    with pytest.raises(RequestError, match="without an answer"):
+        read([])
+    assert read([], stream=True).text == ""
+
+
+def sequence(text: str, tokens: list[int] | None = None) -> GeneratedSequence:
+    return GeneratedSequence(prompt=0, sequence=0, beam=0, text=text, token_ids=tokens)
+
+
+def test_expected_answers_pass() -> None:
+    assert Expectation(texts=("ab",)).check([sequence("ab")]).startswith("PASS")
+    assert "0.7500" in Expectation(token_ids=((1, 2, 3, 4),), threshold=0.75).check([sequence("", [1, 2, 3, 9])])
+
+
+def test_other_answers_do_not() -> None:
+    with pytest.raises(AnswerMismatchError, match=r"rate of 0\.5000"):
+        Expectation(token_ids=((1, 2),)).check([sequence("", [1, 3])])
+    with pytest.raises(AnswerMismatchError, match="rate of 0"):
+        Expectation(texts=("ab",)).check([sequence("abcd")])
+    with pytest.raises(AnswerMismatchError, match="1 answers came; 2 were expected"):
+        Expectation(texts=("a", "b")).check([sequence("a")])
+    with pytest.raises(UsageError, match="no token ids"):
+        Expectation(token_ids=((1,),)).check([sequence("a")])
+
+
+def test_what_to_compare_with_must_be_clear() -> None:
+    assert expectation(False, None, (), 1.0) is None
+    assert expectation(True, "1,2", (), 0.5) == Expectation(token_ids=((1, 2),), threshold=0.5)
+    assert expectation(True, None, ("a",), 1.0) == Expectation(texts=("a",))
+    for wanted, tokens, expected, threshold, words in (
+        (False, "1", (), 1.0, "--check-output"),
+        (True, None, (), 1.0, "one of them"),
+        (True, "1", ("a",), 1.0, "one of them"),
+        (True, "1", (), 1.5, "--correctness-threshold is 1.5"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            expectation(wanted, tokens, expected, threshold)
