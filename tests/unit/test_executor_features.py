@@ -77,6 +77,11 @@ def test_the_request_keyword_of_some_releases_asks_for_sequences_too(start: Star
     assert [response.result.sequence_index for response in responses] == [0, 1, 2]
     beams = Request([5], 2, num_return_sequences=2, sampling_config=SamplingConfig(2))
     assert "cannot be used with beam width 2" in answer_of(executor, beams).error_msg
+    module = for_release("0.15")
+    early = module.Request([5], max_tokens=2, sampling_config=module.SamplingConfig(2, num_return_sequences=2))
+    assert "cannot be used with beam width 2" in answer_of(executor, early).error_msg
+    late = Request([5], 2, sampling_config=SamplingConfig(2, num_return_sequences=1))
+    assert len(answer_of(executor, late).result.output_token_ids) == 1
 
 
 def test_sequences_count_against_the_queue(start: Start) -> None:

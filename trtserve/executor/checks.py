@@ -28,10 +28,19 @@ def check_sampling(request: Request, limits: Limits) -> None:
         raise RuntimeError(
             f"Requested beam width {width} is larger than configured max beam width {limits.max_beam_width}"
         )
-    if width > 1 and request.num_return_sequences > 1:
+    if width > 1:
+        _check_beams_alone(request, width)
+
+
+def _check_beams_alone(request: Request, width: int) -> None:
+    """Beams are several sequences already; from 0.16 on the sampling config's number limits what is returned."""
+    counts = [request.num_return_sequences]
+    if request.release in ("0.14", "0.15"):
+        counts.append(request.sampling_config.num_return_sequences or 1)
+    if max(counts) > 1:
         raise RuntimeError(
-            f"num_return_sequences ({request.num_return_sequences}) of a request cannot be used with beam width "
-            f"{width}, which returns that many sequences itself"
+            f"num_return_sequences ({max(counts)}) of a request cannot be used with beam width {width}, which returns "
+            "that many sequences itself"
         )
 
 
