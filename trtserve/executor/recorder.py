@@ -74,7 +74,8 @@ class Recorder:
         self._iteration += 1
         self._started.clear()
         self._completed.clear()
-        self._drafts = SpecDecodingStats()
+        if self._scheduler.limits.max_draft_len:
+            self._drafts = SpecDecodingStats()
 
     def drain_iterations(self) -> list[IterationStats]:
         """All iteration records since the last call."""
