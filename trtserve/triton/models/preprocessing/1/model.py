@@ -116,7 +116,7 @@ class TritonPythonModel:
         if words is None or weights is None:
             raise ValueError("embedding_bias_words and embedding_bias_weights must be given together.")
         texts = _texts(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words")
-        return embedding_bias(texts, weights, self._tokenizer.encode, self._vocab_size)
+        return embedding_bias(texts, weights, self._encode_word, self._vocab_size)
 
     def _decoder_ids(self, inputs: Inputs, pad_ids: NDArray[Any]) -> Inputs:
         token_ids = [[int(pad)] for pad in pad_ids[:, 0]]

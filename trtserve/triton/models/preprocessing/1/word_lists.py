@@ -40,7 +40,7 @@ def embedding_bias(
 ) -> NDArray[np.float32]:
     """Bias per token, FP32 [batch, vocab_size]: each id of each word adds the word's weight.
 
-    `encode` adds the tokenizer's special tokens, as NVIDIA's model does, so that BOS is biased too.
+    `encode` adds no special tokens: NVIDIA's model, which adds them, biases BOS with every word.
     ValueError when a row has not as many weights as words, a weight is no number, or a word has a token that the
     model has not.
     """

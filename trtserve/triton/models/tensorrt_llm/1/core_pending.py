@@ -49,7 +49,8 @@ class Pending:
         """How many of the `tokens` of a result are new; `repeated` means that each result holds all so far."""
         key = executor_id, sequence
         before = self.generated.get(key, 0)
-        self.generated[key] = tokens if repeated else before + tokens
+        # A cancelled request ends with a result without tokens.
+        self.generated[key] = max(before, tokens) if repeated else before + tokens
         return self.generated[key] - before
 
     def total(self, executor_id: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,10 @@ class TritonPythonModel:
         self._metrics.report(self._executor.get_latest_iteration_stats())
         for target, arguments in (
             (self._await_responses, ()),
-            (self._watch_cancellation, (cancel_period / 1000,)),
-            (self._watch_statistics, (stats_period / 1000,)),
+            (self._repeat, (cancel_period / 1000, self._watch_cancellation)),
+            (self._repeat, (stats_period / 1000, self._watch_statistics)),
         ):
-            thread = threading.Thread(target=target, args=arguments, daemon=True, name=target.__name__)
+            thread = threading.Thread(target=target, args=arguments, daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -198,16 +198,22 @@ class TritonPythonModel:
         if final:
             self._metrics.observe_request(wanted.prompt_length, pending.total(answer.request_id))
 
-    def _watch_cancellation(self, period: float) -> None:
-        """Cancel in the executor what clients gave up (gRPC cancel, HTTP disconnect)."""
+    def _repeat(self, period: float, action: Callable[[], None]) -> None:
+        """Run `action` every `period` seconds; one that fails is told and tried again."""
         while not self._stopping.wait(period):
-            for pending in self._pending.all():
-                if pending.sender.is_cancelled():
-                    self._cancel(list(pending.open_rows))
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001, PERF203 - the thread must outlive what one round hits
+                pb_utils.Logger.log_error(f"{action.__name__} failed with {type(error).__name__}: {error}")
 
-    def _watch_statistics(self, period: float) -> None:
-        while not self._stopping.wait(period):
-            self._metrics.report(self._executor.get_latest_iteration_stats())
+    def _watch_cancellation(self) -> None:
+        """Cancel in the executor what clients gave up (gRPC cancel, HTTP disconnect)."""
+        for pending in self._pending.all():
+            if pending.sender.is_cancelled():
+                self._cancel(list(pending.open_rows))
+
+    def _watch_statistics(self) -> None:
+        self._metrics.report(self._executor.get_latest_iteration_stats())
 
     def finalize(self) -> None:
         """End open requests, then the threads, then the executor."""
