@@ -202,18 +202,28 @@ def test_a_stop_with_the_clients_id_ends_the_rounds(drafting: ModelServer) -> No
     assert generated(drafting) - before < 900
 
 
-@pytest.mark.parametrize("release", ["0.12"])
-def test_old_releases(
-    features_root: Path, features_model: Path, features_engine: Engine, draft_engine: Engine, release: str
-) -> None:
-    """Their core models cannot be told to leave the prompt out, and do not say why they ended."""
-    spec = RepositorySpec(name=NAME, release=release, streaming=False, enable_kv_cache_reuse=True)
-    out = features_root / f"drafting-{release}"
+@pytest.fixture(scope="module")
+def old(
+    features_root: Path, features_model: Path, features_engine: Engine, draft_engine: Engine
+) -> Iterator[ModelServer]:
+    """Core models that cannot be told to leave the prompt out and do not say why they ended; short KV caches."""
+    flags: dict[str, Any] = {"streaming": False, "enable_kv_cache_reuse": True, "max_tokens_in_paged_kv_cache": 128}
+    spec = RepositorySpec(name=NAME, release="0.12", **flags)
+    out = features_root / "old-drafting"
     made = assemble_repository(features_engine, features_model, spec, draft=draft_engine, out=out)
-    body = {"text_input": PROMPT, "max_tokens": COUNT, "stop_words": ["never"], "end_id": -1}
-    with serving(made.path, features_root / f"drafting-{release}-server") as server:
-        _, expected = server.generate(NAME, body)
-        status, answer = server.generate(NAME, {**body, "num_draft_tokens": 4})
+    with serving(made.path, features_root / "old-drafting-server") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stop"),
+    [(PROMPT, ["never"]), ("x" * 100, [""]), ("abc", ["\N{REPLACEMENT CHARACTER}"])],
+    ids=["whole", "cut by the cache", "stopped"],
+)
+def test_old_releases_and_short_caches(old: ModelServer, prompt: str, stop: list[str]) -> None:
+    body = {"text_input": prompt, "max_tokens": COUNT, "stop_words": stop, "end_id": -1}
+    _, expected = old.generate(NAME, body)
+    status, answer = old.generate(NAME, {**body, "num_draft_tokens": 4})
     assert status == 200
     assert answer["text_output"] == expected["text_output"]
-    assert answer["text_output"].startswith(PROMPT)
+    assert answer["text_output"].startswith(prompt)

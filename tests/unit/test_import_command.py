@@ -99,3 +99,23 @@ def test_a_name_that_moves_to_another_build_is_told(model: Path, capsys: pytest.
 def test_a_folder_without_tokenizer_is_said_first(model: Path, tmp_path: Path) -> None:
     assert run(["import", str(model), "--tokenizer", str(tmp_path)]) == RepositoryError.code
     assert run(["import", str(model), "--tokenizer", "nobody"]) == ModelNotFoundError.code
+
+
+def test_a_draft_model_by_its_name(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The draft is imported like any model; its name is then that of its engine and of its tokenizer."""
+    small = write_tiny_model(tmp_path / "small", num_hidden_layers=1)
+    assert run(["import", str(small), "--max-seq-len", "64", "--quiet"]) == 0
+    arguments = ["import", str(model), "--max-seq-len", "64", "--draft-engine", "small"]
+    assert run(arguments) == RepositoryError.code
+    assert "takes no draft tokens" in capsys.readouterr().err
+    assert run([*arguments, "--max-draft-len", "4"]) == 0
+    repository = Path(capsys.readouterr().out.splitlines()[0])
+    assert (repository / "tensorrt_llm_draft" / "1" / "rank0.bin").exists()
+    assert run([*arguments, "--max-draft-len", "4", "--dry-run"]) == 0
+    assert "repo      reuse" in capsys.readouterr().out
+    content = json.loads((small / "tokenizer.json").read_text(encoding="utf-8"))
+    content["added_tokens"][0]["content"] = "<other>"
+    (small / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    assert run(["import", str(small), "--max-seq-len", "64", "--quiet"]) == 0
+    assert run([*arguments, "--max-draft-len", "4", "--dry-run"]) == RepositoryError.code
+    assert "The draft model has another tokenizer" in capsys.readouterr().err

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trtserve.artifacts import Engine
 from trtserve.errors import MemoryLimitError
 from trtserve.pipeline import engine_destination
-from trtserve.pipeline.capacity import Need, Wish, need_of, require_memory
+from trtserve.pipeline.capacity import Need, Wish, draft_bytes, need_of, require_memory
 from trtserve.specs import BuildSpec, ConvertSpec
 
 GIB = 2**30
@@ -88,6 +92,21 @@ def test_hopeless_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MemoryLimitError) as caught:
         require_memory(_wish(), "llama-2-7b")
     assert "No setting" in str(caught.value.hint)
+
+
+def test_a_draft_model_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = {"num_hidden_layers": 2, "num_key_value_heads": 4, "head_size": 16}
+    config = {"pretrained_config": model, "build_config": {"max_seq_len": 100}, "trtserve": {"kv_precision": "f16"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "rank0.bin").write_bytes(b"x" * 5000)
+    engine = Engine(path=tmp_path)
+    per_token = 2 * 2 * 4 * 16 * 2  # keys and values, layers, heads, sizes, bytes
+    assert draft_bytes(engine, None) == 5000 + 100 * per_token
+    assert draft_bytes(engine, 7) == 5000 + 7 * per_token
+    alone = need_of(_wish()).total
+    monkeypatch.setattr("trtserve.pipeline.capacity.free_memory", lambda: alone)
+    with pytest.raises(MemoryLimitError, match="for the server and the draft model"):
+        require_memory(replace(_wish(), draft=5000), "llama-2-7b")
 
 
 def test_engine_destination(monkeypatch: pytest.MonkeyPatch) -> None:

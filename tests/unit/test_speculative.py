@@ -43,6 +43,8 @@ class Models:
         self.next = {"draft": draft, "target": target}
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.returns_prompt = False
+        self.longest = {"draft": 1000, "target": 1000}
+        self.error: type[Exception] = RuntimeError
         self.says_reason = False
 
     def __call__(self, model: str, inputs: Any, outputs: Sequence[str], request_id: str) -> Iterator[dict[str, Any]]:
@@ -52,6 +54,9 @@ class Models:
         drafts = inputs["draft_input_ids"].reshape(-1).tolist() if "draft_input_ids" in inputs else None
         prompt = inputs["input_ids"].reshape(-1).tolist()
         assert int(inputs["input_lengths"].item()) == len(prompt)
+        if len(prompt) >= self.longest[model]:
+            raise self.error(f"Prompt length ({len(prompt)}) exceeds maximum input length ({self.longest[model] - 1})")
+        count = min(count, self.longest[model] - len(prompt))
         tokens, reason = list(prompt), b"length"
         for place in range(count):
             new = token(tokens)
@@ -89,6 +94,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     chain, adapter, stop_words = (sys.modules[name] for name in ("chain", "adapter", "stop_words"))
 
     def start(models: Models, *, count: int = 20, drafts: int = 4, **options: Any) -> dict[str, Any]:
+        models.error = adapter.InnerModelError
         monkeypatch.setattr(speculative, "call_streamed", models)
         monkeypatch.setattr(adapter, "call_streamed", models)
         declared = options.get("declared", {"exclude_input_in_output", "return_finish_reason", "seed", "min_tokens"})
@@ -243,3 +249,20 @@ def test_a_cancelled_request_ends_with_what_it_has(run: Any) -> None:
 def test_the_prompt_is_left_out_on_demand(run: Any) -> None:
     outcome = run(Models(target_token), client={"exclude_input_in_output": True})
     assert outcome["output_ids"].reshape(-1).tolist() == plain(20)
+
+
+@pytest.mark.parametrize(("model", "expected"), [("target", 9), ("draft", 20)])
+def test_limits_that_only_the_core_models_know(run: Any, model: str, expected: int) -> None:
+    """A KV cache that ends before the engine: where the target ends the answer does, where the draft ends the drafts."""
+    models = Models(often_right)
+    models.longest[model] = len(PROMPT) + 9
+    assert new_ids(run(models, drafts=4)) == plain(expected)
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_a_prompt_that_is_too_long_is_an_error(run: Any, model: str) -> None:
+    models = Models(often_right)
+    models.longest[model] = 2
+    with pytest.raises(Exception, match="exceeds maximum input length") as caught:
+        run(models)
+    assert ("The draft model draft answered" in str(caught.value)) == (model == "draft")

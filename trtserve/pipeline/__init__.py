@@ -21,7 +21,7 @@ from trtserve.errors import ArtifactError
 from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
 from trtserve.import_.disk import require_disk
 from trtserve.machine import gibibytes
-from trtserve.pipeline.capacity import Wish, need_of, require_memory
+from trtserve.pipeline.capacity import Wish, draft_bytes, need_of, require_memory
 from trtserve.progress import SILENT, Progress
 from trtserve.repo import (
     RepositoryPlan,
@@ -185,6 +185,7 @@ def _wish(spec: ImportSpec, model: ModelPlan) -> Wish:
         build=spec.build,
         kv_tokens=spec.repository.max_tokens_in_paged_kv_cache,
         tokenizers=spec.repository.preprocessing_instance_count + spec.repository.postprocessing_instance_count,
+        draft=draft_bytes(spec.draft, spec.repository.max_tokens_in_paged_kv_cache) if spec.draft else 0,
     )
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trtserve.artifacts import Engine
 from trtserve.convert import checkpoint_config
 from trtserve.errors import MemoryLimitError
 from trtserve.machine import free_memory, gibibytes
+from trtserve.repo.engine import read_engine
 from trtserve.runtimes import EnginePlan, choose_runtime
 from trtserve.specs import BuildSpec, ConvertSpec
 
@@ -33,7 +35,7 @@ class Wish:
 
     `hf` is the model's `config.json`; `kv_tokens` is the explicit size of the KV cache in tokens. Without it the cache
     takes what is free, but one sequence of `max_seq_len` tokens must fit. `tokenizers` counts the processes of pre- and
-    postprocessing.
+    postprocessing, `draft` the bytes of a draft model (see `draft_bytes`).
     """
 
     hf: Mapping[str, Any]
@@ -41,6 +43,7 @@ class Wish:
     build: BuildSpec
     kv_tokens: int | None = None
     tokenizers: int = 2
+    draft: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,17 @@ def need_of(wish: Wish) -> Need:
         engine=engine,
         kv=tokens * kv_bytes_per_token(config, engine.kv_precision),
         kv_tokens=tokens,
-        server=TRITON_MEMORY + wish.tokenizers * TOKENIZER_MEMORY,
+        server=TRITON_MEMORY + wish.tokenizers * TOKENIZER_MEMORY + wish.draft,
     )
+
+
+def draft_bytes(engine: Engine, kv_tokens: int | None) -> int:
+    """Bytes of a draft model: the weights of its engine, and a KV cache for `kv_tokens`, else for one sequence."""
+    config = read_engine(engine.path)
+    tokens = kv_tokens or int(config["build_config"].get("max_seq_len") or 0)
+    precision = str(config.get("trtserve", {}).get("kv_precision"))
+    weights = sum(path.stat().st_size for path in engine.path.glob("*.bin"))
+    return weights + tokens * kv_bytes_per_token(config["pretrained_config"], precision)
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], precision: str) -> int:
@@ -88,7 +100,8 @@ def require_memory(wish: Wish, name: str) -> None:
     raise MemoryLimitError(
         f"{name} needs {gibibytes(need.total)} of memory: {gibibytes(need.engine.memory_bytes)} to build and load"
         f" {gibibytes(need.engine.disk_bytes)} of weights, {gibibytes(need.kv)} KV cache for {need.kv_tokens} tokens,"
-        f" {gibibytes(need.server)} for the server. {gibibytes(free)} are free.",
+        f" {gibibytes(need.server)} for the server{' and the draft model' if wish.draft else ''}."
+        f" {gibibytes(free)} are free.",
         hint=_advice(wish, free),
     )
 

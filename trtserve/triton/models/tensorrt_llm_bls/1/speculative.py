@@ -15,11 +15,13 @@ from chain import Chain
 from core_inputs import asks, largest, prompts
 from draft_statistics import DraftStatistics
 from incremental_text import IncrementalText
-from inner_models import Tensors, call_streamed, only
+from inner_models import InnerModelError, Tensors, call_streamed, only
 from numpy.typing import NDArray
 from stop_words import StoppedText, StopWords
 
 _TOKENS = ("output_ids", "sequence_length")
+_TOO_LONG = "exceeds maximum input length"
+"""Part of a core model's error; a KV cache may end before the engine does, and then only this says where."""
 # The draft model proposes ids; what belongs to the target alone, or to its answer, is not its business.
 _TARGET_ONLY = (
     "prompt_embedding_table",
@@ -74,7 +76,12 @@ class SpeculativeDecoding:
         room = self._longest - len(self._prompt)
         while not self._statistics.rounds or len(self._generated) < room:
             drafts, logits = self._drafts()
-            answer = self._verify(drafts, logits)
+            try:
+                answer = self._verify(drafts, logits)
+            except InnerModelError as error:
+                if self._generated and _TOO_LONG in str(error):
+                    break  # as far as the target goes; plain decoding ends there too
+                raise
             new = self._new_ids(answer, most=self._asked(drafts))
             self._generated += new
             self._statistics.add(answer, drafts, new)
@@ -100,7 +107,12 @@ class SpeculativeDecoding:
         inputs = {name: value for name, value in inputs.items() if name not in _TARGET_ONLY}
         inputs["return_generation_logits"] = np.array([[self._uses_logits]])
         outputs = (*_TOKENS, "generation_logits") if self._uses_logits else _TOKENS
-        answer = only(call_streamed(self._chain.draft, inputs, outputs, self._request_id))
+        try:
+            answer = only(call_streamed(self._chain.draft, inputs, outputs, self._request_id))
+        except InnerModelError as error:
+            if self._generated and _TOO_LONG in str(error):
+                return [], None
+            raise InnerModelError(f"The draft model {self._chain.draft} answered: {error}") from error
         ids = self._new_ids(answer, most=count)
         if not self._uses_logits:
             return ids, None
