@@ -20,6 +20,7 @@ from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
 
+CERTIFICATES = Path(__file__).parents[1] / "support" / "certificates"
 PROTOCOLS = ("grpc", "http")
 
 
@@ -243,3 +244,109 @@ def test_interrupt_of_a_unary_call(server: Endpoint, folder: Path) -> None:
     process.communicate(timeout=10)
     assert process.returncode == 130
     _wait_for(folder / "trace", "cancelled unary", "stop unary")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("model", ["echo", "text_plain"])
+def test_time_limit_by_cancelling_the_call(
+    server: Endpoint, folder: Path, protocol: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = f"cut-{protocol}-{model}"
+    ending = ["--stop-after-ms", "200", "--stop-via-request-cancel", "--request-id", number]
+    assert run(["query", "forever", "--stream", "--model", model, *ending, *address(server, protocol)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("la la") or model == "text_plain"
+    assert "Stopped by --stop-after-ms." in captured.err
+    if (protocol, model) != ("http", "text_plain"):  # Triton does not look at the connection of a plain call
+        _wait_for(folder / "trace", f"cancelled {number}")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_time_limit_by_a_stop_request(
+    server: Endpoint, folder: Path, protocol: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--input-tokens-csv", "1,2,3", "--model", "core_slow", "--max-tokens", "1000", "--stream", "--json"]
+    ending = ["--stop-after-ms", "300", "--request-id", f"stopped-{protocol}"]
+    assert run(["query", *asked, *ending, *address(server, protocol)]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["stopped"]
+    assert 0 < len(result["sequences"][0]["token_ids"]) < 1000
+    _wait_for(folder / "trace", f"stop stopped-{protocol}", f"ended stopped-{protocol}")
+
+
+def test_answer_before_the_time_limit_is_whole(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["query", "hi", "--model", "echo", "--stop-after-ms", "60000", "--json", *address(server)]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["text"], result["stopped"]) == ("Echo: hi", False)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_prompts_of_a_file_are_requests_of_their_own(
+    server: Endpoint, protocol: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text("one\ntwo\n")
+    asked = ["--input-file", str(tmp_path / "prompts"), "--model", "echo", "--request-id", "r"]
+    assert run(["query", *asked, *address(server, protocol)]) == 0
+    assert capsys.readouterr().out == "prompt 0: Echo: one\nprompt 1: Echo: two\n"
+    assert run(["query", *asked, "--json", *address(server, protocol)]) == 0
+    answers = json.loads(capsys.readouterr().out)["result"]["answers"]
+    assert [(each["request_id"], each["sequences"][0]["prompt"]) for each in answers] == [("r", 0), ("r-1", 1)]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_any_input_by_its_name(server: Endpoint, protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
+    further = ["--input", "top_k=3", "--input", 'stop_words=["a", "b, c"]', "--input", "seed=18446744073709551615"]
+    assert run(["query", "inputs", "--model", "echo", *further, *address(server, protocol)]) == 0
+    sent = json.loads(capsys.readouterr().out)
+    assert (sent["top_k"], sent["stop_words"], sent["seed"]) == ([3], ["a", "b, c"], [2**64 - 1])
+
+
+def test_ids_in_and_ids_out(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["query", "--input-tokens-csv", "7,8", "--model", "tensorrt_llm", "--max-tokens", "5", *address(server)]
+    assert run([*asked, "--stream"]) == 0
+    assert capsys.readouterr().out == "7, 8, 7, 8, 7\n"
+    assert run([*asked, "--stream", "--check-output", "--output-tokens-csv", "7,8,7,8,7"]) == 0
+    assert "PASS" in capsys.readouterr().err
+    assert run([*asked, "--stream", "--check-output", "--output-tokens-csv", "7,8,7,8,9"]) == 42
+    assert "rate of 0.8000" in capsys.readouterr().err
+    near = ["--correctness-threshold", "0.8"]
+    assert run([*asked, "--stream", "--check-output", "--output-tokens-csv", "7,8,7,8,9", *near]) == 0
+
+
+def test_only_requested_outputs_come(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["query", "hi", "--model", "echo", "--requested-outputs", "text_output"]
+    assert run([*asked, *address(server)]) == 0
+    assert run([*asked, *address(server, "http")]) == 2
+    assert "--protocol grpc" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("algorithm", ["none", "deflate", "gzip"])
+def test_calls_may_be_compressed(server: Endpoint, algorithm: str) -> None:
+    assert generate(spec("hi", model="echo", compression=algorithm), server).text == "Echo: hi"
+
+
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """A server whose gRPC port wants certificates of both sides."""
+    flags = ["--grpc-use-ssl=true", "--grpc-use-ssl-mutual=true"]
+    files = {"server-cert": "server.pem", "server-key": "server.key", "root-cert": "root.pem"}
+    flags += [f"--grpc-{name}={CERTIFICATES / file}" for name, file in files.items()]
+    with running_echo_server(tmp_path_factory.mktemp("tls"), *flags) as endpoint:
+        yield endpoint
+
+
+def test_grpc_over_tls(encrypted: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["query", "hi", "--model", "echo", "-u", encrypted.grpc.replace("127.0.0.1", "localhost")]
+    trust, own = (
+        ["-r", f"{CERTIFICATES}/root.pem"],
+        ["-p", f"{CERTIFICATES}/client.key", "-x", f"{CERTIFICATES}/client.pem"],
+    )
+    assert run([*asked, "-s", *trust, *own]) == 0
+    assert capsys.readouterr().out == "Echo: hi\n"
+    for wrong, words in (
+        ([], "--ssl"),
+        (["-s", *trust], "--private-key"),
+        (["-s", "-r", f"{CERTIFICATES}/client.pem", *own], "not trusted"),
+    ):
+        assert run([*asked, *wrong, "--timeout", "20"]) == 40
+        assert words in capsys.readouterr().err

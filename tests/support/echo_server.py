@@ -85,7 +85,10 @@ def _tensor(side: str, name: str, declared: str) -> str:
 
 
 @contextmanager
-def running_echo_server(root: Path) -> Iterator[Endpoint]:
-    """Serve the models of `write_echo_repository`; the server is recorded below `<root>/home` under the name `echo`."""
-    with running_server(write_echo_repository(root), home=root / "home", name="echo") as server:
+def running_echo_server(root: Path, *flags: str) -> Iterator[Endpoint]:
+    """Serve the models of `write_echo_repository`; the server is recorded below `<root>/home` under the name `echo`.
+
+    `flags` go to tritonserver.
+    """
+    with running_server(write_echo_repository(root), home=root / "home", name="echo", flags=flags) as server:
         yield Endpoint(http_port=server.http_port, grpc_port=server.grpc_port, model=server.model)

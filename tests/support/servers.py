@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository, load_artifact
@@ -32,15 +33,17 @@ def free_spec(name: str | None = None, *, ready_timeout: float = READY_TIMEOUT) 
 
 
 @contextmanager
-def running_server(repository: Path, *, home: Path, name: str | None = None) -> Iterator[Server]:
-    """A ready server for `repository`; state and log lie below `home`.
+def running_server(
+    repository: Path, *, home: Path, name: str | None = None, flags: tuple[str, ...] = ()
+) -> Iterator[Server]:
+    """A ready server for `repository`; state and log lie below `home`, `flags` go to tritonserver.
 
     Give $TRTSERVE_HOME as `home` when commands under test shall find it; fixtures of a wider scope use a
     `tmp_path_factory` folder and set the variable in the test. The log goes to stderr when the block fails.
     """
     store = Store(home)
     artifact = load_artifact(ModelRepository, repository)
-    spec = free_spec(name)
+    spec = replace(free_spec(name), extra_arguments=flags)
     try:
         yield start_server(ModelRepository(path=artifact.path, manifest=artifact.manifest), spec, store=store)
     except BaseException:

@@ -10,6 +10,7 @@ import pytest
 from tests.support.commands import command_line, environment
 from trtserve.cli import run
 from trtserve.query import QuerySpec
+from trtserve.query.options import REQUEST_OPTIONS
 
 LATIN1 = "café".encode("latin1")
 
@@ -74,3 +75,109 @@ def test_words_without_quotes_are_one_prompt(words: list[str], monkeypatch: pyte
 def test_sampling_out_of_range_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["query", "hi", "--top-p", "5"]) == 2
     assert "--top-p is 5.0" in capsys.readouterr().err
+
+
+def test_every_option_of_the_table_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["query", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in REQUEST_OPTIONS.values():
+        assert f"{option.flag}" in shown
+        assert f"\n{option.panel}:\n" in shown
+
+
+def asked(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> QuerySpec:
+    """What a command line would ask."""
+    specs: list[QuerySpec] = []
+    monkeypatch.setattr("trtserve.cli.query._ask", lambda spec, *rest: specs.append(spec))
+    assert run(["query", *arguments, "--url", "127.0.0.1:1"]) == 0
+    return specs[0]
+
+
+def test_flags_of_nvidias_clients_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = "--text Hi -S --request-output-len 7 -b 2 -n 3 --top-k 0 --temperature 0.5 --model-name tensorrt_llm"
+    core += " --lora-task-id 4 --return-log-probs --prompt_table_extra_id 5 --vocab_size 9 --end-id -1 -t 3"
+    spec = asked(core.split(), monkeypatch)
+    assert (spec.prompts, spec.stream, spec.model, spec.timeout) == (("Hi",), True, "tensorrt_llm", 3.0)
+    assert spec.options == {
+        "max_tokens": 7,
+        "beam_width": 2,
+        "num_return_sequences": 3,
+        "top_k": 0,
+        "temperature": 0.5,
+        "lora_task_id": 4,
+        "return_log_probs": True,
+        "prompt_table_extra_id": 5,
+        "vocab_size": 9,
+        "end_id": -1,
+    }
+    text = "--prompt a --prompt b --batch-inputs -o 5 --exclude-input-in-output --return-kv-cache-reuse-stats"
+    spec = asked([*text.split(), "--guided-decoding-guide-type", "json", "--stop-words", " x"], monkeypatch)
+    assert (spec.prompts, spec.batch, spec.exclude_input) == (("a", "b"), True, True)
+    assert spec.options == {
+        "max_tokens": 5,
+        "return_perf_metrics": True,
+        "guide_type": "json",
+        "stop_words": [" x"],
+    }
+
+
+def test_seed_of_zero_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(["hi", "--seed", "0", "--top-k", "1"], monkeypatch).options == {"seed": 0, "top_k": 1}
+
+
+def test_inputs_and_switches_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = asked(["hi", "--include-input", "--raw", "--input", "a=b=c", "--requested-outputs", "x"], monkeypatch)
+    assert (spec.exclude_input, spec.raw, spec.inputs, spec.outputs) == (False, True, (("a", "b=c"),), ("x",))
+
+
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        ("one\n\ntwo é\n", ("one", "two é")),
+        ('["a\\nb", "c"]', ("a\nb", "c")),
+        ("[not json\n", ("[not json",)),
+        ("[1, 2]\n", ("[1, 2]",)),
+    ],
+)
+def test_prompts_of_a_file(
+    content: str, prompts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts").write_text(content, encoding="utf-8")
+    assert asked(["--input-file", str(tmp_path / "prompts")], monkeypatch).prompts == prompts
+
+
+def test_ids_of_a_file_or_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ids.csv").write_text("1,2\n3\n")
+    assert asked(["--input-tokens-csv", str(tmp_path / "ids.csv")], monkeypatch).token_ids == ((1, 2), (3,))
+    assert asked(["--input-tokens-csv", "4,5"], monkeypatch).token_ids == ((4, 5),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["hi", "--prompt", "there"], "use one of them"),
+        (["hi", "--input-file", "/nowhere"], "use one of them"),
+        (["--input-file", "/nowhere"], "cannot be read"),
+        (["--input-file", "/dev/null"], "holds no prompt"),
+        (["--input-tokens-csv", "/nowhere.csv"], "cannot be read"),
+        (["hi", "--input", "x"], "NAME=VALUE"),
+        (["hi", "--system", "s", "--raw"], "--raw"),
+        (["hi", "--check-output"], "--output-tokens-csv or --expected-output"),
+        (["hi", "--expected-output", "x"], "--check-output"),
+        (["hi", "--check-output", "--expected-output", "x", "--correctness-threshold", "2"], "0 … 1"),
+        (["hi", "--stop-via-request-cancel"], "--stop-after-ms"),
+        (["hi", "--stop-after-ms", "0"], "--stop-after-ms is 0"),
+        (["hi", "-C", "brotli"], "none, deflate, gzip"),
+        (["hi", "-C", "gzip", "--protocol", "http"], "--protocol grpc"),
+        (["hi", "--root-certificates", "x.pem"], "add --ssl"),
+        (["hi", "--ssl", "--private-key", "x.pem"], "belong together"),
+        (["hi", "--ssl", "--root-certificates", "/nowhere.pem"], "--root-certificates is /nowhere.pem"),
+        (["hi", "--beam-width", "0"], "--beam-width is 0"),
+        (["hi", "--top-p", "nan"], "--top-p is nan"),
+    ],
+)
+def test_wrong_use_is_told_before_anything_is_sent(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["query", *arguments, "--url", "127.0.0.1:1"]) == 2
+    assert words in capsys.readouterr().err
