@@ -14,7 +14,7 @@ from trtserve.runtimes import EnginePlan, Runtime, choose_runtime
 from trtserve.specs import BuildSpec
 from trtserve.store import Store, publish, reusable
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def write_engine(
             "runtime": "openvino",
             "compute_precision": compute,
             "kv_precision": kv,
-            "window": tiny.decoder.window,
+            "windows": list(tiny.decoder.windows),
         },
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

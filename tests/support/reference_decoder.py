@@ -31,7 +31,7 @@ class ReferenceDecoder:
         int8: bool = False,
         windows: Sequence[int | None] = (),
     ) -> None:
-        self._windows = windows or [decoder.window]
+        self._windows = windows or decoder.windows or [None]
         self._decoder = decoder
         self._sizes = sizes
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
@@ -42,16 +42,24 @@ class ReferenceDecoder:
     def logits(self, token_ids: npt.ArrayLike) -> Floats:
         """Logits [l, vocab] of the tokens [l] of one sequence."""
         ids = np.asarray(token_ids)
-        hidden = self._weights["transformer.vocab_embedding.weight"][ids]
+        hidden = self._weights["transformer.vocab_embedding.weight"][ids] * self._decoder.embedding_scale
         if self._decoder.positions == "learned":
             hidden = hidden + self._weights["transformer.position_embedding.weight"][: len(ids)]
         for layer in range(self._sizes.layers):
             name = f"transformer.layers.{layer}."
             window = self._windows[layer % len(self._windows)]
-            normal = self._norm(hidden, name + "input_layernorm")
-            hidden = hidden + self._attention(normal, name + "attention.", window)
-            hidden = hidden + self._mlp(self._norm(hidden, name + "post_layernorm"), name + "mlp.")
-        return self._linear(self._norm(hidden, "transformer.ln_f"), "lm_head")
+            local = self._decoder.window(layer) is not None
+            attended = self._attention(self._norm(hidden, name + "input_layernorm"), name + "attention.", window, local)
+            if self._decoder.block == "sandwich":
+                hidden = hidden + self._norm(attended, name + "post_layernorm")
+                inner = self._mlp(self._norm(hidden, name + "pre_feedforward_layernorm"), name + "mlp.")
+                hidden = hidden + self._norm(inner, name + "post_feedforward_layernorm")
+            else:
+                hidden = hidden + attended
+                hidden = hidden + self._mlp(self._norm(hidden, name + "post_layernorm"), name + "mlp.")
+        logits = self._linear(self._norm(hidden, "transformer.ln_f"), "lm_head")
+        cap = self._decoder.logits_softcap
+        return logits if cap is None else cap * np.tanh(logits / cap)
 
     def _linear(self, hidden: Floats, name: str) -> Floats:
         product = hidden @ self._weights[f"{name}.weight"].T
@@ -66,11 +74,13 @@ class ReferenceDecoder:
         normal: Floats = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + self._sizes.epsilon)
         return normal * weight + self._weights[f"{name}.bias"]
 
-    def _attention(self, hidden: Floats, name: str, window: int | None) -> Floats:
+    def _attention(self, hidden: Floats, name: str, window: int | None, local: bool) -> Floats:
         sizes, length = self._sizes, len(hidden)
         fused = self._linear(hidden, name + "qkv").reshape(length, -1, sizes.head)
-        query = self._rotate(fused[:, : sizes.heads])
-        key = self._rotate(fused[:, sizes.heads : sizes.heads + sizes.kv_heads])
+        query, key = fused[:, : sizes.heads], fused[:, sizes.heads : sizes.heads + sizes.kv_heads]
+        if self._decoder.qk_norm:
+            query, key = self._norm(query, name + "q_layernorm"), self._norm(key, name + "k_layernorm")
+        query, key = self._rotate(query, local), self._rotate(key, local)
         value = fused[:, sizes.heads + sizes.kv_heads :]
         group = sizes.heads // sizes.kv_heads
         key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
@@ -80,11 +90,12 @@ class ReferenceDecoder:
         weights /= weights.sum(-1, keepdims=True)
         return self._linear(np.einsum("hqk,khd->qhd", weights, value).reshape(length, -1), name + "dense")
 
-    def _rotate(self, states: Floats) -> Floats:
+    def _rotate(self, states: Floats, local: bool) -> Floats:
         """Each pair of numbers, as a complex number, times e^(i · position · frequency)."""
-        if self._decoder.rope_inv_freq is None:
+        frequencies = (local and self._decoder.local_rope_inv_freq) or self._decoder.rope_inv_freq
+        if frequencies is None:
             return states
-        angles = np.outer(np.arange(len(states)), self._decoder.rope_inv_freq)[:, None, :]
+        angles = np.outer(np.arange(len(states)), frequencies)[:, None, :]
         half = self._sizes.head // 2
         if self._decoder.rope_interleaved:
             turned = (states[..., 0::2] + 1j * states[..., 1::2]) * np.exp(1j * angles)

@@ -95,6 +95,12 @@ def tiny_decoder(
         name = f"transformer.layers.{layer}"
         add(f"{name}.input_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
         add(f"{name}.post_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
+        if decoder.block == "sandwich":
+            add(f"{name}.pre_feedforward_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
+            add(f"{name}.post_feedforward_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
+        if decoder.qk_norm:
+            add(f"{name}.attention.q_layernorm", sizes.head, bias=layer_norm, centre=1.0)
+            add(f"{name}.attention.k_layernorm", sizes.head, bias=layer_norm, centre=1.0)
         rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head
         add(f"{name}.attention.qkv", rows, sizes.hidden, bias=decoder.attention_bias)
         add(f"{name}.attention.dense", sizes.hidden, sizes.heads * sizes.head, bias=decoder.dense_bias)
@@ -112,10 +118,18 @@ DECODERS: dict[str, TinyDecoder] = {
     "llama, biases": tiny_decoder(replace(LLAMA, attention_bias=True, dense_bias=True, mlp_bias=True)),
     "llama, every head its own": tiny_decoder(sizes=replace(GROUPED, kv_heads=4)),
     "llama, one key head": tiny_decoder(sizes=replace(GROUPED, kv_heads=1, layers=1)),
-    "llama, window": tiny_decoder(replace(LLAMA, window=7)),
-    "llama, window over blocks": tiny_decoder(replace(LLAMA, window=33)),
+    "llama, window": tiny_decoder(replace(LLAMA, windows=(7,))),
+    "llama, window over blocks": tiny_decoder(replace(LLAMA, windows=(33,))),
     "llama, gelu": tiny_decoder(replace(LLAMA, activation="gelu", attention_scale=0.5)),
     "llama, neighbouring pairs": tiny_decoder(replace(LLAMA, rope_interleaved=True)),
+    "llama, windows in turn": tiny_decoder(replace(LLAMA, windows=(7, None))),
+    "llama, window with its own rotation": tiny_decoder(
+        replace(LLAMA, windows=(7, None), local_rope_inv_freq=tuple(100.0 ** (-index / 8) for index in range(8)))
+    ),
+    "llama, normed queries and keys": tiny_decoder(replace(LLAMA, qk_norm=True)),
+    "llama, norms on both sides": tiny_decoder(replace(LLAMA, block="sandwich")),
+    "llama, scaled embeddings": tiny_decoder(replace(LLAMA, embedding_scale=8.0)),
+    "llama, capped logits": tiny_decoder(replace(LLAMA, logits_softcap=0.5)),
     "llama, int8": tiny_decoder(int8=True),
     "llama, float16": tiny_decoder(dtype=np.float16),
     "gpt2": tiny_decoder(GPT2, replace(GROUPED, kv_heads=4)),

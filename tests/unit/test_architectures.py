@@ -247,7 +247,7 @@ def test_frequencies_equal_those_of_transformers(tmp_path: Path, family: str) ->
 )
 def test_mistrals_window_reaches_the_decoder(tmp_path: Path, changes: dict[str, Any], window: int | None) -> None:
     config = checkpoint_config(write_tiny_model(tmp_path, "mistral"), **changes)
-    assert architectures.family("MistralForCausalLM").decoder(config).window == window
+    assert architectures.family("MistralForCausalLM").decoder(config).window(0) == window
 
 
 def test_an_absent_window_is_4096_as_in_transformers(tmp_path: Path) -> None:

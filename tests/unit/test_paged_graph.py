@@ -178,7 +178,7 @@ def test_rows_of_a_prompt_table_are_embeddings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own", [None, 20])
 def test_windows_per_layer(windows: list[int], own: int | None, tmp_path: Path) -> None:
     """The list is repeated over the layers, and the model's own window stays where it is shorter."""
-    tiny = tiny_decoder(replace(LLAMA, window=own))
+    tiny = tiny_decoder(replace(LLAMA, windows=(own,)))
     model = PagedModel(write_engine(tmp_path, tiny), threads=1, windows=windows)
     logits = PagedSteps(model, SEQUENCES).run(MIXED)
     effective = [min(window, own or window) for window in windows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -15,6 +16,11 @@ Norm = Literal["rms", "layer"]
 Positions = Literal["rope", "learned"]
 Mlp = Literal["gated", "plain"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+# How a layer adds attention and MLP to its input:
+#   sequential  x + attention(norm(x)), then the same with the MLP
+#   sandwich    x + norm(attention(norm(x))), then the same with the MLP: norms on both sides (Gemma 2)
+Block = Literal["sequential", "sandwich"]
 
 # How a tensor of the whole model is split over tensor-parallel ranks (convert-and-build, "Sharding rules"):
 #   replicated  every rank holds it whole
@@ -51,8 +57,11 @@ class Decoder:
     """What a decoder layer stack is made of; read by the graph builder, together with the checkpoint's sizes.
 
     `rope_inv_freq` are the inverse frequencies (head_size / 2 numbers) with any scaling applied, None without rope;
-    `rope_interleaved` tells GPT-J style pairs from the half-split of GPT-NeoX. `window` is the sliding window in
-    tokens. `attention_scale` multiplies q·k.
+    `local_rope_inv_freq` those of the layers with a window, None when they are the same. `rope_interleaved` tells
+    GPT-J style pairs from the half-split of GPT-NeoX. `windows` are the sliding windows of the layers in tokens, None
+    for a layer that sees all, repeated over the layers; empty for none at all. `attention_scale` multiplies q·k;
+    `attention_softcap` c makes scores s to c·tanh(s / c), `logits_softcap` the same with logits. `qk_norm` tells that
+    queries and keys of each head are normed, before they are rotated. `embedding_scale` multiplies embeddings.
     """
 
     norm: Norm
@@ -64,8 +73,18 @@ class Decoder:
     mlp_bias: bool
     attention_scale: float
     rope_inv_freq: tuple[float, ...] | None = None
+    local_rope_inv_freq: tuple[float, ...] | None = None
     rope_interleaved: bool = False
-    window: int | None = None
+    windows: tuple[int | None, ...] = ()
+    block: Block = "sequential"
+    qk_norm: bool = False
+    embedding_scale: float = 1.0
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens; None when it sees all tokens before it."""
+        return self.windows[layer % len(self.windows)] if self.windows else None
 
 
 class Architecture(Protocol):
@@ -129,6 +148,23 @@ def fused_qkv(config: CheckpointConfig) -> tuple[int, int, int]:
     """Row counts of q, k and v in the fused tensor of the whole model."""
     keys = config["num_key_value_heads"] * config["head_size"]
     return config["num_attention_heads"] * config["head_size"], keys, keys
+
+
+def attention_windows(config: CheckpointConfig) -> tuple[int | None, ...]:
+    """Sliding windows of the layers (see Decoder) from TensorRT-LLM's `runtime_defaults.max_attention_window`.
+
+    Upstream's converters leave it null and want the windows given at start; ours write it, so that they are not lost.
+    """
+    longest = config.get("max_position_embeddings") or math.inf
+    windows = (config.get("runtime_defaults") or {}).get("max_attention_window") or []
+    return tuple(window if window < longest else None for window in windows)
+
+
+def runtime_windows(windows: Sequence[int | None], longest: int) -> dict[str, Any] | None:
+    """`runtime_defaults` that say `windows`, a layer without one sees `longest` tokens; None when no layer has one."""
+    if all(window is None or window >= longest for window in windows):
+        return None
+    return {"max_attention_window": [window or longest for window in windows]}
 
 
 def dense_moe(*, normalization_mode: int | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from trtserve.architectures.base import (
     Decoder,
     HfConfig,
     Target,
+    attention_windows,
     dense_moe,
     embedding_split,
     fused_qkv,
@@ -172,8 +173,7 @@ def unused(config: CheckpointConfig) -> Sequence[str]:
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of; the sliding window is TensorRT-LLM's `runtime_defaults.max_attention_window`."""
-    windows = (config.get("runtime_defaults") or {}).get("max_attention_window") or [None]
+    """What the decoder is made of."""
     return Decoder(
         norm="rms",
         positions="rope",
@@ -186,5 +186,5 @@ def decoder(config: CheckpointConfig) -> Decoder:
         rope_inv_freq=inverse_frequencies(
             config["head_size"], config.get("rotary_base", 10000.0), config.get("rotary_scaling")
         ),
-        window=windows[0],
+        windows=attention_windows(config),
     )

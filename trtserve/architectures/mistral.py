@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trtserve.architectures import llama
-from trtserve.architectures.base import HfConfig
+from trtserve.architectures.base import HfConfig, runtime_windows
 from trtserve.architectures.llama import decoder, targets, unused
 
 __all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "checkpoint_config", "decoder", "targets", "unused"]
@@ -21,6 +21,4 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Llama's config; the window goes where TensorRT-LLM's runtime looks for it, a checkpoint has no other place."""
     config = llama.checkpoint_config(hf)
     window = hf.get("sliding_window", _DEFAULT_WINDOW)
-    if window is not None and window < config["max_position_embeddings"]:
-        config["runtime_defaults"] = {"max_attention_window": [window]}
-    return config
+    return config | {"runtime_defaults": runtime_windows([window], config["max_position_embeddings"])}

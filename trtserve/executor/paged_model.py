@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class PagedModel:
         """Read, transform and compile the engine in `engine`; `threads` limits OpenVINO's threads.
 
         `windows` are max_attention_window: how many tokens back the layers see, repeated over the layers; the
-        model's own window stays where it is shorter.
+        model's own windows stay where they are shorter.
         """
         config = read_engine_config(engine)
         own = config["trtserve"]
@@ -75,7 +76,7 @@ class PagedModel:
         self.lora = lora_shape(config)
         core = openvino_core()
         graph = _read_graph(core, engine / "rank0.xml")
-        to_paged_attention(graph, windows=_windows(own.get("window"), windows, self.max_position))
+        to_paged_attention(graph, windows=_windows(own["windows"], windows, self.max_position))
         if self.max_prompt_table:
             add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         if self.lora:
@@ -236,10 +237,15 @@ def lora_shape(config: Mapping[str, Any]) -> LoraShape | None:
     )
 
 
-def _windows(own: int | None, asked: Sequence[int] | None, longest: int) -> list[int | None]:
-    """The windows of the layers; None where it is as long as the longest sequence, so that the graph stays as it is."""
-    windows = [min(window, own or window) for window in asked] if asked else [own]
-    return [window if window is not None and window < longest else None for window in windows]
+def _windows(own: Sequence[int | None], asked: Sequence[int] | None, longest: int) -> list[int | None]:
+    """The windows of the layers, to be repeated over them: the shorter one of the model's own and what was asked for.
+
+    None where it is as long as the longest sequence, so that the graph stays as it is.
+    """
+    both: tuple[Sequence[int | None], ...] = (own or (None,), asked or (None,))
+    repeated = [[turn[layer % len(turn)] for turn in both] for layer in range(math.lcm(*map(len, both)))]
+    shortest = [min((window for window in pair if window is not None), default=longest) for pair in repeated]
+    return [window if window < longest else None for window in shortest]
 
 
 def read_engine_config(engine: Path) -> Mapping[str, Any]:
