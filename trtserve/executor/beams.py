@@ -16,6 +16,9 @@ from trtserve.executor.stop_words import StopWords
 
 Floats = npt.NDArray[np.float32]
 
+_RUN = 64
+_ROUNDING = 1e-3
+
 
 @dataclass(slots=True)
 class Beam:
@@ -43,6 +46,17 @@ class Beam:
         """This beam with the end token, which counts for the sum and for nothing else."""
         total = self.cum_log_prob + log_prob
         return Beam(self.tokens, self.log_probs, self.origins, total, FinishReason.END_ID)
+
+
+def _bound(log_probs: Floats, bonus: npt.NDArray[np.float64], count: int) -> float:
+    """A value that at least `count` continuations reach, if there are so many: far cheaper than to sort all.
+
+    Each run of the vocabulary has one continuation as good as its best.
+    """
+    best = np.maximum.reduceat(log_probs, np.arange(0, log_probs.shape[1], _RUN), axis=1) + bonus[:, None]
+    if best.size < count:
+        return -np.inf
+    return float(np.partition(best, best.size - count, axis=None)[best.size - count]) - _ROUNDING
 
 
 class BeamSearch:
@@ -117,15 +131,15 @@ class BeamSearch:
 
     def _candidates(self, log_probs: Floats) -> list[tuple[int, int]]:
         """The best continuations as (beam, token), best first; enough of them that `width` do not end."""
-        totals = np.array([beam.cum_log_prob for beam in self.beams])[:, None] + log_probs
-        totals += self._parameters.beam_search_diversity_rate * np.arange(len(self.beams))[:, None]
-        values = totals.reshape(-1)
+        diversity = self._parameters.beam_search_diversity_rate
+        bonus = np.array([beam.cum_log_prob + diversity * number for number, beam in enumerate(self.beams)])
         endings = 1 + (len(self._stop_words.words) if self._stop_words else 0)
-        count = min((1 + endings) * self._width, len(values))
-        best = np.argpartition(-values, count - 1)[:count]
-        order = best[np.lexsort((best, -values[best]))]
+        count = (1 + endings) * self._width
+        parents, tokens = np.nonzero(log_probs >= (_bound(log_probs, bonus, count) - bonus)[:, None])
+        values = bonus[parents] + log_probs[parents, tokens]
+        order = np.lexsort((tokens, parents, -values))[:count]
         possible = order[values[order] > -np.inf]
-        return [divmod(index, log_probs.shape[1]) for index in possible.tolist()]
+        return list(zip(parents[possible].tolist(), tokens[possible].tolist(), strict=True))
 
     def _ended(self, beam: Beam, token: int, log_prob: float, origin: int) -> Beam | None:
         """The finished beam that `token` makes of `beam`; None when it goes on."""
