@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -141,8 +140,10 @@ def _stopping(context: Context, server: Endpoint, client: Client, request_id: st
         if spec.stop_via_cancel:
             client.cancel()
         else:
-            _stop_in_engine(context, server, request_id)
+            _stop_in_engine(context, server, request_id, core)
 
+    # Described beforehand, so that stopping is one message.
+    core = None if spec.stop_via_cancel else client.describe(_core_name(context))
     timer = threading.Timer(spec.stop_after_ms / 1000, stop)
     timer.daemon = True
     timer.start()
@@ -153,11 +154,14 @@ def _stopping(context: Context, server: Endpoint, client: Client, request_id: st
         timer.join(STOP_TIMEOUT)
 
 
-def _stop_in_engine(context: Context, server: Endpoint, request_id: str) -> None:
-    """Stop the request by its id, within a bound; a server that is gone has nothing left to stop."""
-    core = context.model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL
+def _core_name(context: Context) -> str:
+    """The model that runs the engine for the one that is asked."""
     if context.model.has(IDS_INPUT):
-        core = context.model.name
-    spec = dataclasses.replace(context.spec, stop_after_ms=None, stop_via_cancel=False)
-    with suppress(TrtserveError), closing(connect(spec, server, timeout=STOP_TIMEOUT)) as client:
-        stop_request(client, core, request_id)
+        return context.model.name
+    return context.model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL
+
+
+def _stop_in_engine(context: Context, server: Endpoint, request_id: str, core: ModelDescription | None = None) -> None:
+    """Stop the request by its id, within a bound; a server that is gone has nothing left to stop."""
+    with suppress(TrtserveError), closing(connect(context.spec, server, timeout=STOP_TIMEOUT)) as client:
+        stop_request(client, core or client.describe(_core_name(context)), request_id)

@@ -122,23 +122,26 @@ def _extra_ids(context: Context, number: int) -> dict[str, Tensor]:
     if context.model.has("prompt_table_extra_id") or not context.model.has("prompt_table_extra_ids"):
         return context.scalar(number, "prompt_table_extra_id")
     # The core model takes one per prompt token: the number where the token stands for a row of the table.
-    first = _vocab_size(context)
+    first = vocab_size(context)
+    if first is None:
+        raise UsageError("--prompt-table-extra-id needs --vocab-size: the engine's is not known here.")
     rows = context.prompts.token_ids
     longest = max(map(len, rows))
     ids = [[number if token >= first else 0 for token in row] + [0] * (longest - len(row)) for row in rows]
     return {"prompt_table_extra_ids": context.model.row_tensor("prompt_table_extra_ids", ids)}
 
 
-def _vocab_size(context: Context) -> int:
+def vocab_size(context: Context) -> int | None:
+    """The engine's vocabulary: as it was given, else as the repository has it; None where that is not known here."""
     given = context.spec.options.get("vocab_size")
-    if given is not None:
-        return int(given)
-    if context.repository is not None:
-        config = context.repository / context.model.name / "1" / "config.json"
-        if config.exists():
-            content = json.loads(config.read_text(encoding="utf-8"))
-            return int(content["pretrained_config"]["vocab_size"])
-    raise UsageError("--prompt-table-extra-id needs --vocab-size: the engine's is not known here.")
+    if given is not None or context.repository is None:
+        return None if given is None else int(given)
+    config = context.repository / context.model.name / "1" / "config.json"
+    return (
+        int(json.loads(config.read_text(encoding="utf-8"))["pretrained_config"]["vocab_size"])
+        if config.exists()
+        else None
+    )
 
 
 def drafts(context: Context) -> dict[str, Tensor]:

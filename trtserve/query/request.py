@@ -165,10 +165,11 @@ def _bias(context: Context) -> Values:
     import numpy as np
 
     files = require_tokenizer(context.tokenizer, context.model, "--embedding-bias")
-    # As preprocessing does it: a vector of the tokenizer's length; words are encoded with their special tokens.
-    vector = np.zeros(len(files.tokenizer), dtype=np.float32)
+    # As preprocessing does it; the engine wants a vector of its own vocabulary's size.
+    size = attachments.vocab_size(context) or len(files.tokenizer)
+    vector = np.zeros(size, dtype=np.float32)
     for word, weight in pairs:
-        np.add.at(vector, files.encode(word, special=True), weight)
+        np.add.at(vector, files.encode(word, special=False), weight)
     return {"embedding_bias": context.model.tensor("embedding_bias", vector, rows=context.prompts.rows)}
 
 

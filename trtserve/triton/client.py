@@ -197,16 +197,15 @@ class Client(Protocol):
         """Close the connection."""
 
 
-def stop_request(client: Client, core: str, request_id: str) -> None:
+def stop_request(client: Client, core: ModelDescription, request_id: str) -> None:
     """Ask the core model to stop the requests of this id: what upstream's client sends for `--stop-after-ms`.
 
     Needed where a cancelled call does not reach the engine (ensembles look at it only between their steps). An unknown
     id is no error for the server, so this is harmless when the cancellation came first.
     """
-    model = client.describe(core)
     values: dict[str, list[Any]] = {"input_ids": [0], "input_lengths": [0], "request_output_len": [0], "stop": [True]}
-    tensors = [model.tensor(name, value) for name, value in values.items()]
-    for _ in client.infer(model, tensors, request_id=request_id, stream=model.decoupled):
+    tensors = [core.tensor(name, value) for name, value in values.items()]
+    for _ in client.infer(core, tensors, request_id=request_id, stream=core.decoupled):
         pass
 
 
