@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.support.tiny_models import read_safetensors, write_safetensors
@@ -15,6 +17,8 @@ from trtserve.architectures.source import SourceTensor
 from trtserve.architectures.streaming import carry_out, created
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.errors import ConversionError, UnsupportedModelError
+
+Rows = npt.NDArray[Any]
 
 ROWS = np.arange(24, dtype=np.float32).reshape(6, 4)
 
@@ -61,3 +65,46 @@ def test_a_source_that_is_no_float_is_named(tmp_path: Path) -> None:
 def test_the_first_stages_have_the_layers_that_are_left_over() -> None:
     assert stage_layers(7, 3) == [range(3), range(3, 5), range(5, 7)]
     assert stage_layers(4, 2) == [range(2), range(2, 4)]
+
+
+def one_source(folder: Path, values: Rows) -> dict[str, SourceTensor]:
+    write_safetensors(folder / "source.safetensors", {"a": values})
+    file = TensorFile(folder / "source.safetensors")
+    return {"a": SourceTensor(name="a", file=file, entry=file.entries["a"])}
+
+
+def placed(folder: Path, wanted: Target, values: Rows, tp_size: int) -> list[Rows]:
+    """The target's tensor on each rank."""
+    found = one_source(folder, values)
+    placement = Placement([wanted], layers=1, tp_size=tp_size, pp_size=1, dtype="float32")
+    with created(folder, placement.headers, placement.sizes) as files:
+        for move in moves(match([wanted], found, ()), placement, found):
+            carry_out(move, files, "float32")
+    return [read_safetensors(folder / f"rank{rank}.safetensors")["fused"] for rank in range(tp_size)]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def test_rows_in_another_order_are_sorted_before_the_split(tmp_path: Path, tp_size: int) -> None:
+    wanted = target(sources=("a",), parts=(), order=((4, 2), (1, 1), (0, 1), (2, 2)))
+    ranks = placed(tmp_path, wanted, ROWS, tp_size)
+    np.testing.assert_array_equal(np.concatenate(ranks), ROWS[[4, 5, 1, 0, 2, 3]])
+
+
+def test_rows_before_the_first_run_are_left_out(tmp_path: Path) -> None:
+    wanted = target(sources=("a",), shape=(4, 4), parts=(), split="replicated", order=((2, 4),))
+    np.testing.assert_array_equal(placed(tmp_path, wanted, ROWS, 1)[0], ROWS[2:])
+    with pytest.raises(ConversionError, match=r"a is \[6, 4\], expected \[5, 4\]"):
+        match([target(sources=("a",), shape=(4, 4), parts=(), order=((1, 4),))], one_source(tmp_path, ROWS), ())
+
+
+def test_fused_halves_are_split_each(tmp_path: Path) -> None:
+    ranks = placed(tmp_path, target(sources=("a",), split="fused", parts=(2, 4)), ROWS, 2)
+    np.testing.assert_array_equal(ranks[0], ROWS[[0, 2, 3]])
+    np.testing.assert_array_equal(ranks[1], ROWS[[1, 4, 5]])
+
+
+def test_a_bias_of_the_sum_is_on_the_first_rank_only(tmp_path: Path) -> None:
+    wanted = target(sources=("a",), shape=(4,), parts=(), split="first_rank")
+    first, second = placed(tmp_path, wanted, ROWS[0], 2)
+    np.testing.assert_array_equal(first, ROWS[0])
+    np.testing.assert_array_equal(second, np.zeros(4))

@@ -27,8 +27,10 @@ Block = Literal["sequential", "sandwich"]
 #   column      split on dimension 0 (output features)
 #   row         split on dimension 1 (input features)
 #   qkv         [q; k; v] joined on dimension 0 per rank; a key/value head is repeated when there are fewer than ranks
+#   fused       `parts` joined on dimension 0 per rank, each split on dimension 0
+#   first_rank  rank 0 holds it whole and the others hold zeros: a bias that the sum over ranks must have once
 #   vocab       split on dimension 0 after padding with zero rows to a multiple of the number of ranks
-Split = Literal["replicated", "column", "row", "qkv", "vocab"]
+Split = Literal["replicated", "column", "row", "qkv", "fused", "first_rank", "vocab"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +38,11 @@ class Target:
     """One tensor of the checkpoint of the whole model and where it comes from.
 
     `shape` is the whole model's, [out, in] for weights, without vocabulary padding. `sources` are names in the
-    Hugging Face model, joined on dimension 0. `parts` are the row counts of q, k and v in a fused tensor and
-    `head_size` the rows that stay together. `transpose` is set for Conv1D weights, stored [in, out]. `layer` is the
-    global layer index; a tensor outside the layers belongs to the first pipeline stage, or to the last one.
+    Hugging Face model, joined on dimension 0. `parts` are the row counts of what is fused (q, k and v, or the halves
+    of a gated MLP) and `head_size` the rows of q, k and v that stay together. `order` are runs (first row, rows) of
+    the one source in the order in which the target has them; empty when it has them all as they lie. `transpose` is
+    set for Conv1D weights, stored [in, out]. `layer` is the global layer index; a tensor outside the layers belongs to
+    the first pipeline stage, or to the last one.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Target:
     split: Split = "replicated"
     parts: tuple[int, ...] = ()
     head_size: int = 0
+    order: tuple[tuple[int, int], ...] = ()
     transpose: bool = False
     layer: int | None = None
     last_stage: bool = False

@@ -17,12 +17,13 @@ from trtserve.errors import ConversionError, UnsupportedModelError
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A source tensor as rows `first_row` … `first_row + rows` of a target."""
+    """Rows of a source tensor, from `source_row` on, as rows `first_row` … `first_row + rows` of a target."""
 
     source: SourceTensor
     target: Target
     first_row: int
     rows: int
+    source_row: int = 0
 
 
 class Placement:
@@ -73,7 +74,7 @@ class Placement:
         return Block(
             rank=rank,
             offset=offset + (start - piece.first_row) * piece.columns * self._item,
-            first_row=start - use.first_row,
+            first_row=use.source_row + start - use.first_row,
             rows=stop - start,
             first_column=piece.first_column,
             columns=piece.columns,
@@ -89,12 +90,12 @@ def moves(uses: Iterable[Use], placement: Placement, order: Iterable[str]) -> li
 
 
 def _move(uses: Sequence[Use], placement: Placement) -> Move:
-    first = uses[0]
-    _, columns = matrix(first.target.shape)
+    source, target = uses[0].source, uses[0].target
+    _, columns = matrix(target.shape)
     return Move(
-        source=first.source,
-        shape=(first.rows, columns),
-        transpose=first.target.transpose,
+        source=source,
+        shape=(source.entry.shape[-1 if target.transpose else 0], columns),
+        transpose=target.transpose,
         blocks=[block for use in uses for block in placement.blocks(use)],
     )
 
@@ -128,17 +129,31 @@ def _excused(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _uses(target: Target, sources: Mapping[str, SourceTensor]) -> Iterator[Use]:
-    rows = target.parts if len(target.sources) > 1 else (target.shape[0],)
     first = 0
-    for name, count in zip(target.sources, rows, strict=True):
-        yield Use(source=sources[name], target=target, first_row=first, rows=count)
+    for name, start, count in _runs(target):
+        yield Use(source=sources[name], target=target, first_row=first, rows=count, source_row=start)
         first += count
 
 
+def _runs(target: Target) -> Iterator[tuple[str, int, int]]:
+    """The rows of a target in their order: source, its first row, and how many follow there."""
+    if target.order:
+        (name,) = target.sources
+        yield from ((name, start, count) for start, count in target.order)
+    else:
+        rows = target.parts if len(target.sources) > 1 else target.shape[:1]
+        yield from ((name, 0, count) for name, count in zip(target.sources, rows, strict=True))
+
+
 def _misshaped(uses: Iterable[Use]) -> list[str]:
-    problems = []
+    """Sources that have other sizes than their targets call for; what an order leaves out at the end is not known."""
+    needed: dict[str, tuple[Use, int]] = {}
     for use in uses:
-        expected = (use.rows, *use.target.shape[1:])
+        rows = max(use.source_row + use.rows, needed.get(use.source.name, (use, 0))[1])
+        needed[use.source.name] = use, rows
+    problems = []
+    for use, rows in needed.values():
+        expected = (rows, *use.target.shape[1:])
         expected = expected[::-1] if use.target.transpose else expected
         if use.source.entry.shape != expected:
             problems.append(f"{use.source.name} is {list(use.source.entry.shape)}, expected {list(expected)}")

@@ -16,7 +16,7 @@ from trtserve.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A block of the whole tensor; a rank's tensor is its pieces stacked on dimension 0, then zero rows.
+    """A block of the whole tensor; a rank's tensor is its pieces stacked on dimension 0, then zero rows if any.
 
     Vectors count as matrices of one column.
     """
@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What one tensor-parallel rank holds of a target; `shape` includes the zero rows of a padded vocabulary."""
+    """What one tensor-parallel rank holds of a target; what no piece covers of `shape` is zero."""
 
     shape: tuple[int, ...]
     pieces: Sequence[Piece]
@@ -47,8 +47,8 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 def shard(target: Target, tp_size: int, tp_rank: int) -> Shard:
     """The part of `target` that belongs to a tensor-parallel rank."""
     rows, columns = matrix(target.shape)
-    if target.split == "qkv":
-        return _qkv(target, tp_size, tp_rank)
+    if target.split in ("qkv", "fused"):
+        return _fused(target, tp_size, tp_rank)
     if target.split == "vocab":
         return _vocabulary(target, tp_size, tp_rank)
     if target.split == "column":
@@ -57,6 +57,8 @@ def shard(target: Target, tp_size: int, tp_rank: int) -> Shard:
     if target.split == "row":
         columns //= tp_size
         return _single(target, Piece(first_row=0, rows=rows, first_column=tp_rank * columns, columns=columns))
+    if target.split == "first_rank" and tp_rank > 0:
+        return Shard(shape=target.shape, pieces=())
     return _single(target, Piece(first_row=0, rows=rows, first_column=0, columns=columns))
 
 
@@ -75,15 +77,15 @@ def _vocabulary(target: Target, tp_size: int, tp_rank: int) -> Shard:
     return Shard(shape=(each, *target.shape[1:]), pieces=pieces)
 
 
-def _qkv(target: Target, tp_size: int, tp_rank: int) -> Shard:
-    """[q; k; v] of the rank's heads; with fewer heads than ranks, each head is held by tp / heads ranks."""
+def _fused(target: Target, tp_size: int, tp_rank: int) -> Shard:
+    """The rank's heads of each part; with fewer heads than ranks, each head is held by tp / heads ranks."""
     _, columns = matrix(target.shape)
-    pieces, offset = [], 0
+    pieces, offset, size = [], 0, target.head_size or 1
     for part in target.parts:
-        heads = part // target.head_size
+        heads = part // size
         first = tp_rank * heads // tp_size
-        rows = max(1, heads // tp_size) * target.head_size
-        start = offset + first * target.head_size
+        rows = max(1, heads // tp_size) * size
+        start = offset + first * size
         pieces.append(Piece(first_row=start, rows=rows, first_column=0, columns=columns))
         offset += part
     return Shard(shape=(sum(piece.rows for piece in pieces), *target.shape[1:]), pieces=pieces)
