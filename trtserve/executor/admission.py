@@ -102,36 +102,31 @@ class Admission:
         checks.check_prompt(request, prompt, self._model, limits, reuse=self._reuse)
         checks.check_outputs(request, limits, generation_logits=self._generation_logits)
         draft = checks.allowed_draft(request, limits)
-        max_tokens = checks.allowed_max_tokens(request, len(prompt), len(draft), limits)
-        streaming = request.streaming and not self._static
-        if streaming:
-            limits.check_streaming(len(prompt), max_tokens)
-        single_step = request.external_draft_tokens_config is not None
         end_id = checks.allowed_end_id(request.end_id, limits)
         words = tuple(tuple(word) for word in request.stop_words or () if word)
         parameters = SamplingParameters.of(request.sampling_config)
-        arrival = time.monotonic()
-        count = sequence_count(request)
+        arrival, count = time.monotonic(), sequence_count(request)
+        max_tokens = self._max_tokens(request, len(draft))
         return Sequence(
             id=number,
             prompt=prompt,
-            max_tokens=len(draft) + 1 if single_step else max_tokens,
+            max_tokens=max_tokens,
             end_id=end_id,
             stop_words=StopWords(words, prompt) if words else None,
             parameters=parameters,
             processor=self._processor(request, prompt, parameters, end_id),
             family=Family(count, count),
             priority=request.priority,
-            key=self._key(request, prompt, len(prompt) + max_tokens + len(draft)),
+            key=self._key(request, prompt, len(prompt) + max_tokens),
             draft=draft,
             draft_logits=_draft_logits(request),
-            single_step=single_step,
+            single_step=request.external_draft_tokens_config is not None,
             prompt_table=_prompt_table(request),
             positions=None if request.position_ids is None else as_tokens(request.position_ids),
             post_processor=self._post_processors.of(request),
             logits=self._logits(request, len(prompt)),
             metrics=_metrics(arrival) if wanted.return_perf_metrics else None,
-            streaming=streaming,
+            streaming=request.streaming and not self._static,
             return_all=request.return_all_generated_tokens,
             exclude_input=wanted.exclude_input_from_output or (self._static and request.streaming),
             client_id=request.client_id,
@@ -139,6 +134,14 @@ class Admission:
             deadline=None if request.allotted_time_ms is None else arrival + request.allotted_time_ms.total_seconds(),
             log_probs=[] if wanted.return_log_probs else None,
         )
+
+    def _max_tokens(self, request: Request, draft_length: int) -> int:
+        """Tokens at most; behind a draft one, since the step that verifies it is the only one."""
+        length = len(request.input_token_ids)
+        max_tokens = checks.allowed_max_tokens(request, length, draft_length, self._limits)
+        if request.streaming and not self._static:
+            self._limits.check_streaming(length, max_tokens)
+        return max_tokens if request.external_draft_tokens_config is None else draft_length + 1
 
     def _sibling(self, first: Sequence, request: Request, index: int) -> Sequence:
         """Another sequence of the same request: what it produces is its own, everything else it shares."""

@@ -14,6 +14,9 @@ from trtserve.executor.sequence import Sequence
 
 Floats = npt.NDArray[np.float32]
 
+_SENT: Floats = np.zeros((0, 0), dtype=np.float32)
+"""Stands for logits that a stream has handed out and that nobody asks for again."""
+
 
 def respond(sequence: Sequence, reason: FinishReason) -> Response | None:
     """The response that is due after a step of a streaming sequence, or at the end of any; None when nothing is."""
@@ -126,7 +129,11 @@ def _generation_logits(sequence: Sequence) -> Floats | None:
         return None
     if sequence.streaming:
         first = 0 if sequence.return_all else min(sequence.sent, len(rows) - 1)
-        return np.stack(rows[first : max(len(sequence.generated), first + 1)])
+        last = max(len(sequence.generated), first + 1)
+        due = np.stack(rows[first:last])
+        if not sequence.return_all:
+            rows[first:last] = [_SENT] * (last - first)
+        return due
     logits = np.zeros((1, sequence.max_tokens, rows[0].shape[1]), dtype=np.float32)
     count = len(sequence.generated)
     if count:
