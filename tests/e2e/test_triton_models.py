@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Tensors, flags, floats, integers, serving, texts
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Model
@@ -46,7 +47,7 @@ def model(root: Path) -> Path:
 @pytest.fixture(scope="module")
 def engine(root: Path, model: Path) -> Engine:
     checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=root / "checkpoint")
-    spec = BuildSpec(max_batch_size=8, max_seq_len=4096, runtime="openvino")
+    spec = BuildSpec(max_batch_size=8, max_seq_len=4096, max_prompt_embedding_table_size=8, runtime="openvino")
     return build_engine(checkpoint, spec, out=root / "engine")
 
 
@@ -331,7 +332,7 @@ BAD_BODIES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "temperature": ({"text_input": "x", "max_tokens": 4, "temperature": -1.0}, "temperature"),
     "drafts": ({"text_input": "x", "max_tokens": 4, "num_draft_tokens": 2}, "without draft model"),
-    "unbuilt": ({"text_input": "x", "max_tokens": 4, "return_log_probs": True}, "return_log_probs"),
+    "not built in": ({"text_input": "x", "max_tokens": 4, "return_generation_logits": True}, "logits"),
     "bias": ({"text_input": "x", "max_tokens": 4, "embedding_bias_words": ["a"]}, "embedding_bias_weights"),
     "image": ({"text_input": "x", "max_tokens": 4, "image_url_input": "x"}, "image_url_input"),
     "guide": ({"text_input": "x", "max_tokens": 4, "guided_decoding_guide": "a+"}, "needs guided_decoding_guide_type"),
@@ -370,16 +371,39 @@ def test_core_errors(plain: ModelServer) -> None:
         plain.infer("tensorrt_llm", batch)
 
 
-@pytest.mark.parametrize("name", ["tensorrt_llm", "ensemble", NAME])
-def test_a_table_in_bf16_is_refused_by_name(plain: ModelServer, name: str) -> None:
-    """NumPy has no such type: the model must get over the conversion that fails."""
+def test_a_table_in_bf16(plain: ModelServer, engine: Engine) -> None:
+    """NumPy has no such type, and the embedded executor gets the same numbers as float32."""
     from ml_dtypes import bfloat16
-    from tritonclient.utils import InferenceServerException
 
-    is_core = name == "tensorrt_llm"
-    tensors = core_tensors([1, 5], 4, stream=False) if is_core else text_tensors("x", 4, stream=False)
-    with pytest.raises(InferenceServerException, match="prompt_embedding_table is BF16"):
-        plain.infer(name, {**tensors, "prompt_embedding_table": np.ones((1, 2, 4), dtype=bfloat16)})
+    table = np.random.default_rng(0).normal(0, 0.5, (2, 64)).astype(bfloat16)
+    prompt = [320, 321, 60, 61]
+    extra = [7, 7, 0, 0]  # needed, since blocks are reused
+    tensors = {
+        **core_tensors(prompt, 8, stream=False),
+        "prompt_embedding_table": table[np.newaxis],
+        "prompt_table_extra_ids": np.array([extra], dtype=np.uint64),
+    }
+    oracle = InProcess(engine.path)
+    tuning = api.PromptTuningConfig(table.astype(np.float32), extra)
+    assert tokens_of([plain.infer("tensorrt_llm", tensors)])[len(prompt) :] == oracle.tokens(
+        prompt, 8, prompt_tuning_config=tuning
+    )
+    oracle.close()
+
+
+@pytest.mark.parametrize("name", TEXT_MODELS)
+def test_a_table_in_bf16_passes_the_text_models(plain: ModelServer, name: str) -> None:
+    """No text has a virtual token, so that the table changes nothing."""
+    from ml_dtypes import bfloat16
+
+    tensors = text_tensors("x", 4, stream=False)
+    with_table = {
+        **tensors,
+        "prompt_embedding_table": np.ones((1, 2, 64), dtype=bfloat16),
+        "prompt_table_extra_id": np.array([[7]], dtype=np.uint64),
+    }
+    answers = [plain.infer(name, each)["text_output"].item() for each in (tensors, with_table)]
+    assert answers[0] == answers[1]
 
 
 def test_neutral_values_pass(plain: ModelServer) -> None:

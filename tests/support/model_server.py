@@ -37,6 +37,7 @@ _TRITON_TYPES = {
     "int32": "INT32",
     "int64": "INT64",
     "uint64": "UINT64",
+    "float16": "FP16",
     "float32": "FP32",
     "bfloat16": "BF16",
 }
@@ -72,12 +73,19 @@ class ModelServer:
 
     def metric(self, family: str, label: str = "") -> float:
         """Sum of a metric's samples whose labels contain `label`."""
+        return sum(self._samples(family, label))
+
+    def has_metric(self, family: str, label: str = "") -> bool:
+        """Whether a metric has a sample whose labels contain `label`."""
+        return bool(self._samples(family, label))
+
+    def _samples(self, family: str, label: str) -> list[float]:
         with closing(
             http.client.HTTPConnection(self.address.host, self.address.metrics_port, timeout=10)
         ) as connection:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode("utf-8").splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{family}{{") and label in line)
+        return [float(line.split()[-1]) for line in lines if line.startswith(f"{family}{{") and label in line]
 
     @contextmanager
     def stream(self) -> Iterator[Stream]:
@@ -90,6 +98,14 @@ class ModelServer:
                 yield stream
             finally:
                 client.stop_stream(cancel_requests=True)
+
+    def infer_http(self, model: str, tensors: Tensors, request_id: str = "") -> Tensors:
+        """One KServe call over HTTP, in its binary form."""
+        from tritonclient import http
+
+        with closing(http.InferenceServerClient(f"{self.address.host}:{self.address.http_port}")) as client:
+            result = client.infer(model, _inputs(tensors, http), request_id=request_id, timeout=60_000_000)
+            return {output["name"]: result.as_numpy(output["name"]) for output in result.get_response()["outputs"]}
 
     def infer(self, model: str, tensors: Tensors, request_id: str = "") -> Tensors:
         """One unary gRPC call."""
@@ -133,13 +149,14 @@ class Stream:
         return answers
 
 
-def _inputs(tensors: Tensors) -> list[Any]:
+def _inputs(tensors: Tensors, protocol: Any = None) -> list[Any]:
+    """Inputs for `tritonclient.grpc`, or the other `protocol` module."""
     from tritonclient import grpc
 
     inputs = []
     for name, value in tensors.items():
         kind = _TRITON_TYPES.get(value.dtype.kind) or _TRITON_TYPES[value.dtype.name]
-        tensor = grpc.InferInput(name, value.shape, kind)
+        tensor = (protocol or grpc).InferInput(name, value.shape, kind)
         tensor.set_data_from_numpy(value)
         inputs.append(tensor)
     return inputs

@@ -1,0 +1,99 @@
+"""One engine with everything built in, one Triton server on it for the whole session, and what its answers must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.in_process import InProcess
+from tests.support.model_server import ModelServer, serving
+from tests.support.peft_adapters import write_adapter
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Checkpoint, Engine, Model
+from trtserve.build import build_engine
+from trtserve.convert import convert_model
+from trtserve.lora import convert_adapter
+from trtserve.repo import assemble_repository
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+
+NAME = "tiny"
+LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 4096, "runtime": "openvino", "max_beam_width": 4}
+ADAPTERS = ("left", "right")
+
+
+@pytest.fixture(scope="session")
+def features_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("features")
+
+
+@pytest.fixture(scope="session")
+def features_model(features_root: Path) -> Path:
+    return write_tiny_model(features_root / "model", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def features_checkpoint(features_root: Path, features_model: Path) -> Checkpoint:
+    return convert_model(Model(path=features_model), ConvertSpec(dtype="float32"), out=features_root / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def features_engine(features_root: Path, features_checkpoint: Checkpoint) -> Engine:
+    """Float32, beams, generation logits, prompt tables, drafts and adapters."""
+    spec = BuildSpec(
+        **LIMITS,
+        max_draft_len=8,
+        speculative_decoding_mode="draft_tokens_external",
+        gather_generation_logits=True,
+        max_prompt_embedding_table_size=64,
+        lora_plugin="auto",
+        lora_target_modules=("attn_q", "attn_k", "attn_v"),
+        max_lora_rank=8,
+    )
+    return build_engine(features_checkpoint, spec, out=features_root / "engine")
+
+
+@pytest.fixture(scope="session")
+def logits_engine(features_root: Path, features_checkpoint: Checkpoint) -> Engine:
+    """Context logits: TensorRT-LLM builds them into no engine that takes drafts."""
+    spec = BuildSpec(**LIMITS, gather_context_logits=True, gather_generation_logits=True)
+    return build_engine(features_checkpoint, spec, out=features_root / "logits-engine")
+
+
+@pytest.fixture(scope="session")
+def features_adapters(features_root: Path, features_model: Path) -> dict[str, Path]:
+    """Name → folder with the two npy files of an adapter."""
+    modules = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (64, 32), "self_attn.v_proj": (64, 32)}
+    folders = {}
+    for seed, name in enumerate(ADAPTERS):
+        source = write_adapter(features_root / "peft" / name, modules=modules, rank=8, seed=seed)
+        folders[name] = convert_adapter(str(source), out=features_root / "adapters" / name).path
+    return folders
+
+
+@pytest.fixture(scope="session")
+def features(
+    features_root: Path, features_model: Path, features_engine: Engine, features_adapters: dict[str, Path]
+) -> Iterator[ModelServer]:
+    """The default repository: decoupled, inputs of all releases."""
+    spec = RepositorySpec(name=NAME, settings={"enable_kv_cache_reuse": "true"}, lora=features_adapters)
+    repository = assemble_repository(features_engine, features_model, spec, out=features_root / "repository")
+    with serving(repository.path, features_root / "server") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def features_tokenizer(features_model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(features_model))
+
+
+@pytest.fixture(scope="session")
+def oracle(features_engine: Engine) -> Iterator[InProcess]:
+    """The executor of the same engine, without Triton."""
+    executor = InProcess(features_engine.path, max_beam_width=4)
+    yield executor
+    executor.close()

@@ -1,0 +1,130 @@
+"""How requests end: with one data response and an empty final one, by a stop, or because the client has gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.model_server import ModelServer, Tensors, flags, integers
+from tests.support.release_client import NEWEST, long_integers
+
+pytestmark = pytest.mark.triton
+
+PROMPT = [1, 30, 31]
+DIRECT = ("tensorrt_llm", "tensorrt_llm_bls", "tiny")
+ENDLESS = 3500
+
+
+def asked(model: str, count: int, *, streaming: bool, **given: Any) -> Tensors:
+    """A request to any of the models."""
+    if model == "tensorrt_llm":
+        return NEWEST.core(PROMPT, count, streaming=streaming, **given)
+    return NEWEST.text("Ending", count, streaming=streaming, **given)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.05)
+
+
+def is_idle(server: ModelServer) -> bool:
+    """No request is active and no KV block in use; blocks that are only kept for reuse count as free."""
+    return (
+        server.metric("nv_trt_llm_request_metrics", 'request_type="active"') == 0
+        and server.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="used"') == 0
+    )
+
+
+def responses(server: ModelServer, model: str, tensors: Tensors, request_id: str = "") -> list[tuple[bool, bool]]:
+    """(has data, is final) of each response."""
+    found: list[tuple[bool, bool]] = []
+    with server.stream() as stream:
+        stream.send(model, tensors, request_id)
+        while not found or not found[-1][1]:
+            outputs, final, answered = stream.next()
+            assert answered == request_id
+            found.append((bool(outputs), final))
+    return found
+
+
+@pytest.mark.parametrize("model", DIRECT)
+def test_one_data_response_and_an_empty_final_one(features: ModelServer, model: str) -> None:
+    tensors = asked(model, 5, streaming=False)
+    assert responses(features, model, tensors, "an id") == [(True, False), (False, True)]
+
+
+def test_the_ensemble_answers_once(features: ModelServer) -> None:
+    """Triton joins its last two responses when the core model's end comes before the text of its data."""
+    found = responses(features, "ensemble", asked("ensemble", 5, streaming=False), "an id")
+    assert found in ([(True, True)], [(True, False), (False, True)])
+
+
+@pytest.mark.parametrize("model", DIRECT)
+def test_a_stream_ends_with_an_empty_response(features: ModelServer, model: str) -> None:
+    found = responses(features, model, asked(model, 5, streaming=True))
+    assert found[-1] == (False, True)
+    assert found[:-1] == [(True, False)] * (len(found) - 1)
+    assert len(found) > 4
+
+
+def test_every_row_answers_once(features: ModelServer) -> None:
+    tensors = NEWEST.text(["a", "bb", "ccc"], 3)
+    for model in ("ensemble", "tiny"):
+        assert sum(data for data, _ in responses(features, model, tensors)) == 3
+
+
+def endless(model: str, **given: Any) -> Tensors:
+    return {**asked(model, ENDLESS, streaming=True, **given), "end_id": integers(-1)}
+
+
+KINDS: dict[str, Tensors] = {
+    "plain": {},
+    "beams": {"beam_width": integers(3)},
+    "several sequences": {"num_return_sequences": integers(3), "seed": long_integers(1)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tiny"])
+def test_a_stop_ends_what_is_under_way(features: ModelServer, model: str, kind: str) -> None:
+    tensors = {**endless(model), **KINDS[kind]}
+    with features.stream() as stream, features.stream() as stopper:
+        stream.send(model, tensors, "under way")
+        assert not stream.next()[1]
+        assert stopper.all("tensorrt_llm", NEWEST.stop(), "under way") == []
+        answers = 0
+        while not stream.next()[1]:
+            answers += 1
+    assert answers < ENDLESS * (3 if kind == "several sequences" else 1)
+    wait_until(lambda: is_idle(features))
+
+
+def test_a_stopped_request_says_so(features: ModelServer) -> None:
+    with features.stream() as stream, features.stream() as stopper:
+        stream.send("tensorrt_llm", {**endless("tensorrt_llm"), "return_finish_reason": flags(True)}, "told")
+        assert not stream.next()[1]
+        stopper.all("tensorrt_llm", NEWEST.stop(), "told")
+        reasons: list[Any] = []
+        final = False
+        while not final:
+            outputs, final, _ = stream.next()
+            reasons += outputs["finish_reason"].reshape(-1).tolist() if "finish_reason" in outputs else []
+    assert reasons == [b"cancelled"]
+
+
+def test_a_stop_of_nothing_is_answered(features: ModelServer) -> None:
+    assert responses(features, "tensorrt_llm", NEWEST.stop(), "nobody has this id") == [(False, True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tiny"])
+def test_a_client_that_goes_frees_its_blocks(features: ModelServer, model: str, kind: str) -> None:
+    with features.stream() as stream:
+        stream.send(model, {**endless(model), **KINDS[kind]})
+        assert not stream.next()[1]
+    wait_until(lambda: is_idle(features))

@@ -1,0 +1,100 @@
+"""Guided decoding through Triton: whatever a random model wants to say, its answer follows the guide."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.model_server import ModelServer
+from tests.support.release_client import NEWEST
+
+pytestmark = pytest.mark.triton
+
+TEXT_MODELS = ("ensemble", "tensorrt_llm_bls", "tiny")
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
+}
+GRAMMAR = 'start: "yes" | "no" " " "no"'
+
+
+def guided(server: ModelServer, model: str, kind: str, guide: str, count: int = 64, **more: Any) -> str:
+    """The new text of a guided request."""
+    body = {"text_input": "Say:", "max_tokens": count, "exclude_input_in_output": True, **more}
+    status, answer = server.generate(
+        model, {**body, "guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
+    )
+    assert status == 200, answer
+    text: str = answer["text_output"]
+    return text
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_a_regular_expression(features: ModelServer, model: str) -> None:
+    for seed in range(3):
+        text = guided(features, model, "regex", "[0-9]{3}-[a-f]{2}", top_k=50, seed=seed)
+        assert re.fullmatch("[0-9]{3}-[a-f]{2}", text)
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_a_schema(features: ModelServer, model: str) -> None:
+    value = json.loads(guided(features, model, "json_schema", json.dumps(SCHEMA), 200, temperature=0.5, top_k=20))
+    assert value["kind"] in ("cat", "dog")
+    assert 0 <= value["legs"] <= 9
+    assert set(value) == {"kind", "legs"}
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_a_grammar(features: ModelServer, model: str) -> None:
+    assert guided(features, model, "ebnf_grammar", GRAMMAR) in ("yes", "no no")
+
+
+def test_json_without_a_guide(features: ModelServer) -> None:
+    """A random model may not come to the end of its value; what it has written is the beginning of one."""
+    text = guided(features, "tiny", "json", "", 40)
+    assert text.lstrip()[:1] in tuple('{["-0123456789tfn')
+
+
+def test_a_guided_stream_of_the_core_model(features: ModelServer, features_tokenizer: Any) -> None:
+    words = {
+        "guided_decoding_guide_type": np.array([[b"regex"]], dtype=np.object_),
+        "guided_decoding_guide": np.array([[b"(ab){4}"]], dtype=np.object_),
+    }
+    with features.stream() as stream:
+        answers = stream.all("tensorrt_llm", {**NEWEST.core([1, 50], 30, streaming=True), **words})
+    tokens = [token for answer in answers for token in answer["output_ids"].reshape(-1).tolist()]
+    assert features_tokenizer.decode(tokens, skip_special_tokens=True) == "abababab"
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "message"),
+    [
+        ("regex", "(", ""),
+        ("json_schema", "{", ""),
+        ("xml", "a", "guided_decoding_guide_type is 'xml'"),
+        ("regex", "", "guide"),
+        ("", "a+", "guided_decoding_guide needs guided_decoding_guide_type"),
+    ],
+)
+@pytest.mark.parametrize("model", ["ensemble", "tiny"])
+def test_wrong_guides_are_errors_of_that_request(
+    features: ModelServer, model: str, kind: str, guide: str, message: str
+) -> None:
+    body = {"text_input": "x", "max_tokens": 4, "guided_decoding_guide_type": kind, "guided_decoding_guide": guide}
+    status, answer = features.generate(model, body)
+    assert status >= 400
+    assert message in answer["error"]
+    assert features.generate(model, {"text_input": "x", "max_tokens": 2})[0] == 200
+
+
+def test_beams_take_no_guide(features: ModelServer) -> None:
+    body = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+", "beam_width": 2}
+    status, answer = features.generate("tiny", {"text_input": "x", "max_tokens": 4, **body})
+    assert status >= 400
+    assert "beam" in answer["error"]

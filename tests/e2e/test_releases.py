@@ -1,0 +1,191 @@
+"""NVIDIA's clients of each release, unchanged, against the default repository and against that of their own release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.in_process import InProcess
+from tests.support.model_server import ModelServer, Tensors, serving
+from tests.support.release_client import ReleaseClient
+from trtserve.artifacts import Engine
+from trtserve.repo import assemble_repository
+from trtserve.specs import RepositorySpec
+from trtserve.triton.profiles import RELEASES
+from trtserve.triton.tables.rows import order
+
+pytestmark = pytest.mark.triton
+
+PROMPT = [1, 90, 91, 92]
+TEXT = "Releases"
+VOCABULARY = 320
+# Release → whether its repository is decoupled; NVIDIA's guides show both.
+SERVED = {"0.12": True, "0.16": False, "0.19": True, "1.2": False}
+STATISTICS = {"kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"}
+TIMES = {f"{name}_time_ns" for name in ("arrival", "first_scheduled", "first_token", "last_token")}
+DRAFTS = {"acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server, the client that talks to it, and the release whose outputs it has."""
+
+    server: ModelServer
+    client: ReleaseClient
+    release: str
+    decoupled: bool
+
+    def ask(self, model: str, tensors: Tensors, *, stream: bool) -> list[Tensors]:
+        """The answers, by the kind of call that the client makes; a decoupled model takes streams only."""
+        if not stream and not self.decoupled:
+            return [self.server.infer(model, tensors)]
+        with self.server.stream() as answers:
+            return answers.all(model, tensors)
+
+    def before(self, release: str) -> bool:
+        """Whether the server's release is older than `release`."""
+        return order(self.release) < order(release)
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def own(
+    request: pytest.FixtureRequest, features_root: Path, logits_engine: Engine, features_model: Path
+) -> Iterator[Served]:
+    """The exact repository of a release; logits are FP16 where the release lets them be."""
+    release: str = request.param
+    settings = {"logits_datatype": "TYPE_FP16"} if order(release) >= (0, 17) else {}
+    spec = RepositorySpec(name="tiny", release=release, streaming=SERVED[release], settings=settings)
+    with ExitStack() as stack:
+        root = features_root / f"release-{release}"
+        repository = assemble_repository(logits_engine, features_model, spec, out=root / "repository")
+        server = stack.enter_context(serving(repository.path, root / "server"))
+        yield Served(server, ReleaseClient(release), release, SERVED[release])
+
+
+@pytest.fixture
+def default(features: ModelServer) -> Served:
+    return Served(features, ReleaseClient("1.2"), "1.2", True)
+
+
+@pytest.fixture(scope="module")
+def tokens(oracle: InProcess) -> list[int]:
+    return oracle.tokens(PROMPT, 8)
+
+
+def asked_for(served: Served, *, text: bool) -> dict[str, bool]:
+    """Every switch that the client has."""
+    names = ("return_log_probs", "return_generation_logits", "return_kv_cache_reuse_stats", "return_perf_metrics")
+    return {name: True for name in names if served.client.has(name, text=text)}
+
+
+def expected_outputs(served: Served, asked: dict[str, bool], base: set[str]) -> set[str]:
+    """Names of the outputs that come back."""
+    names = set(base)
+    if "return_log_probs" in asked:
+        names |= {"cum_log_probs", "output_log_probs"}
+    if "return_generation_logits" in asked:
+        names.add("generation_logits")
+    if served.before("0.14"):
+        names |= {"cum_log_probs", "output_log_probs", "context_logits", "generation_logits", "batch_index"}
+    if {"return_kv_cache_reuse_stats", "return_perf_metrics"} & asked.keys():
+        names |= STATISTICS if served.before("0.19") else STATISTICS | TIMES | DRAFTS
+    return names
+
+
+def check_core(served: Served, tokens: list[int]) -> None:
+    """inflight_batcher_llm_client.py."""
+    client = served.client
+    (answer,) = served.ask("tensorrt_llm", client.core(PROMPT, 8), stream=False)
+    assert answer["output_ids"].tolist() == [[PROMPT + tokens]]
+    assert set(answer) == expected_outputs(served, {}, {"output_ids", "sequence_length"})
+    asked = asked_for(served, text=False)
+    (answer,) = served.ask("tensorrt_llm", client.core(PROMPT, 8, **asked), stream=False)
+    assert set(answer) == expected_outputs(served, asked, {"output_ids", "sequence_length"})
+    assert answer["output_log_probs"].shape == (1, 1, 8)
+    assert answer["generation_logits"].shape == (1, 1, 8, VOCABULARY)
+    beams = client.core(PROMPT, 8, beam_width=2)
+    (answer,) = served.ask("tensorrt_llm", beams, stream=False)
+    assert answer["output_ids"].shape == (1, 2, len(PROMPT) + 8)
+    if served.decoupled:
+        answers = served.ask("tensorrt_llm", client.core(PROMPT, 8, streaming=True), stream=True)
+        assert [token for each in answers for token in each["output_ids"].reshape(-1).tolist()] == tokens
+        if client.has("num_return_sequences"):
+            answers = served.ask("tensorrt_llm", client.core(PROMPT, 4, num_return_sequences=2, top_k=5), stream=True)
+            assert sorted(each["sequence_index"].item() for each in answers) == [0, 1]
+
+
+def check_text(served: Served, model: str, tokens: list[int], tokenizer: Any) -> None:
+    """end_to_end_grpc_client.py, which streams every request."""
+    client = served.client
+    expected = tokenizer.decode([*tokenizer.encode(TEXT), *tokens], skip_special_tokens=True)
+    worded = client.text(TEXT, 8, stop_words=["never"], bad_words=["neither"])
+    (answer,) = served.ask(model, worded, stream=True)
+    assert answer["text_output"].item().decode() == expected
+    assert set(answer) == expected_outputs(served, {}, {"text_output"})
+    asked = asked_for(served, text=True)
+    (answer,) = served.ask(model, client.text(TEXT, 8, end_id=2, pad_id=2, **asked), stream=True)
+    assert set(answer) == expected_outputs(served, asked, {"text_output"})
+    if served.decoupled:
+        answers = served.ask(model, client.text([TEXT, "Two"], 8), stream=True)
+        texts = {each["batch_index"].item(): each["text_output"].item().decode() for each in answers}
+        assert texts[0] == expected
+        assert set(texts) == {0, 1}
+
+
+def check_benchmark(served: Served, tokens: list[int]) -> None:
+    """benchmark_core_model.py: HTTP, gRPC, or a stream with `--decoupled`."""
+    tensors = served.client.benchmark(PROMPT, 8)
+    answers = served.ask("tensorrt_llm", tensors, stream=False)
+    if not served.decoupled:
+        answers.append(served.server.infer_http("tensorrt_llm", tensors))
+    assert [answer["output_ids"].tolist() for answer in answers] == [[[PROMPT + tokens]]] * len(answers)
+
+
+def test_clients_of_a_release_on_its_own_repository(
+    own: Served, oracle: InProcess, tokens: list[int], features_tokenizer: Any
+) -> None:
+    check_core(own, tokens)
+    check_benchmark(own, tokens)
+    of_text = oracle.tokens(features_tokenizer.encode(TEXT), 8)
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        check_text(own, model, of_text, features_tokenizer)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_clients_of_every_release_on_the_default_repository(
+    default: Served, oracle: InProcess, tokens: list[int], features_tokenizer: Any, release: str
+) -> None:
+    served = Served(default.server, ReleaseClient(release), "1.2", True)
+    check_core(served, tokens)
+    check_benchmark(served, tokens)
+    of_text = oracle.tokens(features_tokenizer.encode(TEXT), 8)
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        check_text(served, model, of_text, features_tokenizer)
+
+
+def test_context_logits_in_the_declared_type(own: Served) -> None:
+    (answer,) = own.ask("tensorrt_llm", own.client.core(PROMPT, 4, return_context_logits=True), stream=False)
+    logits = answer["context_logits"]
+    assert logits.shape == (1, len(PROMPT), VOCABULARY)
+    assert logits.dtype == (np.float32 if own.before("0.17") else np.float16)
+    assert logits[0, -1].argmax() == answer["output_ids"][0, 0, len(PROMPT)]
+    (answer,) = own.ask("ensemble", own.client.text(TEXT, 4, return_context_logits=True), stream=True)
+    assert answer["context_logits"].shape == (1, len(TEXT) + 1, VOCABULARY)
+
+
+def test_several_answers_need_the_decoupled_policy(own: Served) -> None:
+    from tritonclient.utils import InferenceServerException
+
+    if own.decoupled:
+        assert len(own.ask("tensorrt_llm", own.client.core(PROMPT, 4, streaming=True), stream=True)) >= 4
+        return
+    with pytest.raises(InferenceServerException, match="needs the decoupled transaction policy"):
+        own.server.infer("tensorrt_llm", own.client.core(PROMPT, 4, num_return_sequences=2, top_k=4))
+    with pytest.raises(InferenceServerException, match="Streaming is only supported in decoupled mode"):
+        own.server.infer("tensorrt_llm", own.client.core(PROMPT, 4, streaming=True))

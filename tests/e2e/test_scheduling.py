@@ -1,0 +1,110 @@
+"""Batching and scheduling settings of the core model: the answers stay what they are, and the metrics tell the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.in_process import InProcess
+from tests.support.model_server import ModelServer, serving
+from tests.support.release_client import NEWEST, long_integers
+from trtserve.artifacts import Engine
+from trtserve.repo import assemble_repository
+from trtserve.specs import RepositorySpec
+
+pytestmark = pytest.mark.triton
+
+PROMPTS = [[1, 10 + number, 20, 30 + number] for number in range(12)]
+COUNT = 120
+# As few blocks as one request of the test needs, and a little more: requests must wait, or be paused.
+BASE = {"max_tokens_in_paged_kv_cache": "256", "max_beam_width": "1"}
+
+
+def served(root: Path, name: str, engine: Engine, model: Path, settings: dict[str, str]) -> Iterator[ModelServer]:
+    """A server on a repository with these settings."""
+    spec = RepositorySpec(name="tiny", settings=BASE | settings)
+    repository = assemble_repository(engine, model, spec, out=root / name)
+    with serving(repository.path, root / f"{name}-server") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def pausing(features_root: Path, features_engine: Engine, features_model: Path) -> Iterator[ModelServer]:
+    """max_utilization, and a queue with sixteen places."""
+    settings = {"batch_scheduler_policy": "max_utilization", "max_queue_size": "16"}
+    yield from served(features_root, "pausing", features_engine, features_model, settings)
+
+
+@pytest.fixture(scope="module")
+def static(features_root: Path, features_engine: Engine, features_model: Path) -> Iterator[ModelServer]:
+    """V1 batching."""
+    settings = {"batching_strategy": "V1", "enable_kv_cache_reuse": "false"}
+    yield from served(features_root, "static", features_engine, features_model, settings)
+
+
+def answer(server: ModelServer, prompt: list[int], *, streaming: bool) -> list[int]:
+    """New tokens of a sampled request."""
+    tensors = NEWEST.core(prompt, COUNT, streaming=streaming, top_k=30, exclude_input_in_output=True, end_id=-1)
+    with server.stream() as stream:
+        answers = stream.all("tensorrt_llm", {**tensors, "seed": long_integers(prompt[1])})
+    return [token for each in answers for token in each["output_ids"].reshape(-1).tolist()]
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: InProcess) -> list[list[int]]:
+    return [oracle.tokens(prompt, COUNT, sampling={"top_k": 30, "seed": prompt[1]}, end_id=-1) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_paused_requests_go_on_without_gap_or_repeat(
+    pausing: ModelServer, expected: list[list[int]], streaming: bool
+) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found = list(pool.map(lambda prompt: answer(pausing, prompt, streaming=streaming), PROMPTS))
+    assert found == expected
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_static_batches(static: ModelServer, expected: list[list[int]], streaming: bool) -> None:
+    """Static batches do not stream: the answer comes whole, and without the prompt."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found = list(pool.map(lambda prompt: answer(static, prompt, streaming=streaming), PROMPTS))
+    assert found == expected
+
+
+def families(server: ModelServer) -> set[str]:
+    """Names of TensorRT-LLM's metric families."""
+    names = ("inflight_batcher", "v1", "request", "general", "kv_cache_block", "runtime_memory")
+    return {name for name in names if server.has_metric(f"nv_trt_llm_{name}_metrics")}
+
+
+def test_metrics_of_static_batches(static: ModelServer) -> None:
+    answer(static, PROMPTS[0], streaming=False)
+    assert families(static) == {"v1", "request", "general", "kv_cache_block", "runtime_memory"}
+    for label in ("total_context_tokens", "total_generation_tokens", "empty_generation_slots"):
+        assert static.has_metric("nv_trt_llm_v1_metrics", f'v1_specific_metric="{label}"')
+
+
+def test_metrics_of_reuse(features: ModelServer) -> None:
+    """The same long prompt twice: the second request takes blocks of the first."""
+    prompt = [1, *range(40, 168)]
+    tensors = NEWEST.core(prompt, 4, return_perf_metrics=True)
+    with features.stream() as stream:
+        stream.all("tensorrt_llm", tensors)
+        (found,) = stream.all("tensorrt_llm", tensors)
+    assert found["kv_cache_reused_blocks"].item() >= 3
+    assert features.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="reused"') >= 3
+    assert families(features) == {"inflight_batcher", "request", "general", "kv_cache_block", "runtime_memory"}
+
+
+def test_a_full_queue_refuses_what_does_not_fit(pausing: ModelServer) -> None:
+    """A whole request with more rows than the queue has places, and nothing else."""
+    body: dict[str, Any] = {"text_input": "x", "max_tokens": 4, "num_return_sequences": 17, "top_k": 5}
+    status, refused = pausing.generate("tiny", body)
+    assert status >= 400
+    assert "Maximum queue size of 16 has been reached" in refused["error"]
+    assert pausing.generate("tiny", {"text_input": "x", "max_tokens": 4})[0] == 200
