@@ -378,3 +378,17 @@ def test_post_processors_of_old_releases_know_no_client(start: Start) -> None:
     executor, _ = start(config_class=module.ExecutorConfig, **settings)
     request = module.Request([1], 2, logits_post_processor_name="three")
     assert answer_of(executor, request).result.output_token_ids == [[1, 3, 3]]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_post_processor_that_raises_ends_its_own_requests(start: Start, batched: bool) -> None:
+    def process(*_: Any) -> None:
+        raise KeyError("nothing here")
+
+    config = LogitsPostProcessorConfig({"bad": process}, None if not batched else process)
+    executor, _ = start(logits_post_processor_config=config)
+    name = Request.BATCHED_POST_PROCESSOR_NAME if batched else "bad"
+    bad, good = executor.enqueue_requests([Request([1], 3, logits_post_processor_name=name), Request([1], 3)])
+    responses = collect(executor, [bad, good])
+    assert "the logits post-processor failed: KeyError: 'nothing here'" in responses[bad][0].error_msg
+    assert responses[good][0].result.output_token_ids == [[1, *greedy_continuation([1], 3)]]

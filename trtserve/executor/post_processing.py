@@ -39,23 +39,44 @@ class PostProcessors:
             raise RuntimeError(f"The logits post-processor {name!r} is not known to this executor")
         return found
 
-    def apply(self, rows: list[tuple[Sequence, Logits]]) -> None:
-        """Let the post-processors of the sequences change their rows f32[r, V]."""
-        batched: list[tuple[Any, ...]] = []
+    def apply(self, rows: list[tuple[Sequence, Logits]]) -> dict[Sequence, str]:
+        """Let the post-processors of the sequences change their rows f32[r, V].
+
+        Where one raises, the rows become NaN; returned is what it said, by sequence.
+        """
+        failures: dict[Sequence, str] = {}
+        batched: list[tuple[Sequence, Logits]] = []
         for sequence, logits in rows:
             if sequence.post_processor is None:
                 continue
-            beams = len(logits) if sequence.search is not None else 1
-            arguments = (sequence.id, logits.reshape(-1, beams, logits.shape[1]), _tokens(sequence), None)
             if sequence.post_processor is self._batched:
-                batched.append((*arguments, sequence.client_id))
-            elif self._with_client:
-                sequence.post_processor(*arguments, sequence.client_id)
+                batched.append((sequence, logits))
             else:
-                sequence.post_processor(*arguments)
+                self._call(sequence.post_processor, _arguments(sequence, logits), [(sequence, logits)], failures)
         if batched and self._batched is not None:
-            ids, logits_of, tokens, _, clients = (list(column) for column in zip(*batched, strict=True))
-            self._batched(ids, logits_of, tokens, None, *([clients] if self._with_client else []))
+            columns = zip(*(_arguments(sequence, logits) for sequence, logits in batched), strict=True)
+            ids, logits_of, tokens, _, clients = (list(column) for column in columns)
+            self._call(self._batched, (ids, logits_of, tokens, None, clients), batched, failures)
+        return failures
+
+    def _call(
+        self,
+        processor: PostProcessor,
+        arguments: tuple[Any, ...],
+        rows: list[tuple[Sequence, Logits]],
+        failures: dict[Sequence, str],
+    ) -> None:
+        try:
+            processor(*(arguments if self._with_client else arguments[:-1]))
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            for sequence, logits in rows:
+                logits[:] = np.nan
+                failures[sequence] = f"the logits post-processor failed: {type(error).__name__}: {error}"
+
+
+def _arguments(sequence: Sequence, logits: Logits) -> tuple[Any, ...]:
+    beams = len(logits) if sequence.search is not None else 1
+    return sequence.id, logits.reshape(-1, beams, logits.shape[1]), _tokens(sequence), None, sequence.client_id
 
 
 def _tokens(sequence: Sequence) -> list[list[int]]:

@@ -36,7 +36,7 @@ class Outcome:
 
 
 class Stepper:
-    """Runs plans on `model`; `post_process` changes logits in place before anything else does, for all rows at once."""
+    """Runs plans on `model`; `post_process` changes logits in place first, and says which sequences it failed for."""
 
     def __init__(
         self,
@@ -45,13 +45,14 @@ class Stepper:
         cache: KvCache,
         *,
         normalize_log_probs: bool = True,
-        post_process: Callable[[list[tuple[Sequence, Logits]]], None] | None = None,
+        post_process: Callable[[list[tuple[Sequence, Logits]]], dict[Sequence, str]],
     ) -> None:
         self._model = model
         self._batch = batch
         self._cache = cache
         self._normalize = normalize_log_probs
         self._post_process = post_process
+        self._failures: dict[Sequence, str] = {}
 
     def run(self, plan: Plan, iteration: int) -> Outcome:
         """Compute the step; whatever the model raises goes through."""
@@ -103,8 +104,7 @@ class Stepper:
         for sequence, rows in special:
             if sequence.logits is not None and sequence.logits.generation is not None:
                 _keep_generation(sequence, sequence.logits.generation, rows)
-        if special and self._post_process is not None:
-            self._post_process(special)
+        self._failures = self._post_process(special) if special else {}
 
     def _sample(self, sequences: list[Sequence], logits: Logits, outcome: Outcome) -> None:
         """One token for each sequence of width 1."""
@@ -116,7 +116,7 @@ class Stepper:
         for sequence, choice in zip(sequences, choices, strict=True):
             sequence.iterations += 1
             if choice.token < 0:
-                outcome.failed.append((sequence, _no_token(choice.token, sequence)))
+                outcome.failed.append((sequence, self._no_token(choice.token, sequence)))
             else:
                 advanced.append((sequence, sequence.accept(choice)))
 
@@ -139,7 +139,7 @@ class Stepper:
             figures.total_draft_tokens, figures.total_accepted_draft_tokens = drafted, verdict.accepted
             figures.acceptance_rate = verdict.accepted / drafted if drafted else 0.0
         if verdict.token < 0:
-            outcome.failed.append((sequence, _no_token(verdict.token, sequence)))
+            outcome.failed.append((sequence, self._no_token(verdict.token, sequence)))
             return
         ended = verdict.reason is not FinishReason.NOT_FINISHED
         outcome.advanced.append((sequence, verdict.reason if ended else FinishReason.LENGTH))
@@ -152,7 +152,7 @@ class Stepper:
         first = not search.beams[0].tokens
         log_probs = search.log_probs(logits)
         if np.isnan(log_probs).any():
-            outcome.failed.append((sequence, _no_token(UNDEFINED, sequence)))
+            outcome.failed.append((sequence, self._no_token(UNDEFINED, sequence)))
             return
         parents, _ = search.step(log_probs)
         if search.done:
@@ -160,7 +160,7 @@ class Stepper:
             if ranked:
                 outcome.advanced.append((sequence, ranked[0].reason))
             else:
-                outcome.failed.append((sequence, _no_token(EXHAUSTED, sequence)))
+                outcome.failed.append((sequence, self._no_token(EXHAUSTED, sequence)))
             return
         if first:
             self._cache.fork(sequence.slots, sequence.computed)
@@ -172,6 +172,17 @@ class Stepper:
         sequence.capacity = 0
         outcome.advanced.append((sequence, FinishReason.NOT_FINISHED))
 
+    def _no_token(self, token: int, sequence: Sequence) -> str:
+        """Why no token could be chosen; the neighbours in the batch are not concerned."""
+        if sequence in self._failures:
+            return self._failures[sequence]
+        search = sequence.search
+        place = f"token {1 + (len(sequence.generated) if search is None else search.longest)} of the answer"
+        if token != EXHAUSTED:
+            return f"the logits for {place} are not finite"
+        reason = sequence.row.processor.failure or "bad words, bans, bias or guide exclude all of them"
+        return f"no token is allowed as {place}: {reason}"
+
 
 def _keep_generation(sequence: Sequence, kept: list[Logits], rows: Logits) -> None:
     """One entry per token of a single sequence, one per step of a beam search."""
@@ -179,16 +190,6 @@ def _keep_generation(sequence: Sequence, kept: list[Logits], rows: Logits) -> No
         kept.append(rows.copy())
     else:
         kept.extend(rows[number : number + 1].copy() for number in range(len(rows)))
-
-
-def _no_token(token: int, sequence: Sequence) -> str:
-    """Why no token could be chosen; the neighbours in the batch are not concerned."""
-    search = sequence.search
-    place = f"token {1 + (len(sequence.generated) if search is None else search.longest)} of the answer"
-    if token != EXHAUSTED:
-        return f"the logits for {place} are not finite"
-    reason = sequence.row.processor.failure or "bad words, bans, bias or guide exclude all of them"
-    return f"no token is allowed as {place}: {reason}"
 
 
 def _note_metrics(outcome: Outcome, iteration: int) -> None:
