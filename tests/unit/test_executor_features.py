@@ -222,6 +222,7 @@ def test_metrics_of_a_request(start: Start) -> None:
     times = [timing.arrival_time, timing.first_scheduled_time, timing.first_token_time, timing.last_token_time]
     assert timedelta() < times[0] <= times[1] <= times[2] <= times[3]
     assert metrics.first_iter is not None
+    assert metrics.first_iter in [record.iter for record in executor.get_latest_iteration_stats()]
     assert metrics.last_iter == metrics.iter == metrics.first_iter + 3
     cache = metrics.kv_cache_metrics
     assert cache.num_reused_blocks == 2

@@ -28,13 +28,14 @@ class Recorder:
     """Writes one record per iteration with active requests, and a closing one when the last request has ended.
 
     Unlike upstream's it also writes one at the start, so that a server's gauges show the KV cache before any request.
+    `iteration` is the number of the next record.
     """
 
     def __init__(self, scheduler: Scheduler, config: ExecutorConfig) -> None:
         self._scheduler = scheduler
         self._iterations: deque[IterationStats] = deque(maxlen=config.iter_stats_max_iterations)
         self._requests: deque[RequestStatsPerIteration] = deque(maxlen=config.request_stats_max_iterations)
-        self._iteration = 0
+        self.iteration = 0
         self._started: list[float] = []
         self._completed: list[Sequence] = []
         self._drafts = SpecDecodingStats()
@@ -71,7 +72,7 @@ class Recorder:
             self._requests.append(self._request_records(plan, list(queue)))
         if self._iterations.maxlen:
             self._iterations.append(self._iteration_record(plan, seconds, len(queue)))
-        self._iteration += 1
+        self.iteration += 1
         self._started.clear()
         self._completed.clear()
         if self._scheduler.limits.max_draft_len:
@@ -89,7 +90,7 @@ class Recorder:
         limits = self._scheduler.limits
         return IterationStats(
             timestamp=format_timestamp(time.time()),
-            iter=self._iteration,
+            iter=self.iteration,
             iter_latency_ms=seconds * 1000.0,
             new_active_requests_queue_latency_ms=sum(self._started) * 1000.0,
             num_new_active_requests=len(self._started),
@@ -153,7 +154,7 @@ class Recorder:
             _request_record(sequence, stage, scheduled=sequence in scheduled, paused=sequence in plan.paused)
             for sequence, stage in stages
         ]
-        return RequestStatsPerIteration(self._iteration, records)
+        return RequestStatsPerIteration(self.iteration, records)
 
 
 def _request_record(sequence: Sequence, stage: RequestStage, *, scheduled: bool, paused: bool) -> RequestStats:

@@ -63,7 +63,6 @@ class Worker:
         self._queue: deque[Sequence] = deque()
         self._cancelled: set[int] = set()
         self._timed: list[Sequence] = []
-        self._iteration = 0
         self._next_id = 1
         self._terminating = False
         self._failure: str | None = None
@@ -192,8 +191,7 @@ class Worker:
         plan = self.scheduler.plan()
         if not plan:
             raise RuntimeError("no active request can be scheduled")
-        outcome = self._stepper.run(plan, self._iteration)
-        self._iteration += 1
+        outcome = self._stepper.run(plan, self.recorder.iteration)
         for drafted, accepted in outcome.drafts:
             self.recorder.verified(drafted, accepted)
         self._record(plan, time.perf_counter() - begin)
