@@ -30,6 +30,8 @@ __all__ = ["Generation", "QuerySpec", "connect", "contexts", "generate", "genera
 # The models of TensorRT-LLM's repository; any other name in it is the alias.
 STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "tensorrt_llm_bls")
 
+STOP_AGAIN = 0.25
+
 OnText = Callable[[str], None]
 
 
@@ -130,28 +132,33 @@ def _request_id(spec: QuerySpec, number: int) -> str:
 @contextmanager
 def _stopping(context: Context, server: Endpoint, client: Client, request_id: str) -> Iterator[threading.Event]:
     """Stop the request `stop_after_ms` from now, if it is still running; the event says that this was done."""
-    spec, stopped = context.spec, threading.Event()
+    spec, stopped, ended = context.spec, threading.Event(), threading.Event()
     if spec.stop_after_ms is None:
         yield stopped
         return
+    # Described beforehand, so that stopping is one message.
+    core = None if spec.stop_via_cancel else client.describe(_core_name(context))
+    seconds = spec.stop_after_ms / 1000
 
     def stop() -> None:
+        if ended.wait(seconds):
+            return
         stopped.set()
         if spec.stop_via_cancel:
             client.cancel()
-        else:
+            return
+        # A stop that overtakes its request stops nothing: it is sent until the call ends, which has a time limit.
+        while not ended.is_set():
             _stop_in_engine(context, server, request_id, core)
+            ended.wait(STOP_AGAIN)
 
-    # Described beforehand, so that stopping is one message.
-    core = None if spec.stop_via_cancel else client.describe(_core_name(context))
-    timer = threading.Timer(spec.stop_after_ms / 1000, stop)
-    timer.daemon = True
-    timer.start()
+    thread = threading.Thread(target=stop, daemon=True, name="stop")
+    thread.start()
     try:
         yield stopped
     finally:
-        timer.cancel()
-        timer.join(STOP_TIMEOUT)
+        ended.set()
+        thread.join(STOP_TIMEOUT)
 
 
 def _core_name(context: Context) -> str:
