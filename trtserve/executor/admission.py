@@ -6,7 +6,6 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +18,15 @@ from trtserve.executor.guided import GuideFactory
 from trtserve.executor.kv_cache import BlockUse, CacheKey
 from trtserve.executor.limits import Limits
 from trtserve.executor.logits_processing import LogitsProcessor
+from trtserve.executor.lora import AdapterCache
 from trtserve.executor.model import Model
 from trtserve.executor.post_processing import PostProcessors
-from trtserve.executor.requests import LoraConfig, Request
+from trtserve.executor.requests import Request
 from trtserve.executor.results import RequestPerfMetrics, TimingMetrics
 from trtserve.executor.sampling import SamplingParameters
 from trtserve.executor.sequence import Family, Logits, Sequence, as_tokens
 from trtserve.executor.stop_words import StopWords
 from trtserve.executor.unbuilt import refuse_unbuilt
-
-
-class Adapters(Protocol):
-    """Where LoRA adapters are kept (lora.AdapterCache)."""
-
-    def resolve(self, config: LoraConfig) -> Any:
-        """The adapter of `config`, held until it is released; RuntimeError when it is not there or does not fit."""
-
-    def release(self, adapter: Any) -> None:
-        """Let go of an adapter that was resolved."""
 
 
 def sequence_count(request: Request) -> int:
@@ -55,7 +45,7 @@ class Admission:
         limits: Limits,
         config: ExecutorConfig,
         *,
-        adapters: Adapters,
+        adapters: AdapterCache,
         post_processors: PostProcessors,
     ) -> None:
         self._model = model

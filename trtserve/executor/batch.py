@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from trtserve.executor.kv_cache import KvCache
 from trtserve.executor.limits import Limits
+from trtserve.executor.lora import AdapterBatch, AdapterCache
 from trtserve.executor.model import Int32s, Int64s, Logits
 from trtserve.executor.scheduler import Plan
 from trtserve.executor.sequence import Sequence
-
-
-class Adapters(Protocol):
-    """What finds the adapters of a step's tokens (lora.AdapterCache)."""
-
-    def batch(self, spans: SequenceOf[tuple[Any, int]]) -> Any:
-        """The adapters of (adapter, tokens), in the order of the tokens; None when there are none."""
 
 
 class ModelInputs(TypedDict, total=False):
@@ -35,7 +28,7 @@ class ModelInputs(TypedDict, total=False):
     max_context_len: int
     rows: Int32s
     prompt_table: Logits
-    adapters: Any
+    adapters: AdapterBatch | None
 
 
 @dataclass(slots=True)
@@ -81,7 +74,7 @@ class Batch:
     `adapters` is the cache of LoRA adapters, None for an engine without them.
     """
 
-    def __init__(self, limits: Limits, cache: KvCache, adapters: Adapters | None = None) -> None:
+    def __init__(self, limits: Limits, cache: KvCache, adapters: AdapterCache | None = None) -> None:
         sequences = limits.max_batch_size * limits.max_beam_width
         tokens = max(limits.max_num_tokens, sequences)
         self._cache = cache

@@ -11,10 +11,9 @@ import numpy.typing as npt
 from trtserve.executor.limits import Limits
 from trtserve.executor.model import Model
 from trtserve.executor.requests import PromptTuningConfig, Request
+from trtserve.executor.sequence import NO_END
 
 logger = logging.getLogger(__name__)
-
-NO_END = -1
 
 
 def check_sampling(request: Request, limits: Limits) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,9 @@ import numpy.typing as npt
 
 from trtserve.executor.configs import ExecutorConfig
 from trtserve.executor.requests import Request
-from trtserve.executor.sequence import Sequence
+from trtserve.executor.sequence import PostProcessor, Sequence
 
 Logits = npt.NDArray[np.float32]
-PostProcessor = Callable[..., Any]
 
 
 class PostProcessors:

@@ -15,6 +15,7 @@ from trtserve.executor.drafts import DraftLogits
 from trtserve.executor.enums import FinishReason
 from trtserve.executor.kv_cache import BlockUse, CacheKey
 from trtserve.executor.logits_processing import LogitsProcessor
+from trtserve.executor.lora_weights import Adapter
 from trtserve.executor.results import RequestPerfMetrics
 from trtserve.executor.sampling import Choice, Row, SamplingParameters
 from trtserve.executor.stop_words import StopWords
@@ -36,7 +37,7 @@ class Family:
     size: int = 1
     open: int = 1
     failed: bool = False
-    adapter: Any = None
+    adapter: Adapter | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +73,7 @@ class Sequence:
     draft: tuple[int, ...] = ()
     draft_logits: DraftLogits | None = None
     single_step: bool = False
-    adapter: Any = None
+    adapter: Adapter | None = None
     prompt_table: npt.NDArray[np.float32] | None = None
     positions: npt.NDArray[np.int64] | None = None
     post_processor: PostProcessor | None = None
