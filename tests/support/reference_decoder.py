@@ -45,21 +45,35 @@ class ReferenceDecoder:
         hidden = self._weights["transformer.vocab_embedding.weight"][ids] * self._decoder.embedding_scale
         if self._decoder.positions == "learned":
             hidden = hidden + self._weights["transformer.position_embedding.weight"][: len(ids)]
+        if self._decoder.embedding_norm:
+            hidden = self._norm(hidden, "transformer.ln_embed")
         for layer in range(self._sizes.layers):
-            name = f"transformer.layers.{layer}."
-            window = self._windows[layer % len(self._windows)]
-            local = self._decoder.window(layer) is not None
-            attended = self._attention(self._norm(hidden, name + "input_layernorm"), name + "attention.", window, local)
-            if self._decoder.block == "sandwich":
-                hidden = hidden + self._norm(attended, name + "post_layernorm")
-                inner = self._mlp(self._norm(hidden, name + "pre_feedforward_layernorm"), name + "mlp.")
-                hidden = hidden + self._norm(inner, name + "post_feedforward_layernorm")
-            else:
-                hidden = hidden + attended
-                hidden = hidden + self._mlp(self._norm(hidden, name + "post_layernorm"), name + "mlp.")
-        logits = self._linear(self._norm(hidden, "transformer.ln_f"), "lm_head")
+            hidden = self._layer(hidden, layer)
+        if self._decoder.block != "post":
+            hidden = self._norm(hidden, "transformer.ln_f")
+        logits = self._linear(hidden, "lm_head")
         cap = self._decoder.logits_softcap
         return logits if cap is None else cap * np.tanh(logits / cap)
+
+    def _layer(self, hidden: Floats, layer: int) -> Floats:
+        name = f"transformer.layers.{layer}."
+        block, mlp_norm = self._decoder.block, self._decoder.mlp_norm
+        window = self._windows[layer % len(self._windows)]
+        local = self._decoder.window(layer) is not None
+        normed = hidden if block == "post" else self._norm(hidden, name + "input_layernorm")
+        attended = self._attention(normed, name + "attention.", window, local)
+        if block == "parallel":
+            other = normed if mlp_norm is None else self._norm(hidden, name + mlp_norm)
+            return hidden + attended + self._mlp(other, name + "mlp.")
+        if block == "post":
+            hidden = self._norm(hidden + attended, name + "input_layernorm")
+            return self._norm(hidden + self._mlp(hidden, name + "mlp."), name + "post_layernorm")
+        if block == "sandwich":
+            hidden = hidden + self._norm(attended, name + "post_layernorm")
+            inner = self._mlp(self._norm(hidden, name + "pre_feedforward_layernorm"), name + "mlp.")
+            return hidden + self._norm(inner, name + "post_feedforward_layernorm")
+        hidden = hidden + attended
+        return hidden + self._mlp(self._norm(hidden, name + f"{mlp_norm}"), name + "mlp.")
 
     def _linear(self, hidden: Floats, name: str) -> Floats:
         product = hidden @ self._weights[f"{name}.weight"].T
@@ -85,6 +99,9 @@ class ReferenceDecoder:
         group = sizes.heads // sizes.kv_heads
         key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
         scores = np.einsum("qhd,khd->hqk", query, key) * self._decoder.attention_scale
+        if self._decoder.alibi_slopes is not None:
+            distance = np.arange(length)[:, None] - np.arange(length)
+            scores -= np.array(self._decoder.alibi_slopes)[:, None, None] * distance
         scores = np.where(_visible(length, window), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
@@ -95,8 +112,13 @@ class ReferenceDecoder:
         frequencies = (local and self._decoder.local_rope_inv_freq) or self._decoder.rope_inv_freq
         if frequencies is None:
             return states
+        size = 2 * len(frequencies)
+        turned, rest = self._turn(states[..., :size], np.asarray(frequencies)), states[..., size:]
+        return np.concatenate([turned, rest], axis=-1)
+
+    def _turn(self, states: Floats, frequencies: Floats) -> Floats:
         angles = np.outer(np.arange(len(states)), frequencies)[:, None, :]
-        half = self._sizes.head // 2
+        half = len(frequencies)
         if self._decoder.rope_interleaved:
             turned = (states[..., 0::2] + 1j * states[..., 1::2]) * np.exp(1j * angles)
             neighbours: Floats = np.stack([turned.real, turned.imag], axis=-1)
@@ -105,7 +127,12 @@ class ReferenceDecoder:
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
     def _mlp(self, hidden: Floats, name: str) -> Floats:
-        inner = _ACTIVATIONS[self._decoder.activation](self._linear(hidden, name + "fc"))
+        inner, activate = self._linear(hidden, name + "fc"), _ACTIVATIONS[self._decoder.activation]
+        if self._decoder.mlp == "fused":
+            factor, gate = np.split(inner, 2, axis=-1)
+            inner = factor * activate(gate)
+        else:
+            inner = activate(inner)
         if self._decoder.mlp == "gated":
             inner = inner * self._linear(hidden, name + "gate")
         return self._linear(inner, name + "proj")

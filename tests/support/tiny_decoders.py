@@ -35,6 +35,15 @@ GPT2 = Decoder(
     mlp_bias=True,
     attention_scale=0.25,
 )
+GPTJ = replace(
+    GPT2,
+    positions="rope",
+    block="parallel",
+    mlp_norm=None,
+    rope_inv_freq=tuple(float(10000 ** (-index / 4)) for index in range(4)),
+    rope_interleaved=True,
+)
+ALIBI = replace(GPT2, positions="alibi", alibi_slopes=(0.25, 0.0625, 0.015625, 0.00390625))
 GROUPED = Sizes(vocab=320, hidden=64, layers=2, heads=4, kv_heads=2, head=16, epsilon=1e-5)
 INNER = 96
 POSITIONS = 128
@@ -76,6 +85,7 @@ def tiny_decoder(
     *,
     dtype: npt.DTypeLike = np.float32,
     int8: bool = False,
+    head_bias: bool = False,
     seed: int = 0,
 ) -> TinyDecoder:
     """Random tensors for `decoder`, large enough that every part moves the logits."""
@@ -91,13 +101,13 @@ def tiny_decoder(
     add("transformer.vocab_embedding", sizes.vocab, sizes.hidden, bias=False)
     if decoder.positions == "learned":
         add("transformer.position_embedding", POSITIONS, sizes.hidden, bias=False)
+    if decoder.embedding_norm:
+        add("transformer.ln_embed", sizes.hidden, bias=layer_norm, centre=1.0)
     for layer in range(sizes.layers):
         name = f"transformer.layers.{layer}"
         add(f"{name}.input_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
-        add(f"{name}.post_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
-        if decoder.block == "sandwich":
-            add(f"{name}.pre_feedforward_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
-            add(f"{name}.post_feedforward_layernorm", sizes.hidden, bias=layer_norm, centre=1.0)
+        for norm in _mlp_norms(decoder):
+            add(f"{name}.{norm}", sizes.hidden, bias=layer_norm, centre=1.0)
         if decoder.qk_norm:
             add(f"{name}.attention.q_layernorm", sizes.head, bias=layer_norm, centre=1.0)
             add(f"{name}.attention.k_layernorm", sizes.head, bias=layer_norm, centre=1.0)
@@ -105,11 +115,18 @@ def tiny_decoder(
         add(f"{name}.attention.qkv", rows, sizes.hidden, bias=decoder.attention_bias)
         add(f"{name}.attention.dense", sizes.hidden, sizes.heads * sizes.head, bias=decoder.dense_bias)
         for part in ("fc", "gate") if decoder.mlp == "gated" else ("fc",):
-            add(f"{name}.mlp.{part}", INNER, sizes.hidden, bias=decoder.mlp_bias)
+            inner = 2 * INNER if decoder.mlp == "fused" else INNER
+            add(f"{name}.mlp.{part}", inner, sizes.hidden, bias=decoder.mlp_bias)
         add(f"{name}.mlp.proj", sizes.hidden, INNER, bias=decoder.mlp_bias)
-    add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
-    add("lm_head", sizes.vocab, sizes.hidden, bias=False)
+    if decoder.block != "post":
+        add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
+    add("lm_head", sizes.vocab, sizes.hidden, bias=head_bias)
     return TinyDecoder(decoder=decoder, sizes=sizes, tensors=tensors, int8=int8)
+
+
+def _mlp_norms(decoder: Decoder) -> list[str]:
+    around = ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if decoder.block == "sandwich" else []
+    return ([] if decoder.mlp_norm is None else [decoder.mlp_norm]) + around
 
 
 # Every property of a decoder that the graph builder knows, at least once.
@@ -133,5 +150,15 @@ DECODERS: dict[str, TinyDecoder] = {
     "llama, int8": tiny_decoder(int8=True),
     "llama, float16": tiny_decoder(dtype=np.float16),
     "gpt2": tiny_decoder(GPT2, replace(GROUPED, kv_heads=4)),
+    "gptj, part of a head rotated": tiny_decoder(GPTJ, replace(GROUPED, kv_heads=4), head_bias=True),
+    "gpt_neox, two norms side by side": tiny_decoder(
+        replace(GPTJ, mlp_norm="mlp_layernorm", rope_interleaved=False), replace(GROUPED, kv_heads=4), int8=True
+    ),
+    "falcon, alibi, one key head": tiny_decoder(replace(ALIBI, block="parallel"), replace(GROUPED, kv_heads=1)),
+    "bloom, alibi, embeddings normed": tiny_decoder(
+        replace(ALIBI, embedding_norm=True), replace(GROUPED, kv_heads=4), head_bias=True
+    ),
+    "opt, norms behind": tiny_decoder(replace(GPT2, block="post", activation="relu"), replace(GROUPED, kv_heads=4)),
+    "phi3, fused halves": tiny_decoder(replace(LLAMA, mlp="fused")),
     "gpt2, relu, int8": tiny_decoder(replace(GPT2, activation="relu"), replace(GROUPED, kv_heads=4), int8=True),
 }

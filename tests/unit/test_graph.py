@@ -77,9 +77,9 @@ def test_sizes_of_an_old_config_are_derived() -> None:
     assert Sizes.of(config) == Sizes(vocab=10, hidden=64, layers=3, heads=4, kv_heads=4, head=16, epsilon=1e-5)
 
 
-def test_partial_rotation_is_refused() -> None:
-    tiny = tiny_decoder(replace(LLAMA, rope_inv_freq=(1.0, 0.1)))
-    with pytest.raises(UnsupportedModelError, match="4 of 16 numbers"):
+def test_rotation_beyond_the_head_is_refused() -> None:
+    tiny = tiny_decoder(replace(LLAMA, rope_inv_freq=(1.0,) * 9))
+    with pytest.raises(UnsupportedModelError, match="turns 18 numbers of a head, which has 16"):
         build_graph(tiny.decoder, tiny.sizes, tiny)
 
 

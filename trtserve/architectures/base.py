@@ -13,14 +13,20 @@ HfConfig = Mapping[str, Any]
 CheckpointConfig = Mapping[str, Any]
 
 Norm = Literal["rms", "layer"]
-Positions = Literal["rope", "learned"]
-Mlp = Literal["gated", "plain"]
+Positions = Literal["rope", "learned", "alibi"]
+
+# How the MLP is made: fc → activation → proj; gated: the activation is multiplied with gate; fused: fc holds both, the
+# factor before what is activated (TensorRT-LLM's swiglu).
+Mlp = Literal["gated", "plain", "fused"]
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 # How a layer adds attention and MLP to its input:
 #   sequential  x + attention(norm(x)), then the same with the MLP
 #   sandwich    x + norm(attention(norm(x))), then the same with the MLP: norms on both sides (Gemma 2)
-Block = Literal["sequential", "sandwich"]
+#   parallel    x + attention(norm(x)) + MLP(norm(x)), each with its own norm or both with one (GPT-J, Falcon)
+#   post        norm(x + attention(x)), then the same with the MLP; no norm after the last layer (OPT-350m)
+Block = Literal["sequential", "sandwich", "parallel", "post"]
 
 # How a tensor of the whole model is split over tensor-parallel ranks (convert-and-build, "Sharding rules"):
 #   replicated  every rank holds it whole
@@ -61,12 +67,15 @@ class Target:
 class Decoder:
     """What a decoder layer stack is made of; read by the graph builder, together with the checkpoint's sizes.
 
-    `rope_inv_freq` are the inverse frequencies (head_size / 2 numbers) with any scaling applied, None without rope;
-    `local_rope_inv_freq` those of the layers with a window, None when they are the same. `rope_interleaved` tells
-    GPT-J style pairs from the half-split of GPT-NeoX. `windows` are the sliding windows of the layers in tokens, None
-    for a layer that sees all, repeated over the layers; empty for none at all. `attention_scale` multiplies q·k;
-    `attention_softcap` c makes scores s to c·tanh(s / c), `logits_softcap` the same with logits. `qk_norm` tells that
-    queries and keys of each head are normed, before they are rotated. `embedding_scale` multiplies embeddings.
+    `rope_inv_freq` are the inverse frequencies with any scaling applied, one for every pair of numbers of a head that
+    is rotated (the first ones of a head when it is a part), None without rope; `local_rope_inv_freq` those of the
+    layers with a window, None when they are the same. `rope_interleaved` tells GPT-J style pairs from the half-split
+    of GPT-NeoX. `alibi_slopes` (one per head) times the position of a key are added to the scaled scores. `windows`
+    are the sliding windows of the layers in tokens, None for a layer that sees all, repeated over the layers; empty
+    for none at all. `attention_scale` multiplies q·k; `attention_softcap` c makes scores s to c·tanh(s / c),
+    `logits_softcap` the same with logits. `qk_norm` tells that queries and keys of each head are normed, before they
+    are rotated. `embedding_scale` multiplies embeddings, `embedding_norm` tells that they are normed. `mlp_norm` is
+    the name of the norm before the MLP; None when a parallel MLP takes what attention takes.
     """
 
     norm: Norm
@@ -80,10 +89,13 @@ class Decoder:
     rope_inv_freq: tuple[float, ...] | None = None
     local_rope_inv_freq: tuple[float, ...] | None = None
     rope_interleaved: bool = False
+    alibi_slopes: tuple[float, ...] | None = None
     windows: tuple[int | None, ...] = ()
     block: Block = "sequential"
     qk_norm: bool = False
+    mlp_norm: str | None = "post_layernorm"
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
     attention_softcap: float | None = None
     logits_softcap: float | None = None
 

@@ -26,6 +26,10 @@ Array = npt.NDArray[Any]
 # The sum after the last layer's attention. From here on every token goes its own way, so that PagedModel can drop
 # there the rows whose logits nobody asked for: it spares the last MLP, the final norm and lm_head.
 LAST_ATTENTION = "last_attention"
+# The product in the last layer that takes the MLP's input past that sum, where the MLP is parallel to the attention.
+LAST_PARALLEL_MLP = "last_parallel_mlp"
+# The constant f32[heads] that holds the slopes of alibi.
+ALIBI_SLOPES = "alibi_slopes"
 # Half of the largest float16: far below any score, finite in every precision the CPU may choose.
 _MASKED = -32752.0
 
@@ -126,23 +130,47 @@ class _GraphBuilder:
         hidden = self._embed()
         for layer in range(self._sizes.layers):
             hidden = self._layer(hidden, f"transformer.layers.{layer}", layer)
-        logits = self._linear(self._norm(hidden, "transformer.ln_f"), "lm_head", int8=False)
+        if self._decoder.block != "post":
+            hidden = self._norm(hidden, "transformer.ln_f")
+        logits = self._linear(hidden, "lm_head", int8=False)
         result = ops.result(self._capped(logits))
         result.get_output_tensor(0).set_names({"logits"})
         inputs = [self._input_ids, self._attention_mask, self._position_ids, self._beam_idx]
         return ov.Model([result], self._sinks, inputs, "decoder")
 
     def _layer(self, hidden: Any, name: str, layer: int) -> Any:
+        blocks = {"parallel": self._parallel, "post": self._post_normed, "sandwich": self._sandwich}
+        return blocks.get(self._decoder.block, self._sequential)(hidden, name, layer)
+
+    def _sequential(self, hidden: Any, name: str, layer: int) -> Any:
+        normed = self._norm(hidden, f"{name}.input_layernorm")
+        hidden = self._sum(hidden, self._attention(normed, f"{name}.attention", layer), layer)
+        return add(hidden, self._mlp(self._norm(hidden, f"{name}.{self._decoder.mlp_norm}"), f"{name}.mlp"))
+
+    def _sandwich(self, hidden: Any, name: str, layer: int) -> Any:
         attended = self._attention(self._norm(hidden, f"{name}.input_layernorm"), f"{name}.attention", layer)
-        sandwich = self._decoder.block == "sandwich"
-        if sandwich:
-            attended = self._norm(attended, f"{name}.post_layernorm")
-        hidden = add(hidden, attended)
+        hidden = self._sum(hidden, self._norm(attended, f"{name}.post_layernorm"), layer)
+        inner = self._mlp(self._norm(hidden, f"{name}.pre_feedforward_layernorm"), f"{name}.mlp")
+        return add(hidden, self._norm(inner, f"{name}.post_feedforward_layernorm"))
+
+    def _parallel(self, hidden: Any, name: str, layer: int) -> Any:
+        normed = self._norm(hidden, f"{name}.input_layernorm")
+        mlp_norm = self._decoder.mlp_norm
+        other = normed if mlp_norm is None else self._norm(hidden, f"{name}.{mlp_norm}")
+        hidden = self._sum(hidden, self._attention(normed, f"{name}.attention", layer), layer)
+        mark = LAST_PARALLEL_MLP if layer == self._sizes.layers - 1 else None
+        return add(hidden, self._mlp(other, f"{name}.mlp", mark=mark))
+
+    def _post_normed(self, hidden: Any, name: str, layer: int) -> Any:
+        hidden = self._sum(hidden, self._attention(hidden, f"{name}.attention", layer), layer)
+        hidden = self._norm(hidden, f"{name}.input_layernorm")
+        return self._norm(add(hidden, self._mlp(hidden, f"{name}.mlp")), f"{name}.post_layernorm")
+
+    def _sum(self, hidden: Any, attended: Any, layer: int) -> Any:
+        total = add(hidden, attended)
         if layer == self._sizes.layers - 1:
-            hidden.get_node().set_friendly_name(LAST_ATTENTION)
-        norm = "pre_feedforward_layernorm" if sandwich else "post_layernorm"
-        inner = self._mlp(self._norm(hidden, f"{name}.{norm}"), f"{name}.mlp")
-        return add(hidden, self._norm(inner, f"{name}.post_feedforward_layernorm") if sandwich else inner)
+            total.get_node().set_friendly_name(LAST_ATTENTION)
+        return total
 
     # Inputs of the first layer
 
@@ -153,6 +181,8 @@ class _GraphBuilder:
             embedded = add(embedded, positions)
         if self._decoder.embedding_scale != 1.0:
             embedded = ops.multiply(embedded, ops.constant(np.float32(self._decoder.embedding_scale))).output(0)
+        if self._decoder.embedding_norm:
+            embedded = self._norm(embedded, "transformer.ln_embed")
         return embedded
 
     def _rotation_by(self, frequencies: Sequence[float] | None) -> Rotation | None:
@@ -173,9 +203,13 @@ class _GraphBuilder:
             oldest = ops.subtract(queries, ops.constant(np.int64(window)))
             visible = ops.logical_and(visible, ops.greater(keys, oldest))
         present = ops.unsqueeze(ops.convert(self._attention_mask, "boolean"), integers(1, 2))
-        return ops.select(
+        mask = ops.select(
             ops.logical_and(present, visible), ops.constant(np.float32(0)), ops.constant(np.float32(_MASKED))
         )
+        if self._decoder.alibi_slopes is None:
+            return mask
+        slopes = constant(np.asarray(self._decoder.alibi_slopes, dtype=np.float32), ALIBI_SLOPES)
+        return ops.add(mask, ops.multiply(ops.unsqueeze(slopes, integers(0, 2, 3)), ops.convert(keys, "f32")))
 
     # Attention
 
@@ -246,8 +280,13 @@ class _GraphBuilder:
         normal = ops.multiply(hidden, ops.divide(ops.constant(np.float32(1)), root))
         return ops.multiply(normal, weight).output(0)
 
-    def _mlp(self, hidden: Any, name: str) -> Any:
-        inner = self._activate(self._linear(hidden, f"{name}.fc", int8=self._int8))
+    def _mlp(self, hidden: Any, name: str, *, mark: str | None = None) -> Any:
+        inner = self._linear(hidden, f"{name}.fc", int8=self._int8, mark=mark)
+        if self._decoder.mlp == "fused":
+            halves = ops.split(inner, ops.constant(np.int64(-1)), 2)
+            inner = ops.multiply(halves.output(0), self._activate(halves.output(1))).output(0)
+        else:
+            inner = self._activate(inner)
         if self._decoder.mlp == "gated":
             inner = ops.multiply(inner, self._linear(hidden, f"{name}.gate", int8=self._int8)).output(0)
         return self._linear(inner, f"{name}.proj", int8=self._int8)
@@ -260,10 +299,12 @@ class _GraphBuilder:
             return ops.relu(states).output(0)
         return ops.gelu(states, "tanh" if activation == "gelu_tanh" else "erf").output(0)
 
-    def _linear(self, hidden: Any, name: str, *, int8: bool) -> Any:
-        """hidden [b, l, in] × weight [out, in]ᵀ (+ bias, where the checkpoint has one)."""
+    def _linear(self, hidden: Any, name: str, *, int8: bool, mark: str | None = None) -> Any:
+        """hidden [b, l, in] × weight [out, in]ᵀ (+ bias, where the checkpoint has one); `mark` names the product."""
         weight = self._int8_weight(f"{name}.weight") if int8 else self._weight(f"{name}.weight")
         product = ops.matmul(hidden, weight, False, True).output(0)
+        if mark is not None:
+            product.get_node().set_friendly_name(mark)
         bias = f"{name}.bias"
         return add(product, self._weight(bias)) if bias in self._names else product
 

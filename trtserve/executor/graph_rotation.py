@@ -15,28 +15,27 @@ from trtserve.executor.graph_operations import integers
 class Rotation:
     """Turns the pairs of numbers in each head by position × frequency; all layers that turn alike share one.
 
-    `frequencies` are the inverse frequencies, one per pair; `interleaved` tells GPT-J's pairs of neighbours from
-    GPT-NeoX's pairs over the two halves of a head.
+    `frequencies` are the inverse frequencies, one per pair; with fewer than half of the `head` numbers, the first ones
+    are turned and the rest stays. `interleaved` tells GPT-J's pairs of neighbours from GPT-NeoX's pairs over the two
+    halves of what is turned.
     """
 
     def __init__(self, position_ids: Any, frequencies: Sequence[float], *, head: int, interleaved: bool) -> None:
-        if 2 * len(frequencies) != head:
-            raise UnsupportedModelError(
-                f"Rotary embedding over {2 * len(frequencies)} of {head} numbers per head is not built; "
-                "expected all of them."
-            )
+        self._size = 2 * len(frequencies)
+        if self._size > head:
+            raise UnsupportedModelError(f"The rotary embedding turns {self._size} numbers of a head, which has {head}.")
         self._head = head
         self._interleaved = interleaved
         self._cosines, self._sines = self._tables(position_ids, frequencies)
 
     def _tables(self, position_ids: Any, frequencies: Sequence[float]) -> tuple[Any, Any]:
-        """Cosines and sines of the positions: two f32[b, 1, l, head]."""
+        """Cosines and sines of the positions: two f32[b, 1, l, numbers that are turned]."""
         positions = ops.convert(ops.unsqueeze(position_ids, integers(1)), "f32")
         columns = ops.constant(np.asarray(frequencies, dtype=np.float32).reshape(1, -1, 1))
         angles = ops.transpose(ops.matmul(columns, positions, False, False), integers(0, 2, 1))
         if self._interleaved:
             repeated = ops.reshape(
-                ops.concat([ops.unsqueeze(angles, integers(-1))] * 2, -1), integers(0, 0, self._head), True
+                ops.concat([ops.unsqueeze(angles, integers(-1))] * 2, -1), integers(0, 0, self._size), True
             )
         else:
             repeated = ops.concat([angles, angles], -1)
@@ -44,23 +43,30 @@ class Rotation:
 
     def turn(self, states: Any) -> Any:
         """The rotated `states` [b, heads, l, head]."""
+        if self._size == self._head:
+            return self._turn_all(states)
+        first = ops.slice(states, integers(0), integers(self._size), integers(1), integers(3))
+        rest = ops.slice(states, integers(self._size), integers(self._head), integers(1), integers(3))
+        return ops.concat([self._turn_all(first), rest], -1).output(0)
+
+    def _turn_all(self, states: Any) -> Any:
         turned = self._turn_pairs(states) if self._interleaved else self._turn_halves(states)
         return ops.add(ops.multiply(states, self._cosines), ops.multiply(turned, self._sines)).output(0)
 
     def _turn_halves(self, states: Any) -> Any:
-        """(x, y) → (−y, x) where x and y are the two halves of a head (GPT-NeoX, Hugging Face's Llama).
+        """(x, y) → (−y, x) where x and y are the two halves of what is turned (GPT-NeoX, Hugging Face's Llama).
 
         The axis of the concatenation must be written as -1: OpenVINO recognises (and fuses) only that form.
         """
-        half = self._head // 2
+        half = self._size // 2
         first = ops.slice(states, integers(0), integers(half), integers(1), integers(3))
         second = ops.slice(states, integers(half), integers(2 * half), integers(1), integers(3))
         return ops.concat([ops.multiply(second, ops.constant(np.float32(-1))), first], -1)
 
     def _turn_pairs(self, states: Any) -> Any:
         """(x, y) → (−y, x) where x and y are neighbours (GPT-J)."""
-        pairs = ops.reshape(states, integers(0, 0, 0, self._head // 2, 2), special_zero=True)
+        pairs = ops.reshape(states, integers(0, 0, 0, self._size // 2, 2), special_zero=True)
         first = ops.slice(pairs, integers(0), integers(1), integers(1), integers(4))
         second = ops.slice(pairs, integers(1), integers(2), integers(1), integers(4))
         turned = ops.concat([ops.multiply(second, ops.constant(np.float32(-1))), first], 4)
-        return ops.reshape(turned, integers(0, 0, 0, self._head), special_zero=True)
+        return ops.reshape(turned, integers(0, 0, 0, self._size), special_zero=True)

@@ -15,11 +15,13 @@ from openvino import opset13 as ops
 # Private in OpenVINO: tests/unit/test_paged_model.py pins the inputs that the transformation makes.
 from openvino._offline_transformations import paged_attention_transformation
 
-from trtserve.executor.graph import LAST_ATTENTION
+from trtserve.executor.graph import ALIBI_SLOPES, LAST_ATTENTION, LAST_PARALLEL_MLP
 from trtserve.executor.lora_modules import LoraShape
 
 # Input 10 of PagedAttentionExtension is its sliding window in tokens, 0 for none.
 _WINDOW_INPUT = 10
+# Input 11 holds the slopes of alibi, one per head, or nothing.
+_ALIBI_INPUT = 11
 
 
 def to_paged_attention(graph: ov.Model, *, windows: Sequence[int | None] = ()) -> None:
@@ -27,6 +29,8 @@ def to_paged_attention(graph: ov.Model, *, windows: Sequence[int | None] = ()) -
 
     `windows` are the sliding windows of the layers in tokens, None for none; a shorter list is repeated.
     """
+    slopes = _constants(graph).get(ALIBI_SLOPES)
+    slopes = None if slopes is None else slopes.get_data().copy()
     paged_attention_transformation(graph)
     nodes = graph.get_ordered_ops()
     attentions = [node for node in nodes if node.get_type_name() == "PagedAttentionExtension"]
@@ -34,10 +38,12 @@ def to_paged_attention(graph: ov.Model, *, windows: Sequence[int | None] = ()) -
         window = windows[layer % len(windows)] if windows else None
         if window is not None:
             node.input(_WINDOW_INPUT).replace_source_output(ops.constant(np.int32(window)).output(0))
+        if slopes is not None:
+            node.input(_ALIBI_INPUT).replace_source_output(ops.constant(slopes).output(0))
     for parameter in graph.get_parameters():
         if parameter.get_friendly_name().startswith(("key_cache.", "value_cache.")):
             parameter.set_element_type(ov.Type.dynamic)
-    _gather_rows(graph, next(node for node in nodes if node.get_friendly_name() == LAST_ATTENTION))
+    _gather_rows(graph, {node.get_friendly_name(): node for node in nodes})
     graph.validate_nodes_and_infer_types()
 
 
@@ -145,11 +151,14 @@ def _scalar(value: int, like: Any) -> Any:
     return ops.constant(value, dtype=like.get_element_type())
 
 
-def _gather_rows(graph: ov.Model, node: Any) -> None:
-    """Let everything behind `node` see only the tokens numbered by a new input `rows` i32[r]."""
+def _gather_rows(graph: ov.Model, nodes: Mapping[str, Any]) -> None:
+    """Let everything behind the last attention see only the tokens numbered by a new input `rows` i32[r]."""
     rows = _parameter("rows", [-1], ov.Type.i32)
-    consumers = list(node.output(0).get_target_inputs())
-    chosen = ops.gather(node, rows, ops.constant(np.int64(0)))
-    for consumer in consumers:
-        consumer.replace_source_output(chosen.output(0))
+    ends = [list(nodes[LAST_ATTENTION].output(0).get_target_inputs())]
+    if LAST_PARALLEL_MLP in nodes:
+        ends.append([nodes[LAST_PARALLEL_MLP].input(0)])
+    for consumers in ends:
+        chosen = ops.gather(consumers[0].get_source_output(), rows, ops.constant(np.int64(0)))
+        for consumer in consumers:
+            consumer.replace_source_output(chosen.output(0))
     graph.add_parameters([rows])
