@@ -194,7 +194,9 @@ def test_recorded_server_is_the_default(
 ) -> None:
     monkeypatch.setenv("TRTSERVE_HOME", str(folder / "home"))
     assert run(["query", "hi"]) == run(["query", "hi", "--server", "echo", "--protocol", "http"]) == 0
-    assert capsys.readouterr().out == "Echo: hi\n" * 2
+    # Its address means the same server, whose alias is known.
+    assert run(["query", "hi", *address(server)]) == run(["query", "hi", *address(server, "http")]) == 0
+    assert capsys.readouterr().out == "Echo: hi\n" * 4
 
 
 def test_no_server_running(capsys: pytest.CaptureFixture[str]) -> None:

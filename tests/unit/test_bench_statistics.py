@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trtserve.bench.load import Record, Status
+from tests.support.described_models import described
+from trtserve.bench.load import Record, Status, _finish_reason, core_tensors
 from trtserve.bench.report import Report, notes_on
 from trtserve.bench.statistics import compute, percentile, summarize, token_gaps
+from trtserve.bench.traffic import TrafficRequest
 from trtserve.specs import BenchSpec
+from trtserve.triton.tensors import Tensor
 
 MS = 1_000_000
 
@@ -25,6 +28,7 @@ def record(
     arrivals: list[tuple[int, int]] | None = None,
     status: Status = "completed",
     scheduled: bool = False,
+    finish_reason: str | None = None,
 ) -> Record:
     """A record whose times are given in milliseconds."""
     received = [(5, 1), (10, 1)] if arrivals is None else arrivals
@@ -38,6 +42,7 @@ def record(
         status=status,
         scheduled=scheduled,
         streamed=True,
+        finish_reason=finish_reason,
         arrivals=[(time * MS, tokens) for time, tokens in received],
     )
 
@@ -115,6 +120,38 @@ def test_counts_add_up() -> None:
     assert (counts.offered, counts.sent, counts.completed, counts.failed, counts.cancelled) == (4, 3, 1, 1, 1)
     assert counts.sent == counts.completed + counts.failed + counts.cancelled
     assert counts.unsent == 1
+
+
+def test_reasons_of_completed_answers_are_counted() -> None:
+    records = [record(finish_reason=reason) for reason in ("end_id", "length", "length")]
+    records.append(record(status="failed", finish_reason="timed_out"))
+    report = _report(records)
+    assert list(report.statistics.finish_reasons.items()) == [("length", 2), ("end_id", 1)]
+    assert report.rows()[-2:] == [("Ended by length", "2"), ("Ended by end_id", "1")]
+    assert report.to_json()["statistics"]["finish_reasons"] == {"length": 2, "end_id": 1}
+    assert not any(name.startswith("Ended by") for name, _ in _report([record()]).rows())
+
+
+@pytest.mark.parametrize(("reason", "read"), [("length", "length"), ("not_finished", None), ("", None), (None, None)])
+def test_reason_of_a_response(reason: str | None, read: str | None) -> None:
+    from tritonclient.grpc import service_pb2
+
+    response = service_pb2.ModelInferResponse()
+    tensors = [Tensor(name="output_ids", datatype="INT32", shape=(1, 1, 1), values=[3])]
+    if reason is not None:
+        tensors.append(Tensor(name="finish_reason", datatype="BYTES", shape=(1, 1), values=[reason]))
+    for tensor in tensors:
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        response.raw_output_contents.append(tensor.raw())
+    assert _finish_reason(response) == read
+
+
+@pytest.mark.parametrize(("release", "asks"), [(None, True), ("1.2", False)])
+def test_reasons_are_asked_for_where_the_model_declares_them(release: str | None, asks: bool) -> None:
+    request = TrafficRequest(token_ids=np.array([1, 2], np.int32), output_len=3)
+    sent = {tensor.name: tensor.flat() for tensor in core_tensors(described("tensorrt_llm", release=release), request)}
+    assert sent.get("return_finish_reason") == ([True] if asks else None)
+    assert (sent["input_ids"], sent["input_lengths"], sent["request_output_len"]) == ([1, 2], [2], [3])
 
 
 def _report(records: list[Record], *, streaming: bool = True, **spec: float) -> Report:

@@ -173,6 +173,11 @@ def test_ids_of_a_file_or_of_the_command_line(tmp_path: Path, monkeypatch: pytes
         (["hi", "--ssl", "--private-key", "x.pem"], "belong together"),
         (["hi", "--ssl", "--root-certificates", "/nowhere.pem"], "--root-certificates is /nowhere.pem"),
         (["hi", "--beam-width", "0"], "--beam-width is 0"),
+        (["hi", "--output-dir", "/dev/null/x"], "no folder can be made"),
+        (["hi", "--stop-words", "\udce9"], "--stop-words is not UTF-8"),
+        (["hi", "--system", "\udce9"], "--system is not UTF-8"),
+        (["hi", "--input", "x=\udce9"], "--input is not UTF-8"),
+        (["hi", "--guide", "\udce9"], "--guide is not UTF-8"),
         (["hi", "--top-p", "nan"], "--top-p is nan"),
     ],
 )

@@ -25,7 +25,8 @@ from trtserve.cli.endpoint import (
 )
 from trtserve.cli.options import DryRunOption, JsonOption
 from trtserve.cli.query_options import CHECKING, ENDING, PROMPTS, given_options, with_request_options
-from trtserve.cli.query_prompts import read_prompts
+from trtserve.cli.query_prompts import as_utf8, read_prompts
+from trtserve.errors import TrtserveError, UsageError
 from trtserve.query.spec import QuerySpec
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ ModelOption = Annotated[
     str | None,
     typer.Option("--model", "--model-name", help="Triton model to ask; default: the served alias."),
 ]
-StreamOption = Annotated[bool, typer.Option("--stream", "--streaming", "-S", help="Print the answer as it comes.")]
+StreamOption = Annotated[
+    bool, typer.Option("--stream", "--streaming", "-S", help="Print the answer as it comes (of one sequence).")
+]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print times, ids and tokens/s on stderr.")]
 PromptsOption = Annotated[
     list[str] | None,
@@ -227,13 +230,13 @@ def query(
         token_ids=token_ids,
         model=model,
         options=given_options(options),
-        inputs=tuple(split_input(text) for text in input or ()),
+        inputs=tuple(split_input(as_utf8(text, "--input")) for text in input or ()),
         outputs=tuple(requested_outputs or ()),
         exclude_input=exclude_input,
         stream=stream,
         batch=batch,
         raw=raw,
-        system=system,
+        system=None if system is None else as_utf8(system, "--system"),
         tokenizer=tokenizer,
         protocol=cast(Literal["grpc", "http"], protocol),
         compression=cast(Any, grpc_compression_algorithm),
@@ -268,7 +271,14 @@ def query(
 
 
 def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:
-    return output_dir if output_dir is not None else Path() if save else None
+    """Where outputs go; a folder that cannot be written is said before the answer and not after it."""
+    folder = output_dir if output_dir is not None else Path() if save else None
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output-dir is {folder}; no folder can be made there: {error.strerror}.") from None
+    return folder
 
 
 def _ask(spec: QuerySpec, endpoint: Any, sink: query_output.Sink, expected: Expectation | None) -> None:
@@ -279,7 +289,7 @@ def _ask(spec: QuerySpec, endpoint: Any, sink: query_output.Sink, expected: Expe
         for generation in generate_each(spec, endpoint, on_text=sink.on_text):
             sink.add(generation, spec)
             generations.append(generation)
-    except BaseException:
+    except (KeyboardInterrupt, TrtserveError):
         sink.broken()
         raise
     sink.finish(spec, endpoint)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trtserve.cli.query_prompts import as_utf8
 from trtserve.query.options import REQUEST_OPTIONS, RequestOption
 
 PROMPTS = "Prompts"
@@ -42,7 +43,14 @@ def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """What was given of the table's options: flags that are off and lists that are empty were not."""
-    return {name: value for name, value in options.items() if value is not None and value is not False and value != []}
+    given = {name: value for name, value in options.items() if value is not None and value is not False and value != []}
+    return {name: _utf8(REQUEST_OPTIONS[name], value) for name, value in given.items()}
+
+
+def _utf8(option: RequestOption, value: Any) -> Any:
+    if option.kind == "texts":
+        return [as_utf8(text, option.flag) for text in value]
+    return as_utf8(value, option.flag) if option.kind == "text" else value
 
 
 def _parameter(option: RequestOption) -> inspect.Parameter:

@@ -115,7 +115,6 @@ def save_outputs(generation: Generation, folder: Path, names: Sequence[str]) -> 
             f"--save names {', '.join(sorted(missing))}, which the answer does not have.",
             hint=f"It has {there}; --return-context-logits and --return-generation-logits ask for logits.",
         )
-    folder.mkdir(parents=True, exist_ok=True)
     wanted = {
         key: array for key, array in generation.outputs.items() if (key[0] in names if names else array.size > _SHOWN)
     }

@@ -36,6 +36,14 @@ def read_prompts(
     return (_read_prompt(" ".join(words) if words else None),), ()
 
 
+def as_utf8(text: str, flag: str) -> str:
+    """An argument's bytes as UTF-8, which is what models are asked in, whatever this terminal's encoding is."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
+
+
 def _read_prompt(prompt: str | None) -> str:
     """The prompt's bytes as UTF-8, which is what models are asked in, whatever this terminal's encoding is."""
     if prompt is None and sys.stdin.isatty():
