@@ -70,6 +70,13 @@ def test_asking_is_refused_by_name(path: str, value: Any) -> None:
         (api.ExecutorConfig(medusa_choices=[[0]]), "medusa_choices"),
         (api.ExecutorConfig(decoding_mode=api.for_release("0.10").DecodingMode.MEDUSA), "decoding_mode"),
         (api.ExecutorConfig(decoding_config=api.DecodingConfig(api.DecodingMode.Medusa())), "decoding_mode Medusa"),
+        (api.ExecutorConfig(decoding_config=api.DecodingConfig(medusa_choices=[[0]])), "medusa_choices"),
+        (
+            api.ExecutorConfig(decoding_config=api.DecodingConfig(None, api.LookaheadDecodingConfig(4, 3, 4))),
+            r"lookahead_decoding_config \(Triton: lookahead_window_size\)",
+        ),
+        (api.ExecutorConfig(decoding_config=api.DecodingConfig(eagle_config=api.EagleConfig())), "eagle_config"),
+        (api.ExecutorConfig(use_variable_beam_width_search=True), "use_variable_beam_width_search"),
         (
             api.ExecutorConfig(
                 parallel_config=api.ParallelConfig(communication_mode=api.CommunicationMode.ORCHESTRATOR)

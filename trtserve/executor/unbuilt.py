@@ -81,8 +81,16 @@ CONFIG_FEATURES = (
     Unbuilt("medusa_choices", _nothing),
     Unbuilt("decoding_mode", lambda mode: mode is not DecodingMode010.MEDUSA),
     Unbuilt("additional_model_outputs", _nothing),
+    Unbuilt("use_variable_beam_width_search", _one_of(False)),
 )
 """Logits of the generation, guided decoding and adapters are permissions: requests that lack them are refused."""
+
+DECODING_FEATURES = (
+    Unbuilt("medusa_choices", _nothing),
+    Unbuilt("lookahead_decoding_config", _absent, "lookahead_window_size"),
+    Unbuilt("eagle_config", _absent, "eagle_choices"),
+)
+"""Of `decoding_config`, where there is one."""
 
 
 def refuse_unbuilt(request: Request) -> None:
@@ -95,6 +103,8 @@ def refuse_unbuilt_config(config: ExecutorConfig) -> None:
     _refuse(CONFIG_FEATURES, config)
     if config.parallel_config and config.parallel_config.communication_mode is CommunicationMode.ORCHESTRATOR:
         raise RuntimeError("communication_mode ORCHESTRATOR is not supported by the embedded executor; use LEADER")
+    if config.decoding_config is not None:
+        _refuse(DECODING_FEATURES, config.decoding_config)
     mode = config.decoding_config and config.decoding_config.decoding_mode
     if mode and mode.isBeamSearch() and config.max_beam_width == 1:
         logger.warning("decoding_mode beam_search does not fit beam width 1; using auto")
