@@ -25,7 +25,7 @@ from trtserve.progress import SILENT, Progress
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store, publish, reusable
 
-SCHEMA = 1
+SCHEMA = 2
 # Weight-only quantisation is recorded, the weights stay floats: TensorRT-LLM's loader (preprocess_weights →
 # weight_only_quantize_dict) quantises the qkv, dense, fc, gate and proj weights that are not int8 yet, and so does the
 # builder of the openvino runtime.
@@ -99,7 +99,8 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
     spec = replace(spec, dtype=resolve_dtype(spec, hf))
     config = checkpoint_config(hf, spec)
     sources = read_source(model.path, family.BASE_PREFIX)
-    targets = family.targets(config)
+    described = {**config, "tie_word_embeddings": architectures.tied(hf)}
+    targets = family.targets(described)
     placement = Placement(
         targets,
         layers=config["num_hidden_layers"],
@@ -107,7 +108,7 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
         pp_size=spec.pp_size,
         dtype=spec.dtype,
     )
-    uses = match(targets, sources, family.unused(config))
+    uses = match(targets, sources, family.unused(described))
     return Plan(
         spec=spec,
         config=config,

@@ -10,6 +10,15 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]
 
+NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_layernorm": "post_attention_layernorm",
+    "pre_feedforward_layernorm": "pre_feedforward_layernorm",
+    "post_feedforward_layernorm": "post_feedforward_layernorm",
+    "attention.q_layernorm": "self_attn.q_norm",
+    "attention.k_layernorm": "self_attn.k_norm",
+}
+
 
 def split_rows(whole: Array, tp: int) -> list[Array]:
     return np.split(whole, tp, axis=0)
@@ -30,33 +39,47 @@ def split_qkv(q: Array, k: Array, v: Array, head_size: int, tp: int) -> list[Arr
 
 
 def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int) -> list[Tensors]:
-    """The checkpoint of a Llama or Mistral for tp ranks."""
+    """The checkpoint of a model whose tensors are named like Llama's, for tp ranks."""
     head_size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    gemma = hf["model_type"].startswith("gemma")
     ranks: list[Tensors] = [{} for _ in range(tp)]
 
     def put(name: str, parts: list[Array]) -> None:
         for rank, part in zip(ranks, parts, strict=True):
             rank[name] = part
 
-    put("transformer.vocab_embedding.weight", [source["model.embed_tokens.weight"]] * tp)
-    put("transformer.ln_f.weight", [source["model.norm.weight"]] * tp)
-    head = source["model.embed_tokens.weight"] if hf["tie_word_embeddings"] else source["lm_head.weight"]
-    put("lm_head.weight", split_vocabulary(head, tp))
+    table = source["model.embed_tokens.weight"]
+    put("transformer.vocab_embedding.weight", split_vocabulary(table, tp) if gemma else [table] * tp)
+    for name, norm in _norms(source, hf["num_hidden_layers"], offset=1 if gemma else 0).items():
+        put(name, [norm] * tp)
+    put("lm_head.weight", split_vocabulary(table if hf["tie_word_embeddings"] else source["lm_head.weight"], tp))
     for layer in range(hf["num_hidden_layers"]):
         theirs, ours = f"model.layers.{layer}.", f"transformer.layers.{layer}."
-        put(ours + "input_layernorm.weight", [source[theirs + "input_layernorm.weight"]] * tp)
-        put(ours + "post_layernorm.weight", [source[theirs + "post_attention_layernorm.weight"]] * tp)
-        for kind in ("weight", "bias") if hf.get("attention_bias") else ("weight",):
+        for kind in _kinds(source, f"{theirs}self_attn.q_proj"):
             q, k, v = (source[f"{theirs}self_attn.{part}_proj.{kind}"] for part in "qkv")
             put(f"{ours}attention.qkv.{kind}", split_qkv(q, k, v, head_size, tp))
-            dense = source[f"{theirs}self_attn.o_proj.{kind}"]
-            put(f"{ours}attention.dense.{kind}", np.split(dense, tp, axis=1) if kind == "weight" else [dense] * tp)
-        for kind in ("weight", "bias") if hf.get("mlp_bias") else ("weight",):
+        for name, their_name in (("attention.dense", "self_attn.o_proj"), ("mlp.proj", "mlp.down_proj")):
+            for kind in _kinds(source, theirs + their_name):
+                whole = source[f"{theirs}{their_name}.{kind}"]
+                put(f"{ours}{name}.{kind}", np.split(whole, tp, axis=1) if kind == "weight" else [whole] * tp)
+        for kind in _kinds(source, f"{theirs}mlp.up_proj"):
             put(f"{ours}mlp.fc.{kind}", split_rows(source[f"{theirs}mlp.gate_proj.{kind}"], tp))
             put(f"{ours}mlp.gate.{kind}", split_rows(source[f"{theirs}mlp.up_proj.{kind}"], tp))
-            down = source[f"{theirs}mlp.down_proj.{kind}"]
-            put(f"{ours}mlp.proj.{kind}", np.split(down, tp, axis=1) if kind == "weight" else [down] * tp)
     return ranks
+
+
+def _norms(source: Tensors, layers: int, *, offset: int) -> Tensors:
+    names = {"transformer.ln_f.weight": "model.norm.weight"}
+    for layer in range(layers):
+        names |= {
+            f"transformer.layers.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
+            for ours, theirs in NORMS.items()
+        }
+    return {ours: source[theirs] + np.float32(offset) for ours, theirs in names.items() if theirs in source}
+
+
+def _kinds(source: Tensors, name: str) -> list[str]:
+    return [kind for kind in ("weight", "bias") if f"{name}.{kind}" in source]
 
 
 def gpt2_ranks(source: Tensors, hf: dict[str, Any], tp: int) -> list[Tensors]:

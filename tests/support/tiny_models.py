@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +12,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.tiny_llamas import LLAMAS, Families, Shapes
+
 Array = npt.NDArray[Any]
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
-
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-_LLAMA3: dict[str, Any] = _LLAMA | {
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "rope_type": "llama3",
-    },
-    "tie_word_embeddings": True,
-}
-
-_LINEAR: dict[str, Any] = _LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}
-
-_MISTRAL: dict[str, Any] = _LLAMA | {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "head_dim": 16,
-    "sliding_window": None,
-}
 
 _GPT2: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"],
@@ -68,33 +30,6 @@ _GPT2: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-def _llama_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads = config["num_attention_heads"]
-    size = config.get("head_dim") or hidden // heads
-    rows = {"q": heads * size, "k": config["num_key_value_heads"] * size, "v": config["num_key_value_heads"] * size}
-    yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        linear = {f"self_attn.{part}_proj": (count, hidden) for part, count in rows.items()}
-        linear |= {"self_attn.o_proj": (hidden, heads * size)}
-        mlp = {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-        yield prefix + "input_layernorm.weight", (hidden,)
-        yield prefix + "post_attention_layernorm.weight", (hidden,)
-        yield from _linears(prefix, linear, bias=config.get("attention_bias", False))
-        yield from _linears(prefix, mlp, bias=config.get("mlp_bias", False))
-    yield "model.norm.weight", (hidden,)
-    if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", (vocab, hidden)
-
-
-def _linears(prefix: str, shapes: Mapping[str, tuple[int, int]], *, bias: bool) -> Shapes:
-    for name, shape in shapes.items():
-        yield f"{prefix}{name}.weight", shape
-        if bias:
-            yield f"{prefix}{name}.bias", shape[:1]
 
 
 def _gpt2_shapes(config: Mapping[str, Any]) -> Shapes:
@@ -122,13 +57,7 @@ def _gpt2_shapes(config: Mapping[str, Any]) -> Shapes:
         yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
-FAMILIES: dict[str, tuple[dict[str, Any], Callable[[Mapping[str, Any]], Shapes]]] = {
-    "llama": (_LLAMA, _llama_shapes),
-    "llama3": (_LLAMA3, _llama_shapes),
-    "llama_linear": (_LINEAR, _llama_shapes),
-    "mistral": (_MISTRAL, _llama_shapes),
-    "gpt2": (_GPT2, _gpt2_shapes),
-}
+FAMILIES: Families = LLAMAS | {"gpt2": (_GPT2, _gpt2_shapes)}
 
 _DTYPES: dict[str, tuple[str, Any]] = {
     "float32": ("F32", np.float32),

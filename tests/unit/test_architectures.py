@@ -12,6 +12,7 @@ import pytest
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve import architectures
 from trtserve.architectures.rope import inverse_frequencies, rotary
+from trtserve.architectures.windows import attention_windows
 from trtserve.artifacts import Model
 from trtserve.convert import plan_conversion
 from trtserve.errors import UnsupportedModelError
@@ -51,7 +52,6 @@ COMMON = {
     "embedding_sharding_dim": 0,
     "qk_layernorm": False,
     "runtime_defaults": None,
-    "tie_word_embeddings": True,
     "mapping": {
         "world_size": 4,
         "gpus_per_node": 8,
@@ -75,7 +75,43 @@ COMMON = {
         "has_zero_point": False,
         "pre_quant_scale": False,
         "exclude_modules": None,
+        "mamba_ssm_cache_dtype": None,
     },
+}
+
+QWEN = {
+    **COMMON,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "hidden_act": "silu",
+    "norm_epsilon": 1e-6,
+    "position_embedding_type": "rope_gpt_neox",
+    "rotary_base": 1000000.0,
+    "rotary_scaling": None,
+    "mlp_bias": False,
+    "disable_weight_only_quant_plugin": False,
+    "num_labels": 1,
+    "use_logn_attn": False,
+    "seq_length": 8192,
+    "moe": DENSE | {"normalization_mode": 0},
+    "moe_intermediate_size": 0,
+    "moe_shared_expert_intermediate_size": 0,
+}
+
+GEMMA = {
+    **COMMON,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "norm_epsilon": 1e-6,
+    "position_embedding_type": "rope_gpt_neox",
+    "head_size": 32,
+    "rotary_embedding_dim": 32,
+    "rotary_base": 10000.0,
+    "rotary_scaling": None,
+    "attn_bias": False,
+    "mlp_bias": False,
+    "use_parallel_embedding": True,
+    "inter_layernorms": True,
 }
 
 EXPECTED_CONFIGS: dict[str, dict[str, Any]] = {
@@ -90,6 +126,8 @@ EXPECTED_CONFIGS: dict[str, dict[str, Any]] = {
         "rotary_scaling": LLAMA3 | {"original_max_position_embeddings": 64},
         "attn_bias": False,
         "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "has_partial_lora_mask": False,
         "residual_mlp": False,
         "disable_weight_only_quant_plugin": False,
         "remove_duplicated_kv_heads": False,
@@ -102,6 +140,52 @@ EXPECTED_CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "output_multiplier_scale": 1.0,
+    },
+    "qwen2": {
+        **QWEN,
+        "architecture": "Qwen2ForCausalLM",
+        "qwen_type": "qwen2",
+        "attn_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {
+        **QWEN,
+        "architecture": "Qwen3ForCausalLM",
+        "qwen_type": "qwen3",
+        "attn_bias": False,
+        "head_size": 32,
+        "rotary_embedding_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "gemma": {
+        **GEMMA,
+        "architecture": "GemmaForCausalLM",
+        "num_key_value_heads": 1,
+        "hidden_act": "gelu",
+        "inter_layernorms": False,
+    },
+    "gemma2": {
+        **GEMMA,
+        "architecture": "Gemma2ForCausalLM",
+        "num_hidden_layers": 3,
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 5.0,
+        "attn_logit_softcapping": 50.0,
+        "max_attention_window": [24, 512],  # ours: upstream drops the windows
+    },
+    "gemma3": {
+        **GEMMA,
+        "architecture": "Gemma3ForCausalLM",
+        "num_hidden_layers": 3,
+        "hidden_act": "gelu",
+        "rotary_base": 1000000.0,
+        "rotary_scaling": {"rope_type": "linear", "factor": 8.0},  # ours: upstream drops it
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": None,
+        "_sliding_window_pattern": 2,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 24,
     },
     "gpt2": {
         **COMMON,
@@ -142,11 +226,13 @@ def test_config_has_the_keys_of_release_1_2(tmp_path: Path, family: str) -> None
     assert plan_conversion(Model(path=folder), spec).config == EXPECTED_CONFIGS[family]
 
 
-@pytest.mark.parametrize("family", ["llama", "llama3", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"]
+)
 def test_parameter_count_needs_the_config_only(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path, family)
     stored = sum(values.size for values in read_safetensors(folder / "model.safetensors").values())
-    copied_head = 320 * 64 if family in ("llama3", "gpt2") else 0
+    copied_head = 320 * 64 if family in ("llama3", "qwen3", "gemma", "gemma2", "gemma3", "gpt2") else 0
     assert architectures.parameter_count(checkpoint_config(folder)) == stored + copied_head
 
 
@@ -169,14 +255,27 @@ def test_a_checkpoint_of_an_old_release_finds_its_family() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'; supported are linear, llama3"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "'yarn'; supported are linear, dynamic, llama3",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, r"quantised already \(awq\)"),
         ("llama", {"hidden_act": "mish"}, "'mish'"),
         ("llama", {"intermediate_size": None}, "lacks intermediate_size"),
         ("llama", {"hidden_size": "64"}, "hidden_size = '64'; expected positive"),
         ("llama", {"num_key_value_heads": "2"}, "num_key_value_heads = '2'"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "names 1 layers"),
+        ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ("qwen3", {"attention_bias": True}, "sets attention_bias"),
+        ("gemma", {"attention_bias": True}, "sets attention_bias"),
+        ("gemma", {"hidden_activation": "relu"}, "'relu'"),
+        ("gemma2", {"hidden_activation": "silu"}, "'silu'"),
+        ("gemma3", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "sets attn_logit_softcapping"),
+        ("gemma3", {"sliding_window": None}, "sliding_window = None"),
+        ("gemma3", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "irregular"),
         ("gpt2", {"n_layer": 0}, "n_layer = 0"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"activation_function": "tanh"}, "'tanh'"),
@@ -191,6 +290,8 @@ def test_what_cannot_be_converted_is_named_from_the_config_alone(
 
 def test_rotary_settings_are_read_in_both_spellings() -> None:
     assert rotary({"rope_theta": 5e5, "rope_scaling": LLAMA3}) == (5e5, LLAMA3)
+    linear = {"type": "linear", "factor": 2.0}
+    assert rotary({"rope_scaling": linear}) == (1e4, linear | {"rope_type": "linear"})
     assert rotary({"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}) == (5e5, LLAMA3)
     assert rotary({"rope_parameters": {"rope_theta": 2e4, "rope_type": "default"}}) == (2e4, None)
     assert rotary({}) == (1e4, None)
@@ -228,7 +329,7 @@ def test_llama3_bounds_follow_both_factors() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("family", ["llama", "llama3", "llama_linear"])
+@pytest.mark.parametrize("family", ["llama", "llama3", "llama_linear", "llama_dynamic"])
 def test_frequencies_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     pytest.importorskip("torch")
     from transformers import AutoConfig
@@ -254,7 +355,58 @@ def test_an_absent_window_is_4096_as_in_transformers(tmp_path: Path) -> None:
     hf = hf_config(write_tiny_model(tmp_path, "mistral", max_position_embeddings=8192))
     del hf["sliding_window"]
     config = architectures.supported(hf).checkpoint_config(hf)
-    assert config["runtime_defaults"] == {"max_attention_window": [4096]}
+    assert config["max_attention_window"] == [4096]
+    assert "runtime_defaults" not in config
+
+
+def test_windows_of_another_tools_checkpoint_are_read() -> None:
+    config = {"max_position_embeddings": 512, "runtime_defaults": {"max_attention_window": [64, 512]}}
+    assert attention_windows(config) == (64, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, ()),
+        ({"use_sliding_window": True}, (None, 24)),
+        ({"use_sliding_window": True, "max_window_layers": 2}, ()),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, (24, None)),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, ()),
+    ],
+)
+def test_qwens_windows_begin_at_a_layer(tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None]) -> None:
+    config = checkpoint_config(write_tiny_model(tmp_path, "qwen2"), **changes)
+    assert architectures.family("Qwen2ForCausalLM").decoder(config).windows == windows
+
+
+def test_gemma2s_windows_follow_its_layer_types(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    config = checkpoint_config(write_tiny_model(tmp_path, "gemma2"), layer_types=kinds)
+    assert architectures.family("Gemma2ForCausalLM").decoder(config).windows == (None, 24, 24)
+
+
+def test_gemma3s_pattern_is_read_from_layer_types(tmp_path: Path) -> None:
+    hf = hf_config(write_tiny_model(tmp_path, "gemma3"))
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = architectures.supported(hf | {"layer_types": kinds}).checkpoint_config(hf | {"layer_types": kinds})
+    assert config["_sliding_window_pattern"] == 3
+    decoder = architectures.family("Gemma3ForCausalLM").decoder(config)
+    assert [decoder.window(layer) for layer in range(6)] == [24, 24, None] * 2
+
+
+def test_gemma3s_rotations_are_read_in_both_spellings(tmp_path: Path) -> None:
+    hf = hf_config(write_tiny_model(tmp_path, "gemma3"))
+    old = architectures.supported(hf).checkpoint_config(hf)
+    for key in ("rope_theta", "rope_local_base_freq", "rope_scaling"):
+        del hf[key]
+    hf["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    assert architectures.supported(hf).checkpoint_config(hf) == old
+    hf["rope_parameters"]["sliding_attention"] |= {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match="layers with a window"):
+        architectures.supported(hf)
 
 
 def test_decoders_say_what_the_graph_needs(tmp_path: Path) -> None:

@@ -50,6 +50,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama3", {"vocab_size": 321}),
     ("llama_linear", {}),
     ("mistral", {"sliding_window": 64}),
+    ("qwen2", {"vocab_size": 323}),
+    ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("qwen3", {"vocab_size": 323}),
+    ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    ("gemma", {"vocab_size": 323}),
+    ("gemma", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    ("gemma2", {"vocab_size": 323}),
+    ("gemma2", {"tie_word_embeddings": False}),
+    ("gemma3", {"vocab_size": 323}),
+    ("gemma3", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
     ("gpt2", {"vocab_size": 323}),
     ("gpt2", {"n_inner": 96, "tie_word_embeddings": False}),
 ]
@@ -67,6 +77,30 @@ def test_each_rank_holds_exactly_its_part(tmp_path: Path, family: str, overrides
         assert actual.keys() == wanted.keys()
         for name, values in wanted.items():
             np.testing.assert_array_equal(actual[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma", "gemma2", "gemma3"])
+def test_two_stages_hold_what_one_does(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path / "hf", family, num_hidden_layers=3)
+    whole = read_ranks(convert(folder, tmp_path / "one", dtype="float32").path, 1)[0]
+    first, second = read_ranks(convert(folder, tmp_path / "two", pp_size=2, dtype="float32").path, 2)
+    moved = {name.replace(".layers.0.", ".layers.2."): values for name, values in second.items()}
+    assert not first.keys() & moved.keys()
+    assert (first | moved).keys() == whole.keys()
+    for name, values in (first | moved).items():
+        np.testing.assert_array_equal(values, whole[name], err_msg=name)
+
+
+@pytest.mark.parametrize("source", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("wanted", ["float32", "float16", "bfloat16"])
+def test_gemmas_norms_are_summed_before_they_are_rounded(tmp_path: Path, source: str, wanted: str) -> None:
+    folder = write_tiny_model(tmp_path / "hf", "gemma", dtype=source)
+    stored = read_safetensors(folder / "model.safetensors")["model.norm.weight"]
+    wide = stored if source == "float16" else stored.astype(np.float32)
+    kind = np.dtype(ml_dtypes.bfloat16 if wanted == "bfloat16" else wanted)
+    ranks = read_ranks(convert(folder, tmp_path / "out", dtype=wanted, tp_size=2).path, 2)
+    for rank in ranks:
+        np.testing.assert_array_equal(rank["transformer.ln_f.weight"], (wide + wide.dtype.type(1)).astype(kind))
 
 
 def test_pipeline_stages_number_their_layers_from_zero(tmp_path: Path) -> None:

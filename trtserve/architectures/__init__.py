@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trtserve.architectures import gpt2, llama, mistral
+from trtserve.architectures import gemma, gemma2, gemma3, gpt2, llama, mistral, qwen2, qwen3
 from trtserve.architectures.base import Architecture, CheckpointConfig, Decoder, HfConfig, Target, require_sizes
 from trtserve.errors import UnsupportedModelError
 
@@ -16,9 +16,10 @@ __all__ = [
     "family",
     "parameter_count",
     "supported",
+    "tied",
 ]
 
-_MODULES: tuple[Architecture, ...] = (llama, mistral, gpt2)
+_MODULES: tuple[Architecture, ...] = (llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gpt2)
 
 FAMILIES: dict[str, Architecture] = {name: module for module in _MODULES for name in module.HF_ARCHITECTURES}
 
@@ -54,6 +55,11 @@ def supported(hf: HfConfig) -> Architecture:
     require_sizes(config, "head_size", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
     module.decoder(config)
     return module
+
+
+def tied(hf: HfConfig) -> bool:
+    """True when the model's output head is its embedding table."""
+    return bool(hf.get("tie_word_embeddings", family(architecture_of(hf)).TIED))
 
 
 def architecture_of(hf: HfConfig) -> str:

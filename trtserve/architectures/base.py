@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -47,8 +46,8 @@ class Target:
     Hugging Face model, joined on dimension 0. `parts` are the row counts of what is fused (q, k and v, or the halves
     of a gated MLP) and `head_size` the rows of q, k and v that stay together. `order` are runs (first row, rows) of
     the one source in the order in which the target has them; empty when it has them all as they lie. `transpose` is
-    set for Conv1D weights, stored [in, out]. `layer` is the global layer index; a tensor outside the layers belongs to
-    the first pipeline stage, or to the last one.
+    set for Conv1D weights, stored [in, out]. `offset` is added to all values. `layer` is the global layer index; a
+    tensor outside the layers belongs to the first pipeline stage, or to the last one.
     """
 
     name: str
@@ -59,6 +58,7 @@ class Target:
     head_size: int = 0
     order: tuple[tuple[int, int], ...] = ()
     transpose: bool = False
+    offset: float = 0.0
     layer: int | None = None
     last_stage: bool = False
 
@@ -112,6 +112,9 @@ class Architecture(Protocol):
     # Prefix of all source names but the head's; files of a model saved without its head lack it.
     BASE_PREFIX: str
 
+    # transformers' default of `tie_word_embeddings`: the head is the embedding table.
+    TIED: bool
+
     def checkpoint_config(self, hf: HfConfig) -> dict[str, Any]:
         """Family part of the checkpoint's `config.json` (sizes, positions, extra keys), without dtype and mapping.
 
@@ -119,7 +122,10 @@ class Architecture(Protocol):
         """
 
     def targets(self, config: CheckpointConfig) -> list[Target]:
-        """Every tensor of the checkpoint of the whole model (tp 1, pp 1), in file order."""
+        """Every tensor of the checkpoint of the whole model (tp 1, pp 1), in file order.
+
+        When sources matter, `config` has `tie_word_embeddings`, also where TensorRT-LLM's config has no such key.
+        """
 
     def unused(self, config: CheckpointConfig) -> Sequence[str]:
         """Patterns (fnmatch) of source tensors that are known and not needed."""
@@ -165,23 +171,6 @@ def fused_qkv(config: CheckpointConfig) -> tuple[int, int, int]:
     """Row counts of q, k and v in the fused tensor of the whole model."""
     keys = config["num_key_value_heads"] * config["head_size"]
     return config["num_attention_heads"] * config["head_size"], keys, keys
-
-
-def attention_windows(config: CheckpointConfig) -> tuple[int | None, ...]:
-    """Sliding windows of the layers (see Decoder) from TensorRT-LLM's `runtime_defaults.max_attention_window`.
-
-    Upstream's converters leave it null and want the windows given at start; ours write it, so that they are not lost.
-    """
-    longest = config.get("max_position_embeddings") or math.inf
-    windows = (config.get("runtime_defaults") or {}).get("max_attention_window") or []
-    return tuple(window if window < longest else None for window in windows)
-
-
-def runtime_windows(windows: Sequence[int | None], longest: int) -> dict[str, Any] | None:
-    """`runtime_defaults` that say `windows`, a layer without one sees `longest` tokens; None when no layer has one."""
-    if all(window is None or window >= longest for window in windows):
-        return None
-    return {"max_attention_window": [window or longest for window in windows]}
 
 
 def dense_moe(*, normalization_mode: int | None) -> dict[str, Any]:

@@ -23,16 +23,20 @@ _HEAD = "lm_head.weight"
 def complete_config(
     sizes: Mapping[str, Any], *, architecture: str, dtype: str, tp_size: int, pp_size: int, quant_algo: str | None
 ) -> dict[str, Any]:
-    """`config.json` of a checkpoint with the keys of TensorRT-LLM 1.2, around a family's own part."""
+    """`config.json` of a checkpoint with the keys of TensorRT-LLM 1.2, around a family's own part.
+
+    Sources of the keys: PretrainedConfig, Mapping and QuantConfig of release 1.2. A family that says
+    `use_parallel_embedding` splits its embedding where there are several tensor-parallel ranks.
+    """
     return {
         "architecture": architecture,
         "dtype": dtype,
         "logits_dtype": "float32",
         "runtime_defaults": None,
-        "use_parallel_embedding": False,
         "embedding_sharding_dim": 0,
         "qk_layernorm": False,
         **sizes,
+        "use_parallel_embedding": bool(sizes.get("use_parallel_embedding")) and tp_size > 1,
         "mapping": _mapping(tp_size, pp_size),
         "quantization": _quantization(quant_algo),
     }
@@ -65,6 +69,7 @@ def _quantization(quant_algo: str | None) -> dict[str, Any]:
         "has_zero_point": False,
         "pre_quant_scale": False,
         "exclude_modules": None,
+        "mamba_ssm_cache_dtype": None,
     }
 
 

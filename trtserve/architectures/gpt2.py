@@ -21,6 +21,7 @@ from trtserve.errors import UnsupportedModelError
 
 HF_ARCHITECTURES: tuple[str, ...] = ("GPT2LMHeadModel",)
 BASE_PREFIX = "transformer."
+TIED = True
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -31,7 +32,11 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GPTConfig."""
+    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GPTConfig.
+
+    It has none for tied embeddings: upstream takes the embedding table for the head of every GPT-2, ours takes the
+    model's own head when it has one.
+    """
     sizes = required(hf, "n_embd", "n_layer", "n_head", "n_positions", "vocab_size")
     _refuse_variants(hf)
     activation = hf.get("activation_function", "gelu_new")
@@ -51,8 +56,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "max_position_embeddings": sizes["n_positions"],
         "rotary_embedding_dim": head_size,
         # TensorRT-LLM multiplies q·k by 1 / (q_scaling · √head_size).
-        "q_scaling": 1.0 if hf.get("scale_attn_weights", True) else 1 / math.sqrt(head_size),
-        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", True)),
+        "q_scaling": 1 if hf.get("scale_attn_weights", True) else 1 / math.sqrt(head_size),
         **_constants(),
     }
 

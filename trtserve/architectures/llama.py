@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trtserve.architectures.base import (
@@ -12,17 +11,20 @@ from trtserve.architectures.base import (
     Decoder,
     HfConfig,
     Target,
-    attention_windows,
     dense_moe,
-    embedding_split,
-    fused_qkv,
     required,
 )
+from trtserve.architectures.llama_tensors import Parts, llama_targets
+from trtserve.architectures.llama_tensors import llama_unused as unused
 from trtserve.architectures.rope import inverse_frequencies, rotary
+from trtserve.architectures.windows import attention_windows
 from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
 HF_ARCHITECTURES: tuple[str, ...] = ("LlamaForCausalLM",)
 BASE_PREFIX = "model."
+TIED = False
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -40,7 +42,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     heads = sizes["num_attention_heads"]
     head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
     base, scaling = rotary(hf)
-    _require_activation(hf.get("hidden_act", "silu"))
+    require_activation(hf.get("hidden_act", "silu"))
     return {
         **sizes,
         "num_key_value_heads": hf.get("num_key_value_heads") or heads,
@@ -74,10 +76,12 @@ def _constants() -> dict[str, Any]:
         "attention_multiplier": 1.0,
         "residual_multiplier": 1.0,
         "output_multiplier_scale": 1.0,
+        "has_partial_lora_mask": False,
     }
 
 
-def _require_activation(name: str) -> Activation:
+def require_activation(name: str) -> Activation:
+    """What an activation of Hugging Face calculates; UnsupportedModelError for one that is not known."""
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(f"Activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}.")
     return _ACTIVATIONS[name]
@@ -85,91 +89,8 @@ def _require_activation(name: str) -> Activation:
 
 def targets(config: CheckpointConfig) -> list[Target]:
     """Every tensor of the checkpoint of the whole model, in file order."""
-    vocab, hidden = config["vocab_size"], config["hidden_size"]
-    embedding = Target(
-        name="transformer.vocab_embedding.weight",
-        sources=("model.embed_tokens.weight",),
-        shape=(vocab, hidden),
-        split=embedding_split(config),
-    )
-    layers = [target for layer in range(config["num_hidden_layers"]) for target in _layer(config, layer)]
-    norm = Target(name="transformer.ln_f.weight", sources=("model.norm.weight",), shape=(hidden,), last_stage=True)
-    head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
-    lm_head = Target(name="lm_head.weight", sources=(head,), shape=(vocab, hidden), split="vocab", last_stage=True)
-    return [embedding, *layers, norm, lm_head]
-
-
-def _layer(config: CheckpointConfig, layer: int) -> Iterator[Target]:
-    hidden = config["hidden_size"]
-    ours, theirs = f"transformer.layers.{layer}.", f"model.layers.{layer}."
-    yield Target(
-        name=ours + "input_layernorm.weight",
-        sources=(theirs + "input_layernorm.weight",),
-        shape=(hidden,),
-        layer=layer,
-    )
-    yield from _attention(config, layer)
-    yield Target(
-        name=ours + "post_layernorm.weight",
-        sources=(theirs + "post_attention_layernorm.weight",),
-        shape=(hidden,),
-        layer=layer,
-    )
-    yield from _mlp(config, layer)
-
-
-def _attention(config: CheckpointConfig, layer: int) -> Iterator[Target]:
-    hidden, head_size, parts = config["hidden_size"], config["head_size"], fused_qkv(config)
-    ours, theirs = f"transformer.layers.{layer}.attention.", f"model.layers.{layer}.self_attn."
-    kinds = ("weight", "bias") if config.get("attn_bias") else ("weight",)
-    for kind in kinds:
-        yield Target(
-            name=f"{ours}qkv.{kind}",
-            sources=[f"{theirs}{part}_proj.{kind}" for part in "qkv"],
-            shape=(sum(parts), hidden) if kind == "weight" else (sum(parts),),
-            split="qkv",
-            parts=parts,
-            head_size=head_size,
-            layer=layer,
-        )
-    for kind in kinds:
-        yield Target(
-            name=f"{ours}dense.{kind}",
-            sources=(f"{theirs}o_proj.{kind}",),
-            shape=(hidden, parts[0]) if kind == "weight" else (hidden,),
-            split="row" if kind == "weight" else "replicated",
-            layer=layer,
-        )
-
-
-def _mlp(config: CheckpointConfig, layer: int) -> Iterator[Target]:
-    """`fc` carries the activated branch, so it is gate_proj, and `gate` is up_proj."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    ours, theirs = f"transformer.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
-    kinds = ("weight", "bias") if config.get("mlp_bias") else ("weight",)
-    for name, source in (("fc", "gate_proj"), ("gate", "up_proj")):
-        for kind in kinds:
-            yield Target(
-                name=f"{ours}{name}.{kind}",
-                sources=(f"{theirs}{source}.{kind}",),
-                shape=(inner, hidden) if kind == "weight" else (inner,),
-                split="column",
-                layer=layer,
-            )
-    for kind in kinds:
-        yield Target(
-            name=f"{ours}proj.{kind}",
-            sources=(f"{theirs}down_proj.{kind}",),
-            shape=(hidden, inner) if kind == "weight" else (hidden,),
-            split="row" if kind == "weight" else "replicated",
-            layer=layer,
-        )
-
-
-def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Position tables of old exports; with tied embeddings also a copy of the table under the head's name."""
-    patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]
-    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
+    bias = bool(config.get("attn_bias"))
+    return llama_targets(config, Parts(qkv_bias=bias, dense_bias=bias, mlp_bias=bool(config.get("mlp_bias"))))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
@@ -178,7 +99,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         norm="rms",
         positions="rope",
         mlp="gated",
-        activation=_require_activation(config["hidden_act"]),
+        activation=require_activation(config["hidden_act"]),
         attention_bias=bool(config.get("attn_bias")),
         dense_bias=bool(config.get("attn_bias")),
         mlp_bias=bool(config.get("mlp_bias")),

@@ -96,6 +96,7 @@ def _move(uses: Sequence[Use], placement: Placement) -> Move:
         source=source,
         shape=(source.entry.shape[-1 if target.transpose else 0], columns),
         transpose=target.transpose,
+        offset=target.offset,
         blocks=[block for use in uses for block in placement.blocks(use)],
     )
 

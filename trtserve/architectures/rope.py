@@ -9,14 +9,14 @@ from typing import Any
 from trtserve.architectures.base import HfConfig
 from trtserve.errors import UnsupportedModelError
 
-SCALINGS = ("linear", "llama3")
+SCALINGS = ("linear", "dynamic", "llama3")
 
 
 def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling of a model, from `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
 
     The scaling is what TensorRT-LLM calls `rotary_scaling`; None when positions are not scaled.
-    UnsupportedModelError names a scaling other than linear and llama3.
+    UnsupportedModelError names a scaling other than linear, dynamic and llama3.
     """
     parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     base = float(parameters.pop("rope_theta", None) or hf.get("rope_theta") or default_base)
@@ -28,7 +28,8 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
             f"The model scales its rotary embedding by {kind!r}; supported are {', '.join(SCALINGS)}.",
             hint="Choose a model without this scaling, for example the base length of the same family.",
         )
-    return base, parameters
+    # transformers 4 puts it beside `type` before TensorRT-LLM's converters see it.
+    return base, {**parameters, "rope_type": kind}
 
 
 def scaling_type(scaling: Mapping[str, Any] | None) -> str:
@@ -39,6 +40,8 @@ def scaling_type(scaling: Mapping[str, Any] | None) -> str:
 def inverse_frequencies(size: int, base: float, scaling: Mapping[str, Any] | None) -> tuple[float, ...]:
     """The size / 2 inverse frequencies 1 / base^(2i / size), rounded to float32 step by step as transformers does.
 
+    dynamic: none is changed up to max_position_embeddings, which `longest_sequence` makes the limit (transformers
+    `_compute_dynamic_ntk_parameters`).
     linear: all are divided by `factor` (position interpolation, arXiv:2306.15595).
     llama3: wavelengths beyond original_max_position_embeddings / low_freq_factor are divided by `factor`, those below
     original_max_position_embeddings / high_freq_factor are kept, those between are interpolated (Meta's
@@ -50,7 +53,7 @@ def inverse_frequencies(size: int, base: float, scaling: Mapping[str, Any] | Non
     frequencies = np.float32(1) / np.power(np.float64(base), exponents).astype(np.float32)
     kind = scaling_type(scaling)
     values = [float(value) for value in frequencies]
-    if scaling is None or kind == "default":
+    if scaling is None or kind in ("default", "dynamic"):
         return tuple(values)
     if kind == "linear":
         factor = float(scaling.get("factor", 1.0))

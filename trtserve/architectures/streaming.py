@@ -45,12 +45,16 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One source tensor and all the blocks that are cut from it; `shape` is [out, in]."""
+    """One source tensor and all the blocks that are cut from it; `shape` is [out, in].
+
+    `offset` is added to all values.
+    """
 
     source: SourceTensor
     shape: tuple[int, int]
     transpose: bool
     blocks: Sequence[Block]
+    offset: float = 0.0
 
 
 class RankFiles:
@@ -84,7 +88,7 @@ def carry_out(move: Move, files: RankFiles, dtype: str) -> None:
     """
     with move.source.file.opened() as descriptor:
         rest = []
-        unchanged = move.source.entry.code == CODES[dtype] and not move.transpose
+        unchanged = move.source.entry.code == CODES[dtype] and not move.transpose and not move.offset
         for block in move.blocks:
             if unchanged and block.columns == move.shape[1]:
                 _copy_rows(descriptor, move, block, files[block.rank])
@@ -99,7 +103,7 @@ def _write_blocks(descriptor: int, move: Move, blocks: Sequence[Block], files: R
 
     wanted = numpy_dtype(CODES[dtype])
     for first, values in _chunks(descriptor, move):
-        cast = _cast(move.source, values, wanted)
+        cast = _cast(move.source, _shifted(values, move.offset), wanted)
         for block in blocks:
             start, stop = max(first, block.first_row), min(first + len(values), block.first_row + block.rows)
             if start >= stop:
@@ -129,6 +133,17 @@ def _chunks(descriptor: int, move: Move) -> Iterator[tuple[int, npt.NDArray[Any]
         values = buffer[: min(step, rows - first)]
         read_into(descriptor, values, entry.begin + first * columns * kind.itemsize)
         yield first, values
+
+
+def _shifted(values: npt.NDArray[Any], offset: float) -> npt.NDArray[Any]:
+    """`values` + `offset`, added as TensorRT-LLM's converter does: float16 as it is, anything else as float32."""
+    import numpy as np
+
+    if not offset:
+        return values
+    wide: npt.NDArray[Any] = values if values.dtype == np.float16 else values.astype(np.float32)
+    shifted: npt.NDArray[Any] = wide + np.asarray(offset, wide.dtype)
+    return shifted
 
 
 def _cast(source: SourceTensor, values: npt.NDArray[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]:

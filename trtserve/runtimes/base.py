@@ -20,8 +20,9 @@ WEIGHT_ONLY_INT8 = "W8A16"
 
 # Releases of TensorRT-LLM take this where a checkpoint does not say it.
 _UNKNOWN_MAX_POSITION = 2048
-# Kinds of rotary scaling whose factor is part of max_position_embeddings already.
-_SCALED_ALREADY = frozenset({"llama3", "longrope", "su", "yarn"})
+# Kinds of rotary scaling whose factor is part of max_position_embeddings already, or that change their frequencies
+# beyond it (dynamic), which no fixed graph can.
+_UNSTRETCHED = frozenset({"llama3", "longrope", "su", "yarn", "dynamic"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +96,13 @@ class Runtime(Protocol):
 def longest_sequence(config: CheckpointConfig) -> int:
     """Positions that the model can tell apart: max_position_embeddings, times the factor of linear rope scaling.
 
-    TensorRT-LLM's rule for max_seq_len (`trtllm-build`); scalings that count their factor in already are left alone.
+    TensorRT-LLM's rule for max_seq_len (`trtllm-build`); scalings that count their factor in already are left alone,
+    and so is dynamic scaling, for which a longer --max-seq-len is refused.
     """
     positions = int(config.get("max_position_embeddings") or _UNKNOWN_MAX_POSITION)
     scaling = config.get("rotary_scaling") or {}
     kind = scaling.get("type") or scaling.get("rope_type")
-    if kind is None or kind in _SCALED_ALREADY:
+    if kind is None or kind in _UNSTRETCHED:
         return positions
     return int(positions * float(scaling.get("factor", 1.0)))
 

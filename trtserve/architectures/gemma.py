@@ -1,0 +1,96 @@
+"""Gemma: RMS norms whose weights count from 1, scaled embeddings, a gated MLP with GELU, heads of their own size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
+from trtserve.architectures.llama_tensors import Parts, llama_targets
+from trtserve.architectures.llama_tensors import llama_unused as unused
+from trtserve.architectures.rope import inverse_frequencies, rotary
+from trtserve.architectures.windows import attention_windows
+from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+HF_ARCHITECTURES: tuple[str, ...] = ("GemmaForCausalLM",)
+BASE_PREFIX = "model."
+TIED = True
+
+# Norms multiply by 1 + weight; checkpoints hold the sum, so that TensorRT-LLM's plain RMS norm fits.
+NORM_OFFSET = 1.0
+
+# Both mean the tanh form: releases of Gemma say "gelu" and were trained with the other (transformers' GemmaConfig).
+_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
+_HEAD_SIZE = 256
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig."""
+    base, scaling = rotary(hf)
+    return {
+        **gemma_config(hf, activation=hf.get("hidden_act", "gelu_pytorch_tanh"), kv_heads=16, longest=8192),
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+        "inter_layernorms": False,
+    }
+
+
+def gemma_config(hf: HfConfig, *, activation: str, kv_heads: int, longest: int) -> dict[str, Any]:
+    """Keys of every Gemma; `kv_heads` and `longest` are transformers' defaults of absent keys.
+
+    The embedding is split over tensor-parallel ranks, whatever else is asked for: GemmaConfig forces it. Upstream
+    refuses a vocabulary that does not divide; ours pads it, as TensorRT-LLM's embedding and head expect.
+    """
+    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    _refuse_variants(hf)
+    head_size = hf.get("head_dim") or _HEAD_SIZE
+    return {
+        **sizes,
+        "num_key_value_heads": hf.get("num_key_value_heads") or kv_heads,
+        "head_size": head_size,
+        "hidden_act": activation,
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": hf.get("max_position_embeddings", longest),
+        "rotary_embedding_dim": head_size,
+        "attn_bias": False,
+        "mlp_bias": False,
+        "use_parallel_embedding": True,
+    }
+
+
+def _refuse_variants(hf: HfConfig) -> None:
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        if hf.get(key):
+            raise UnsupportedModelError(f"This Gemma sets {key}, which a TensorRT-LLM checkpoint cannot express.")
+    for key in ("hidden_act", "hidden_activation"):
+        if (hf.get(key) or _ACTIVATIONS[0]) not in _ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"Activation {hf[key]!r} is not supported; supported: {', '.join(_ACTIVATIONS)}."
+            )
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Every tensor of the checkpoint of the whole model, in file order."""
+    return llama_targets(config, Parts(norm_offset=NORM_OFFSET))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """What the decoder is made of."""
+    return Decoder(
+        norm="rms",
+        positions="rope",
+        mlp="gated",
+        activation="gelu_tanh",
+        attention_bias=False,
+        dense_bias=False,
+        mlp_bias=False,
+        attention_scale=1 / math.sqrt(config["head_size"]),
+        rope_inv_freq=inverse_frequencies(
+            config["head_size"], config.get("rotary_base", 10000.0), config.get("rotary_scaling")
+        ),
+        windows=attention_windows(config),
+        embedding_scale=math.sqrt(config["hidden_size"]),
+    )

@@ -1,0 +1,53 @@
+"""Gemma 2: a Gemma with norms on both sides, soft-caps, and a window in every other layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from trtserve.architectures import gemma
+from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target
+from trtserve.architectures.gemma import NORM_OFFSET, gemma_config, unused
+from trtserve.architectures.llama_tensors import Parts, llama_targets
+from trtserve.architectures.rope import rotary
+from trtserve.architectures.windows import layer_kinds, window_keys, windows_of
+
+__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+HF_ARCHITECTURES: tuple[str, ...] = ("Gemma2ForCausalLM",)
+BASE_PREFIX = "model."
+TIED = True
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig, and the windows."""
+    config = gemma_config(hf, activation=hf.get("hidden_act", "gelu"), kv_heads=4, longest=8192)
+    base, scaling = rotary(hf)
+    kinds = layer_kinds(hf) or ["sliding_attention", "full_attention"]
+    return {
+        **config,
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+        "inter_layernorms": True,
+        "query_pre_attn_scalar": hf.get("query_pre_attn_scalar", 256),
+        "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": hf.get("attn_logit_softcapping", 50.0),
+        **window_keys(windows_of(kinds, hf.get("sliding_window", 4096)), config["max_position_embeddings"]),
+    }
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Every tensor of the checkpoint of the whole model, in file order."""
+    return llama_targets(config, Parts(feedforward_norms=True, norm_offset=NORM_OFFSET))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """What the decoder is made of."""
+    return replace(
+        gemma.decoder(config),
+        block="sandwich",
+        attention_scale=1 / math.sqrt(config["query_pre_attn_scalar"]),
+        attention_softcap=config.get("attn_logit_softcapping"),
+        logits_softcap=config.get("final_logit_softcapping"),
+    )

@@ -1,0 +1,85 @@
+"""Qwen2 and Qwen2.5: a Llama with biases on queries, keys and values; windows from a layer on, if at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.architectures import llama
+from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, dense_moe, required
+from trtserve.architectures.llama import require_activation, unused
+from trtserve.architectures.llama_tensors import Parts, llama_targets
+from trtserve.architectures.rope import rotary
+from trtserve.architectures.windows import layer_kinds, window_keys, windows_of
+
+__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+HF_ARCHITECTURES: tuple[str, ...] = ("Qwen2ForCausalLM",)
+BASE_PREFIX = "model."
+TIED = False
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig, and the windows."""
+    return qwen_config(hf, qwen_type="qwen2", attn_bias=True)
+
+
+def qwen_config(hf: HfConfig, *, qwen_type: str, attn_bias: bool) -> dict[str, Any]:
+    """The config of any dense Qwen; absent keys have the defaults of transformers' Qwen2Config."""
+    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    heads = sizes["num_attention_heads"]
+    head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
+    base, scaling = rotary(hf)
+    require_activation(hf.get("hidden_act", "silu"))
+    longest = hf.get("max_position_embeddings", 32768)
+    return {
+        **sizes,
+        "num_key_value_heads": hf.get("num_key_value_heads") or heads,
+        "head_size": head_size,
+        "hidden_act": hf.get("hidden_act", "silu"),
+        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": longest,
+        "rotary_embedding_dim": head_size,
+        "rotary_base": base,
+        "rotary_scaling": scaling,
+        "attn_bias": attn_bias,
+        "qwen_type": qwen_type,
+        "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
+        **_constants(),
+        **window_keys(_windows(hf), longest),
+    }
+
+
+def _constants() -> dict[str, Any]:
+    """Keys of QWenConfig that are the same for every dense model."""
+    return {
+        "mlp_bias": False,
+        "disable_weight_only_quant_plugin": False,
+        "num_labels": 1,
+        "use_logn_attn": False,
+        "seq_length": 8192,
+        "moe": dense_moe(normalization_mode=0),
+        "moe_intermediate_size": 0,
+        "moe_shared_expert_intermediate_size": 0,
+    }
+
+
+def _windows(hf: HfConfig) -> list[int | None]:
+    """Windows of the layers: from layer `max_window_layers` on, unless `layer_types` says otherwise."""
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    first = hf.get("max_window_layers", 28)
+    kinds = layer_kinds(hf) or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(hf["num_hidden_layers"])
+    ]
+    return windows_of(kinds, window)
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Every tensor of the checkpoint of the whole model, in file order."""
+    return llama_targets(config, Parts(qkv_bias=True))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """What the decoder is made of."""
+    return replace(llama.decoder(config), attention_bias=True, dense_bias=False, mlp_bias=False)
