@@ -46,6 +46,7 @@ def write_engine(
             "compute_precision": compute,
             "kv_precision": kv,
             "windows": list(tiny.decoder.windows),
+            "mlp": tiny.decoder.mlp,
         },
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -62,12 +62,15 @@ class _Adapted:
         return {name: np.concatenate(logits) for name, logits in parts.items()}
 
 
+_UNGATED = tuple(name for name in ADAPTER_MODULES if name != "mlp_gate")
 MODULES = {
     "llama": ADAPTER_MODULES,
     "llama, biases": ADAPTER_MODULES,
     "llama, int8": ("attn_qkv", "attn_q", "mlp_4h_to_h"),
     "llama, float16": ("attn_q", "attn_k", "attn_v"),
-    "gpt2": tuple(name for name in ADAPTER_MODULES if name != "mlp_gate"),
+    "gpt2": _UNGATED,
+    "falcon, alibi, one key head": _UNGATED,
+    "phi3, fused halves": _UNGATED,
 }
 
 

@@ -82,19 +82,23 @@ class LoraShape:
         return {module.linear: (module.inputs, module.width) for module in self.modules}
 
 
-def lora_modules(config: Mapping[str, Any], names: Iterable[str]) -> tuple[LoraModule, ...]:
-    """The modules called `names` of a decoder, by their numbers; `config` is the checkpoint's, KeyError for others."""
+def lora_modules(config: Mapping[str, Any], names: Iterable[str], *, fused_mlp: bool = False) -> tuple[LoraModule, ...]:
+    """The modules called `names` of a decoder, by their numbers; `config` is the checkpoint's, KeyError for others.
+
+    `fused_mlp`: the first matrix of the MLP holds the activated part and the gate (Phi-3), and so does its module.
+    """
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     head = int(config.get("head_size") or hidden // heads)
     queries, keys = heads * head, int(config.get("num_key_value_heads") or heads) * head
     inner, fused = int(config.get("intermediate_size") or 4 * hidden), queries + 2 * keys
+    first = 2 * inner if fused_mlp else inner
     parts = {  # linear, inputs, outputs, width, first
         "attn_qkv": ("attention.qkv", hidden, fused, fused, 0),
         "attn_q": ("attention.qkv", hidden, queries, fused, 0),
         "attn_k": ("attention.qkv", hidden, keys, fused, queries),
         "attn_v": ("attention.qkv", hidden, keys, fused, queries + keys),
         "attn_dense": ("attention.dense", queries, hidden, hidden, 0),
-        "mlp_h_to_4h": ("mlp.fc", hidden, inner, inner, 0),
+        "mlp_h_to_4h": ("mlp.fc", hidden, first, first, 0),
         "mlp_4h_to_h": ("mlp.proj", inner, hidden, hidden, 0),
         "mlp_gate": ("mlp.gate", hidden, inner, inner, 0),
     }

@@ -230,7 +230,7 @@ def lora_shape(config: Mapping[str, Any]) -> LoraShape | None:
         return None
     lora = build["lora_config"]
     return LoraShape(
-        modules=lora_modules(model, lora["lora_target_modules"]),
+        modules=lora_modules(model, lora["lora_target_modules"], fused_mlp=config["trtserve"].get("mlp") == "fused"),
         layers=Sizes.of(model).layers,
         max_rank=int(lora["max_lora_rank"]),
         bfloat16=config["trtserve"]["compute_precision"] == "bf16",

@@ -6,13 +6,13 @@ import ctypes
 import gc
 import json
 import time
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve import machine
 from trtserve.architectures import family, parameter_count
+from trtserve.architectures.base import Decoder
 from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import (
@@ -160,12 +160,12 @@ def _explained(error: Exception, plan: EnginePlan) -> TrtserveError:
 def _build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
     _write_graph(plan, checkpoint, folder, progress)
     decoder = family(plan.config["architecture"]).decoder(plan.config)
-    _write_config(folder, engine_config(plan, windows=decoder.windows))
+    _write_config(folder, engine_config(plan, decoder))
     _give_memory_back()
     progress.step(f"Loading the engine: {plan.precision}")
     facts = _prove(folder)
     # OpenVINO chooses the size of a block when it compiles, and compiling takes the rest of the config.
-    _write_config(folder, engine_config(plan, windows=decoder.windows, tokens_per_block=facts["tokens_per_block"]))
+    _write_config(folder, engine_config(plan, decoder, tokens_per_block=facts["tokens_per_block"]))
     return facts
 
 
@@ -173,13 +173,10 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
 
 
-def engine_config(
-    plan: EnginePlan, *, windows: Sequence[int | None], tokens_per_block: int | None = None
-) -> dict[str, Any]:
+def engine_config(plan: EnginePlan, decoder: Decoder, *, tokens_per_block: int | None = None) -> dict[str, Any]:
     """`config.json` of the engine: TensorRT-LLM's keys, and ours under `trtserve`.
 
-    `windows` are those of the layers (see Decoder); `tokens_per_block` of the KV cache is None until the engine was
-    compiled.
+    `tokens_per_block` of the KV cache is None until the engine was compiled.
     """
     return {
         "version": _CONFIG_RELEASE,
@@ -190,7 +187,8 @@ def engine_config(
             "openvino": plan.tools["openvino"],
             "compute_precision": plan.compute_precision,
             "kv_precision": plan.kv_precision,
-            "windows": list(windows),
+            "windows": list(decoder.windows),
+            "mlp": decoder.mlp,
             "machine": machine.describe(),
         },
     }
