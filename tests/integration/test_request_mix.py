@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.adapters import random_adapter
 from tests.support.executors import free_blocks
 from tests.support.request_mix import BEAMS, DRAFT, LORA_RANK, MOST_TOKENS, TABLE_ROWS, Recipe, recipes, request_of
 from tests.support.tiny_models import write_tiny_model
@@ -219,6 +221,25 @@ def _close(recipe: Recipe, ours: Any, theirs: Any) -> None:
     assert (ours is None) == (theirs is None), recipe
     if ours is not None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3, err_msg=str(recipe))
+
+
+def test_other_weights_under_a_task_id_find_no_blocks_of_the_former_ones(side: Side) -> None:
+    """A task id may be evicted and come back with another adapter; keys and values of the first are not its own."""
+    tokens = list(range(3, 103))
+
+    def answer(seed: int, task: int) -> list[int]:
+        lora = api.LoraConfig(task, *random_adapter(side.lora, seed=seed, rank=LORA_RANK))
+        number = side.mixed.enqueue_request(api.Request(tokens, 8, lora_config=lora))
+        (response,) = side.mixed.await_responses(number, timedelta(seconds=SOON))
+        assert isinstance(response, api.Response)
+        return response.result.output_token_ids[0][len(tokens) :]
+
+    first, second = answer(1, 101), answer(2, 102)
+    assert first != second
+    assert side.mixed._worker is not None
+    cached = side.mixed._worker._admission._adapters._adapters
+    del cached[101]
+    assert answer(2, 101) == second
 
 
 def test_the_mix_covers_what_it_claims(side: Side) -> None:

@@ -64,7 +64,7 @@ def test_a_step_is_ordered_by_adapter() -> None:
     scheduler = make_scheduler()
     for number, task in enumerate((7, None, 3), start=1):
         sequence = make_sequence(number, 4, adapter=task)
-        sequence.key = replace(sequence.key, lora_task_id=task)
+        sequence.key = replace(sequence.key, adapter=task)
         scheduler.add(sequence)
     assert shape(run_step(scheduler)) == ([(2, 4), (3, 4), (1, 4)], [])
     assert shape(run_step(scheduler)) == ([], [2, 3, 1])

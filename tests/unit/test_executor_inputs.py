@@ -182,6 +182,11 @@ class FakeAdapter:
 
     task_id: int
 
+    @property
+    def content(self) -> int:
+        """Every task has weights of its own."""
+        return self.task_id
+
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> FakeAdapters:

@@ -173,7 +173,7 @@ def test_reuse_off_keeps_nothing() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"lora_task_id": 1}, {"salt": 1}, {"extra_ids": (5,) * 12}, {"reusable": False}],
+    [{"adapter": 1}, {"salt": 1}, {"extra_ids": (5,) * 12}, {"reusable": False}],
 )
 def test_what_else_makes_contents_different_prevents_reuse(other: dict[str, Any]) -> None:
     cache = _cache(20, reuse=True)

@@ -41,7 +41,7 @@ class _Life:
     def identity(self, tokens: list[int]) -> tuple[object, ...]:
         """What the keys and values behind `tokens` depend on."""
         extra = (self.key.extra_ids or ()) + (0,) * len(tokens)
-        return self.key.lora_task_id, self.key.salt, tuple(tokens), extra[: len(tokens)]
+        return self.key.adapter, self.key.salt, tuple(tokens), extra[: len(tokens)]
 
 
 class KvCacheMachine(RuleBasedStateMachine):
@@ -101,7 +101,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         key = CacheKey(
             np.array(tokens, dtype=np.int64),
             extra_ids=None if extra is None else (extra,) * len(tokens),
-            lora_task_id=lora,
+            adapter=lora,
             reusable=flags[0],
             stored=flags[1] and width == 1,
         )

@@ -70,6 +70,7 @@ class Admission:
         if request.lora_config is not None:
             with self._adapters_lock:
                 first.adapter = first.family.adapter = self._adapters.resolve(request.lora_config)
+            first.key = replace(first.key, adapter=first.adapter.content)
         return [first, *(self._sibling(first, request, index) for index in range(1, first.family.size))]
 
     def require_post_processors(self, requests: list[Request]) -> None:
@@ -164,13 +165,12 @@ class Admission:
 
     def _key(self, request: Request, prompt: npt.NDArray[np.int64], longest: int) -> CacheKey:
         """What the blocks of the request may be shared by; not at all with positions of its own."""
-        table, lora, windows = request.prompt_tuning_config, request.lora_config, self._limits.windows
+        table, windows = request.prompt_tuning_config, self._limits.windows
         own_positions = request.position_ids is not None
         extra_ids = table.input_token_extra_ids if table is not None else None
         return CacheKey(
             tokens=prompt,
             extra_ids=None if extra_ids is None else tuple(extra_ids),
-            lora_task_id=None if lora is None else lora.task_id,
             salt=request.cache_salt_id,
             retention=request.kv_cache_retention_config,
             reusable=not (request.output_config.return_context_logits or own_positions),

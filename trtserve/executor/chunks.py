@@ -50,7 +50,7 @@ class Chunks:
                 left -= len(sequence.draft)
         chunks = [(sequence, size) for sequence, size in zip(contexts, sizes, strict=True) if size]
         if len(chunks) > 1:
-            chunks.sort(key=lambda chunk: (chunk[1] == chunk[0].context_left, chunk[0].key.lora_task_id or 0))
+            chunks.sort(key=lambda chunk: (chunk[1] == chunk[0].context_left, chunk[0].key.adapter or 0))
         return chunks
 
     def _first_sizes(self, contexts: list[Sequence], left: int) -> list[int]:

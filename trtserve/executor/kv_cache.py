@@ -29,7 +29,7 @@ class CacheKey:
 
     tokens: Int64s
     extra_ids: tuple[int, ...] | None = None
-    lora_task_id: int | None = None
+    adapter: int | None = None
     salt: int | None = None
     retention: KvCacheRetentionConfig | None = None
     reusable: bool = True
@@ -141,7 +141,7 @@ class KvCache:
 
     def _match(self, key: CacheKey, width: int) -> tuple[Node, Match]:
         """What is known of a context: all but its last token, of several beams whole blocks before the last."""
-        root = self.known.root(key.lora_task_id, key.salt)
+        root = self.known.root(key.adapter, key.salt)
         if not key.reusable:
             return root, NO_MATCH
         limit = len(key.tokens) - 1
@@ -194,7 +194,7 @@ class KvCache:
         """What identifies the first whole block of a context that is not known yet; None when all are."""
         if not (self.reuse and key.reusable):
             return None
-        root = self.known.root(key.lora_task_id, key.salt)
+        root = self.known.root(key.adapter, key.salt)
         content = encode(key.tokens[:-1], key.extra_ids, 0)
         end = (len(self.known.match(root, content, partial=False).nodes) + 1) * self.known.block_bytes
         return root.key + content[:end] if end <= len(content) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +25,13 @@ class Adapter:
     """One adapter in the type that the engine calculates with; `holders` counts the requests that use it.
 
     `matrices` maps (layer, module id) to in-weights [rank, inputs] and out-weights [rank, outputs]; `ranks` is the
-    largest rank of each module over the layers; `pages` is what it takes in the cache.
+    largest rank of each module over the layers; `pages` is what it takes in the cache. `content` is a digest of the
+    weights: a task id may come back with others, and keys and values of the former ones are not its own then.
     """
 
     task_id: int
     matrices: Mapping[tuple[int, int], tuple[Array, Array]]
+    content: int = 0
     pages: int = 0
     holders: int = 0
     ranks: Mapping[int, int] = field(init=False)
@@ -59,7 +62,14 @@ def read_adapter(task_id: int, weights: Array, config: Array, shape: LoraShape, 
                 f"a row has {len(row)}"
             )
         matrices[layer, number] = _matrices(row, module, rank, bfloat16=shape.bfloat16)
-    return Adapter(task_id=task_id, matrices=matrices)
+    return Adapter(task_id=task_id, matrices=matrices, content=_digest(rows, numbers))
+
+
+def _digest(*arrays: Array) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _two_dimensional(values: Array, name: str) -> Array:

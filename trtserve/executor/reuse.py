@@ -96,9 +96,9 @@ class BlockTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def root(self, lora_task_id: int | None, salt: int | None) -> Node:
+    def root(self, adapter: int | None, salt: int | None) -> Node:
         """Where the contexts of an adapter and a salt begin; it is kept while something is behind it."""
-        key = f"{lora_task_id} {salt} ".encode()
+        key = f"{adapter} {salt} ".encode()
         return self._roots.get(key) or Node(-1, key, None)
 
     def match(self, root: Node, content: bytes, *, partial: bool) -> Match:

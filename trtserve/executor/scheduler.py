@@ -124,7 +124,7 @@ class Scheduler:
         if contexts:
             plan.chunks = self._chunks.divide(contexts, left)
         if self._adapters:
-            plan.generations.sort(key=lambda sequence: sequence.key.lora_task_id or 0)
+            plan.generations.sort(key=lambda sequence: sequence.key.adapter or 0)
         return plan
 
     def _start_to_the_end(self) -> None:
