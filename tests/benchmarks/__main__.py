@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("cli", "executor", "features", "lora", "serving", "convert", "demo")
+BENCHMARKS = ("cli", "executor", "features", "lora", "serving", "text", "convert", "demo")
 
 
 def main() -> int:

@@ -105,13 +105,13 @@ class Recorder:
 
 
 def answered(
-    monkeypatch: pytest.MonkeyPatch, pending: Any, *, decoupled: bool, rows: int = 1
+    monkeypatch: pytest.MonkeyPatch, pending: Any, *, decoupled: bool, rows: int = 1, request_id: str = ""
 ) -> list[tuple[Any, bool]]:
     """What a request with `rows` rows sends when each of them has one response."""
     monkeypatch.setattr(pending, "response", lambda tensors, parameters: f"data {parameters}")
     recorder = Recorder()
     found = pending.PendingTable()
-    request = pending.Pending("", recorder, decoupled, dict.fromkeys(range(rows)))
+    request = pending.Pending(request_id, recorder, decoupled, dict.fromkeys(range(rows)))
     found.add(request)
     for number in range(rows):
         found.close(number)
@@ -123,6 +123,12 @@ def test_a_decoupled_model_ends_with_an_empty_response(monkeypatch: pytest.Monke
     assert answered(monkeypatch, pending, decoupled=True) == [("data {'row': 0}", False), (None, True)]
     sent = answered(monkeypatch, pending, decoupled=True, rows=2)
     assert sent == [("data {'row': 0}", False), ("data {'row': 1}", False), (None, True)]
+
+
+@pytest.mark.parametrize("client", ["", "mine"])
+def test_the_bls_model_gets_the_end_with_the_data(monkeypatch: pytest.MonkeyPatch, pending: Any, client: str) -> None:
+    sent = answered(monkeypatch, pending, decoupled=True, rows=2, request_id=f"{client}/bls-{UUID4}")
+    assert sent == [("data {'row': 0}", False), ("data {'row': 1}", True)]
 
 
 def test_a_model_that_answers_once_answers_once(monkeypatch: pytest.MonkeyPatch, pending: Any) -> None:

@@ -34,11 +34,14 @@ class Pending:
     def send(self, outputs: Outputs, *, parameters: dict[str, Any] | None = None) -> None:
         """Send the outputs of one executor response, and the end when no row is open any more.
 
-        A decoupled model ends with an empty final response, behind every response that has data.
+        A decoupled model ends with an empty final response, behind every response that has data. The BLS model has no
+        use for it and gets the end with the data: one message less on its way.
         """
         tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items()]
-        self.sender.send(response(tensors, parameters), final=not self.decoupled)
-        if self.decoupled and not self.open_rows:
+        ended = not self.open_rows
+        joined = not self.decoupled or _INNER_ID.search(self.request_id) is not None
+        self.sender.send(response(tensors, parameters), final=ended and joined)
+        if ended and not joined:
             self.sender.send(final=True)
 
     def fail(self, message: str) -> None:

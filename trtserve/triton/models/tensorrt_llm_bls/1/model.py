@@ -60,7 +60,7 @@ class TritonPythonModel:
 
     def _serve(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
         # The core model knows this mark: a stop request sent to it with the client's id reaches this request.
-        inner_id = f"{client_id}/bls-{uuid.uuid4()}" if client_id else str(uuid.uuid4())
+        inner_id = f"{client_id}/bls-{uuid.uuid4()}"
         cancelled = threading.Event()
         with self._lock:
             self._active[inner_id] = sender, cancelled
