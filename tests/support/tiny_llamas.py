@@ -85,7 +85,7 @@ _GEMMA2: dict[str, Any] = _GEMMA | {
     "num_key_value_heads": 2,
     "num_hidden_layers": 3,
     "query_pre_attn_scalar": 24,
-    "final_logit_softcapping": 5.0,
+    "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
     "sliding_window": 24,
 }

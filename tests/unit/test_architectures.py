@@ -170,7 +170,7 @@ EXPECTED_CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "hidden_act": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 24,
-        "final_logit_softcapping": 5.0,
+        "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
         "max_attention_window": [24, 512],  # ours: upstream drops the windows
     },
