@@ -171,6 +171,14 @@ def test_reasons_of_outputs_and_of_parameters() -> None:
     assert read(unfinished, stream=True).sequences[0].finish_reason == "length"
 
 
+def test_stop_that_came_too_late_is_none() -> None:
+    context = Context(spec=QuerySpec(prompts=("p",)), model=described(BLS), prompts=Prompts(texts=("p",)))
+    for reason, stopped in (("cancelled", True), ("length", False)):
+        answer = Answer(context)
+        answer.read(iter([reply("a", finish_reason=text_array([reason]))]))
+        assert answer.finished("id", stopped=True).stopped == stopped
+
+
 def test_counts() -> None:
     replies = [reply("a", num_output_tokens=2, num_input_tokens=5), reply("b", num_output_tokens=1, num_input_tokens=5)]
     got = read(replies, stream=True)

@@ -190,11 +190,12 @@ def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
 
 def _timing(answer: Generation) -> str:
     first, rate = answer.time_to_first_token, answer.tokens_per_second
+    uncounted = " (this model does not count tokens)" if answer.output_tokens is None else ""
     parts = [
         f"TTFT {first * 1000:.1f} ms" if first is not None else "TTFT n/a (not a stream)",
         f"latency {answer.latency * 1000:.1f} ms",
         f"{answer.output_tokens} tokens" if answer.output_tokens is not None else f"{answer.responses} responses",
-        f"{rate:.1f} tokens/s" if rate is not None else "tokens/s n/a (this model does not count tokens)",
+        f"{rate:.1f} tokens/s" if rate is not None else f"tokens/s n/a{uncounted}",
     ]
     return f"{answer.model}: {', '.join(parts)}; request id {answer.request_id}"
 

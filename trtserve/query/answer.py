@@ -33,6 +33,7 @@ _READ = (
 )
 _LOGITS = ("context_logits", "generation_logits")
 _UNFINISHED = ("", "not_finished")
+_BY_ITSELF = ("length", "end_id", "stop_words")
 _HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 Outputs = Mapping[str, "npt.NDArray[Any]"]
@@ -131,7 +132,7 @@ class Answer:
                 self._outputs[key] = array
 
     def finished(self, request_id: str, *, stopped: bool = False) -> Generation:
-        """The answer after the last response."""
+        """The answer after the last response; `stopped`: it was told to end."""
         streamed = self._context.streams
         if not self._collected and self._output_tokens is None and not streamed and not stopped:
             raise RequestError(f"The model {self._context.model.name!r} ended the request without an answer.")
@@ -146,7 +147,8 @@ class Answer:
             time_to_first_token=self._first - self._started if streamed and self._first is not None else None,
             output_tokens=_generated(sequences) if self._output_tokens is None else self._output_tokens,
             input_tokens=sum(self._input_tokens.values()) or sum(map(len, self._context.prompts.token_ids)) or None,
-            stopped=stopped,
+            # A stop may come when the last token is on its way.
+            stopped=stopped and not (sequences and all(each.finish_reason in _BY_ITSELF for each in sequences)),
             outputs=self._outputs,
         )
 
