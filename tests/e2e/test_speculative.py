@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -177,16 +178,21 @@ def generated(server: ModelServer) -> float:
     return server.metric("nv_llm_output_token_len_sum")
 
 
+def is_quiet(server: ModelServer) -> bool:
+    """Between two rounds nothing is open either, so no token may come for as long as several rounds take."""
+    before = generated(server)
+    time.sleep(0.5)
+    return generated(server) == before and is_idle(server)
+
+
 def test_a_client_that_goes_away_ends_the_rounds(drafting: ModelServer) -> None:
     wait_until(lambda: is_idle(drafting))
     before = generated(drafting)
     with drafting.stream() as stream:
         stream.send(NAME, request(PROMPT, 900, end_id=-1, num_draft_tokens=1))
         wait_until(lambda: generated(drafting) > before + 5)
-    wait_until(lambda: is_idle(drafting))
-    settled = generated(drafting)
-    assert settled - before < 900
-    wait_until(lambda: generated(drafting) == settled)
+    wait_until(lambda: is_quiet(drafting))
+    assert generated(drafting) - before < 900
 
 
 def test_a_stop_with_the_clients_id_ends_the_rounds(drafting: ModelServer) -> None:
@@ -206,8 +212,8 @@ def test_a_stop_with_the_clients_id_ends_the_rounds(drafting: ModelServer) -> No
 def old(
     features_root: Path, features_model: Path, features_engine: Engine, draft_engine: Engine
 ) -> Iterator[ModelServer]:
-    """Core models that cannot be told to leave the prompt out and do not say why they ended; short KV caches."""
-    flags: dict[str, Any] = {"streaming": False, "enable_kv_cache_reuse": True, "max_tokens_in_paged_kv_cache": 128}
+    """Core models that cannot be told to leave the prompt out and do not say why they ended; room for 128 × 4 beams."""
+    flags: dict[str, Any] = {"streaming": False, "enable_kv_cache_reuse": True, "max_tokens_in_paged_kv_cache": 512}
     spec = RepositorySpec(name=NAME, release="0.12", **flags)
     out = features_root / "old-drafting"
     made = assemble_repository(features_engine, features_model, spec, draft=draft_engine, out=out)
@@ -224,6 +230,6 @@ def test_old_releases_and_short_caches(old: ModelServer, prompt: str, stop: list
     body = {"text_input": prompt, "max_tokens": COUNT, "stop_words": stop, "end_id": -1}
     _, expected = old.generate(NAME, body)
     status, answer = old.generate(NAME, {**body, "num_draft_tokens": 4})
-    assert status == 200
+    assert status == 200, answer
     assert answer["text_output"] == expected["text_output"]
     assert answer["text_output"].startswith(prompt)

@@ -253,7 +253,7 @@ def test_the_prompt_is_left_out_on_demand(run: Any) -> None:
 
 @pytest.mark.parametrize(("model", "expected"), [("target", 9), ("draft", 20)])
 def test_limits_that_only_the_core_models_know(run: Any, model: str, expected: int) -> None:
-    """A KV cache that ends before the engine: where the target ends the answer does, where the draft ends the drafts."""
+    """A KV cache that ends before its engine: the target's end is that of the answer, the draft's that of drafts."""
     models = Models(often_right)
     models.longest[model] = len(PROMPT) + 9
     assert new_ids(run(models, drafts=4)) == plain(expected)

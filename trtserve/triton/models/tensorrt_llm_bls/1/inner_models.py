@@ -9,6 +9,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+# Triton 2.51 makes arrays of texts in a thread of its own and loses a reference to their type now and then; the last
+# one lost ends the process. No process lives long enough to lose these.
+_RESERVE = [np.dtype(np.object_)] * 100_000
+
 Tensors = dict[str, NDArray[Any]]
 """Arrays by name; an input in BF16, which NumPy has not, is the `pb_utils.Tensor` itself."""
 

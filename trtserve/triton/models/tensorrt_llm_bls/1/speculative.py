@@ -63,6 +63,9 @@ class SpeculativeDecoding:
         self._generated: list[int] = []
         self._statistics = DraftStatistics()
         self._uses_logits = asks(client, "use_draft_logits")
+        # Texts are dear in every round; the ids alone show the end, unless drafts are compared by their logits.
+        wants_reason = self._uses_logits or asks(client, "return_finish_reason")
+        self._needs_reason = wants_reason and "return_finish_reason" in chain.inputs
         wanted = len(self._prompt) + int(client["max_tokens"].item())
         self._longest = min(wanted, chain.longest or wanted)
 
@@ -128,9 +131,11 @@ class SpeculativeDecoding:
             inputs["draft_logits"] = logits
             if "draft_acceptance_threshold" in self._client:
                 inputs["draft_acceptance_threshold"] = self._client["draft_acceptance_threshold"].reshape(1, 1)
-        if "return_finish_reason" in self._chain.inputs:
+        outputs = [name for name in self._chain.outputs if name != "finish_reason"]
+        if self._needs_reason:
             inputs["return_finish_reason"] = np.array([[True]])
-        return only(self._target.answers(inputs, (*_TOKENS, *self._chain.outputs)))
+            outputs.append("finish_reason")
+        return only(self._target.answers(inputs, (*_TOKENS, *outputs)))
 
     def _asked(self, drafts: list[int]) -> int:
         """New tokens that a round may bring: without drafts nothing is verified, and the rest comes in one go."""
