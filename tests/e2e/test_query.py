@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.certificates import certificates
 from tests.support.echo_server import running_echo_server
 from trtserve.cli import run
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
@@ -20,7 +21,6 @@ from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
 
-CERTIFICATES = Path(__file__).parents[1] / "support" / "certificates"
 PROTOCOLS = ("grpc", "http")
 
 
@@ -331,24 +331,23 @@ def test_calls_may_be_compressed(server: Endpoint, algorithm: str) -> None:
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     """A server whose gRPC port wants certificates of both sides."""
     flags = ["--grpc-use-ssl=true", "--grpc-use-ssl-mutual=true"]
-    files = {"server-cert": "server.pem", "server-key": "server.key", "root-cert": "root.pem"}
-    flags += [f"--grpc-{name}={CERTIFICATES / file}" for name, file in files.items()]
+    made = certificates()
+    files = {"server-cert": made.server, "server-key": made.server_key, "root-cert": made.root}
+    flags += [f"--grpc-{name}={file}" for name, file in files.items()]
     with running_echo_server(tmp_path_factory.mktemp("tls"), *flags) as endpoint:
         yield endpoint
 
 
 def test_grpc_over_tls(encrypted: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["query", "hi", "--model", "echo", "-u", encrypted.grpc.replace("127.0.0.1", "localhost")]
-    trust, own = (
-        ["-r", f"{CERTIFICATES}/root.pem"],
-        ["-p", f"{CERTIFICATES}/client.key", "-x", f"{CERTIFICATES}/client.pem"],
-    )
+    made = certificates()
+    trust, own = ["-r", str(made.root)], ["-p", str(made.client_key), "-x", str(made.client)]
     assert run([*asked, "-s", *trust, *own]) == 0
     assert capsys.readouterr().out == "Echo: hi\n"
     for wrong, words in (
         ([], "--ssl"),
         (["-s", *trust], "--private-key"),
-        (["-s", "-r", f"{CERTIFICATES}/client.pem", *own], "not trusted"),
+        (["-s", "-r", str(made.client), *own], "not trusted"),
     ):
         assert run([*asked, *wrong, "--timeout", "20"]) == 40
         assert words in capsys.readouterr().err

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.certificates import certificates
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.triton.call_errors import RequestCancelledError
 from trtserve.triton.client import Endpoint, ModelDescription, Tls
 from trtserve.triton.http_client import HttpClient, generate_body, infer_body
 from trtserve.triton.tensors import Tensor, TensorDescription, generate_shape
-
-CERTIFICATES = Path(__file__).parents[1] / "support" / "certificates"
 
 HEADER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = (b'data: {"text_output":" M"}\n\n', b'data: {"text_output":"ach"}\n\n')
@@ -209,8 +208,8 @@ def test_answer_of_infer_has_shapes() -> None:
 def https() -> Iterator[int]:
     """A server that wants a client's certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(CERTIFICATES / "server.pem", CERTIFICATES / "server.key")
-    context.load_verify_locations(CERTIFICATES / "root.pem")
+    context.load_cert_chain(certificates().server, certificates().server_key)
+    context.load_verify_locations(certificates().root)
     context.verify_mode = ssl.CERT_REQUIRED
     # With TLS 1.3 a client learns only while reading that its certificate was missed.
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -224,27 +223,28 @@ def ask(port: int, tls: Tls | None) -> str:
     return str(reply.outputs["text_output"][0])
 
 
-ROOT = CERTIFICATES / "root.pem"
-OWN = {"private_key": CERTIFICATES / "client.key", "certificate_chain": CERTIFICATES / "client.pem"}
+def own() -> dict[str, Path]:
+    """What a client shows of itself."""
+    return {"private_key": certificates().client_key, "certificate_chain": certificates().client}
 
 
 def test_https_with_certificates_of_both_sides(https: int) -> None:
-    assert ask(https, Tls(root_certificates=ROOT, **OWN)) == "hi"
+    assert ask(https, Tls(root_certificates=certificates().root, **own())) == "hi"
 
 
 def test_https_without_trust_or_without_an_own_certificate(https: int) -> None:
     with pytest.raises(ServerUnreachableError, match="certificate") as caught:
-        ask(https, Tls(**OWN))
+        ask(https, Tls(**own()))
     assert "--root-certificates" in str(caught.value.hint)
     with pytest.raises(ServerUnreachableError):
-        ask(https, Tls(root_certificates=ROOT))
+        ask(https, Tls(root_certificates=certificates().root))
     with pytest.raises(ServerUnreachableError):
         ask(https, None)
 
 
 def test_https_to_a_plain_port_has_a_hint() -> None:
     with infer_server() as port, pytest.raises(ServerUnreachableError) as caught:
-        ask(port, Tls(root_certificates=ROOT))
+        ask(port, Tls(root_certificates=certificates().root))
     assert "Without --ssl" in str(caught.value.hint)
 
 
