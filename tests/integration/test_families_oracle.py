@@ -1,4 +1,4 @@
-"""Families through convert, build and execute, against transformers: greedy tokens in float32, logits in every precision.
+"""Families through convert, build and execute, against transformers: tokens in float32, logits in every precision.
 
 The bounds are those of the root mean square of the difference, as a share of the standard deviation of the logits.
 They hold for random models of `GAIN`; a swapped or missing part of a model makes that share 0.5 and more.

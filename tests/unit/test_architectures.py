@@ -172,7 +172,7 @@ EXPECTED_CONFIGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
-        "max_attention_window": [24, 512],  # ours: upstream drops the windows
+        "max_attention_window": [24, None],  # ours: upstream drops the windows
     },
     "gemma3": {
         **GEMMA,
@@ -344,7 +344,7 @@ def test_frequencies_equal_those_of_transformers(tmp_path: Path, family: str) ->
 
 @pytest.mark.parametrize(
     ("changes", "window"),
-    [({"sliding_window": 64}, 64), ({"sliding_window": None}, None), ({"sliding_window": 512}, None)],
+    [({"sliding_window": 64}, 64), ({"sliding_window": None}, None), ({"sliding_window": 512}, 512)],
 )
 def test_mistrals_window_reaches_the_decoder(tmp_path: Path, changes: dict[str, Any], window: int | None) -> None:
     config = checkpoint_config(write_tiny_model(tmp_path, "mistral"), **changes)

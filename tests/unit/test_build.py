@@ -223,6 +223,27 @@ def test_linear_rope_scaling_lengthens_the_context_and_llama3_does_not() -> None
     assert longest_sequence({"max_position_embeddings": None, "rotary_scaling": None}) == 2048
 
 
+def test_gemma3_counts_its_linear_scaling_in() -> None:
+    scaling = {"max_position_embeddings": 100, "rotary_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert longest_sequence(scaling) == 800
+    assert longest_sequence({"architecture": "Gemma3ForCausalLM", **scaling}) == 100
+
+
+def test_dynamic_rope_scaling_ends_at_the_models_own_positions(tmp_path: Path) -> None:
+    checkpoint = _convert(tmp_path, overrides={"family": "llama_dynamic"})
+    assert plan_build(checkpoint, BuildSpec(max_seq_len=512)).engine.limits.max_seq_len == 512
+    with pytest.raises(UsageError, match="max-seq-len is 513; the model knows 512 positions"):
+        plan_build(checkpoint, BuildSpec(max_seq_len=513))
+
+
+def test_capped_attention_converts_and_the_cpu_runtime_names_it(tmp_path: Path) -> None:
+    checkpoint = _convert(tmp_path, overrides={"family": "gemma2"}, tp_size=2)
+    assert json.loads((checkpoint.path / "config.json").read_text())["attn_logit_softcapping"] == 50.0
+    with pytest.raises(UnsupportedModelError, match=r"caps its attention scores at 50 \(attention soft-cap"):
+        build_engine(checkpoint, SPEC, out=tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
 @pytest.mark.parametrize(
     ("dtype", "kv", "bfloat16", "expected"),
     [

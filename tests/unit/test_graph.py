@@ -83,6 +83,12 @@ def test_rotation_beyond_the_head_is_refused() -> None:
         build_graph(tiny.decoder, tiny.sizes, tiny)
 
 
+def test_capped_attention_is_refused() -> None:
+    tiny = tiny_decoder(replace(LLAMA, attention_softcap=50.0))
+    with pytest.raises(UnsupportedModelError, match="caps its attention scores at 50"):
+        build_graph(tiny.decoder, tiny.sizes, tiny)
+
+
 def test_failing_write_is_explained(tmp_path: Path) -> None:
     tiny: TinyDecoder = DECODERS["llama"]
     (tmp_path / "file").touch()

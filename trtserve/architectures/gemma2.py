@@ -22,18 +22,17 @@ TIED = True
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig, and the windows."""
-    config = gemma_config(hf, activation=hf.get("hidden_act", "gelu"), kv_heads=4, longest=8192)
     base, scaling = rotary(hf)
     kinds = layer_kinds(hf) or ["sliding_attention", "full_attention"]
     return {
-        **config,
+        **gemma_config(hf, activation=hf.get("hidden_act", "gelu"), kv_heads=4, longest=8192),
         "rotary_base": base,
         "rotary_scaling": scaling,
         "inter_layernorms": True,
         "query_pre_attn_scalar": hf.get("query_pre_attn_scalar", 256),
         "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0),
         "attn_logit_softcapping": hf.get("attn_logit_softcapping", 50.0),
-        **window_keys(windows_of(kinds, hf.get("sliding_window", 4096)), config["max_position_embeddings"]),
+        **window_keys(windows_of(kinds, hf.get("sliding_window", 4096))),
     }
 
 

@@ -21,6 +21,4 @@ _DEFAULT_WINDOW = 4096
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Llama's config, and the window."""
-    config = llama.checkpoint_config(hf)
-    window = hf.get("sliding_window", _DEFAULT_WINDOW)
-    return config | window_keys([window], config["max_position_embeddings"])
+    return llama.checkpoint_config(hf) | window_keys([hf.get("sliding_window", _DEFAULT_WINDOW)])

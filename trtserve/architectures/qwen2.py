@@ -31,7 +31,6 @@ def qwen_config(hf: HfConfig, *, qwen_type: str, attn_bias: bool) -> dict[str, A
     head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
     base, scaling = rotary(hf)
     require_activation(hf.get("hidden_act", "silu"))
-    longest = hf.get("max_position_embeddings", 32768)
     return {
         **sizes,
         "num_key_value_heads": hf.get("num_key_value_heads") or heads,
@@ -39,7 +38,7 @@ def qwen_config(hf: HfConfig, *, qwen_type: str, attn_bias: bool) -> dict[str, A
         "hidden_act": hf.get("hidden_act", "silu"),
         "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
         "position_embedding_type": "rope_gpt_neox",
-        "max_position_embeddings": longest,
+        "max_position_embeddings": hf.get("max_position_embeddings", 32768),
         "rotary_embedding_dim": head_size,
         "rotary_base": base,
         "rotary_scaling": scaling,
@@ -47,7 +46,7 @@ def qwen_config(hf: HfConfig, *, qwen_type: str, attn_bias: bool) -> dict[str, A
         "qwen_type": qwen_type,
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
         **_constants(),
-        **window_keys(_windows(hf), longest),
+        **window_keys(_windows(hf)),
     }
 
 

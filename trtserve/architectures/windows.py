@@ -19,17 +19,17 @@ _KEY = "max_attention_window"
 _KINDS = ("sliding_attention", "full_attention")
 
 
-def window_keys(windows: Sequence[int | None], longest: int) -> dict[str, Any]:
-    """Keys of a checkpoint's config for `windows` (see Decoder) of a model with `longest` positions; none for none."""
-    if all(window is None or window >= longest for window in windows):
-        return {}
-    return {_KEY: [min(window or longest, longest) for window in windows]}
+def window_keys(windows: Sequence[int | None]) -> dict[str, Any]:
+    """Keys of a checkpoint's config for `windows` (see Decoder); none for none."""
+    return {} if all(window is None for window in windows) else {_KEY: list(windows)}
 
 
 def attention_windows(config: CheckpointConfig) -> tuple[int | None, ...]:
     """Windows of the layers (see Decoder) by a checkpoint's config, `runtime_defaults` of another tool's included."""
+    if config.get(_KEY):
+        return tuple(config[_KEY])
     longest = config.get("max_position_embeddings") or math.inf
-    windows = config.get(_KEY) or (config.get("runtime_defaults") or {}).get(_KEY) or ()
+    windows = (config.get("runtime_defaults") or {}).get(_KEY) or ()
     return tuple(window if window < longest else None for window in windows)
 
 

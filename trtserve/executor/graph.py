@@ -17,7 +17,8 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from trtserve.architectures.base import Decoder
-from trtserve.errors import BuildError, UnsupportedModelError
+from trtserve.errors import BuildError
+from trtserve.executor.attention_limits import require_paged_attention
 from trtserve.executor.graph_operations import add, constant, decompressed, dimension, gather, integers, parameter
 from trtserve.executor.graph_rotation import Rotation
 
@@ -80,12 +81,7 @@ def build_graph(decoder: Decoder, sizes: Sizes, weights: Weights, *, int8: bool 
     the layers are quantised per output channel (TensorRT-LLM's W8A16: embeddings and lm_head stay as they are).
     UnsupportedModelError for a decoder that paged attention cannot calculate.
     """
-    if decoder.attention_softcap is not None:
-        raise UnsupportedModelError(
-            f"The model caps its attention scores at {decoder.attention_softcap:g} (attention soft-cap, "
-            "attn_logit_softcapping), which OpenVINO's paged attention cannot do.",
-            hint="The checkpoint itself is complete: trtllm-build makes an engine for NVIDIA GPUs of it.",
-        )
+    require_paged_attention(decoder)
     return _GraphBuilder(decoder, sizes, weights, int8=int8).build()
 
 

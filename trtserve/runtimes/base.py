@@ -23,6 +23,8 @@ _UNKNOWN_MAX_POSITION = 2048
 # Kinds of rotary scaling whose factor is part of max_position_embeddings already, or that change their frequencies
 # beyond it (dynamic), which no fixed graph can.
 _UNSTRETCHED = frozenset({"llama3", "longrope", "su", "yarn", "dynamic"})
+# Families whose max_position_embeddings counts the factor of linear scaling too.
+_STRETCHED_ALREADY = frozenset({"Gemma3ForCausalLM"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ def longest_sequence(config: CheckpointConfig) -> int:
     positions = int(config.get("max_position_embeddings") or _UNKNOWN_MAX_POSITION)
     scaling = config.get("rotary_scaling") or {}
     kind = scaling.get("type") or scaling.get("rope_type")
-    if kind is None or kind in _UNSTRETCHED:
+    if kind is None or kind in _UNSTRETCHED or config.get("architecture") in _STRETCHED_ALREADY:
         return positions
     return int(positions * float(scaling.get("factor", 1.0)))
 

@@ -22,6 +22,7 @@ from trtserve.errors import (
     TrtserveError,
     UnsupportedModelError,
 )
+from trtserve.executor.attention_limits import require_paged_attention
 from trtserve.progress import Progress, Task
 from trtserve.runtimes.base import WEIGHT_ONLY_INT8, CheckpointConfig, EnginePlan, Limits, resolve_limits
 from trtserve.runtimes.features import resolve_features
@@ -267,6 +268,7 @@ def _require_supported(config: CheckpointConfig) -> None:
             f"The checkpoint carries scales for a {kv_algorithm} KV cache, which the openvino runtime does not use.",
             hint="Convert without KV cache quantisation, and choose the cache with --kv-precision.",
         )
+    require_paged_attention(family(config["architecture"]).decoder(config))
 
 
 def _merged_config(config: CheckpointConfig) -> dict[str, Any]:
