@@ -75,7 +75,8 @@ def _norms(source: Tensors, layers: int, *, offset: int) -> Tensors:
             f"transformer.layers.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
             for ours, theirs in NORMS.items()
         }
-    return {ours: source[theirs] + np.float32(offset) for ours, theirs in names.items() if theirs in source}
+    stored = {ours: source[theirs] for ours, theirs in names.items() if theirs in source}
+    return {name: (values.astype(np.float32) + offset).astype(values.dtype) for name, values in stored.items()}
 
 
 def _kinds(source: Tensors, name: str) -> list[str]:

@@ -32,6 +32,10 @@ def convert(folder: Path, out: Path, **spec: Any) -> Path:
         ("llama", {"vocab_size": 323, "num_key_value_heads": 1, "num_hidden_layers": 3}),
         ("llama3", {}),
         ("mistral", {"num_key_value_heads": 4, "attention_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {"num_key_value_heads": 1}),
+        ("gemma2", {"vocab_size": 321}),
+        ("gemma3", {"num_key_value_heads": 1}),
         ("gpt2", {"vocab_size": 321}),
     ],
 )

@@ -68,6 +68,8 @@ MODULES = {
     "llama, biases": ADAPTER_MODULES,
     "llama, int8": ("attn_qkv", "attn_q", "mlp_4h_to_h"),
     "llama, float16": ("attn_q", "attn_k", "attn_v"),
+    "llama, norms on both sides": ADAPTER_MODULES,
+    "llama, normed queries and keys": ADAPTER_MODULES,
     "gpt2": _UNGATED,
     "falcon, alibi, one key head": _UNGATED,
     "phi3, fused halves": _UNGATED,
@@ -149,7 +151,7 @@ def test_without_adapters_an_engine_for_them_calculates_plainly(tmp_path: Path) 
         np.testing.assert_array_equal(again[sequence], first[sequence])
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, float16", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama, float16", "llama, scaled embeddings", "gpt2"])
 def test_ids_beyond_the_vocabulary_are_rows_of_the_prompt_table(name: str, tmp_path: Path) -> None:
     """A table of the vocabulary's own embeddings must change nothing at all."""
     tiny = DECODERS[name]

@@ -43,6 +43,10 @@ def complete_config(
 
 
 def _mapping(tp_size: int, pp_size: int) -> dict[str, Any]:
+    """The keys that release 1.2 takes and no other: its loader hands them on as keyword arguments.
+
+    `auto_parallel` of 1.1 and before is gone there (TensorRT-LLM pull request 8329), so it would stop the loader.
+    """
     return {
         "world_size": tp_size * pp_size,
         "gpus_per_node": 8,
@@ -54,7 +58,9 @@ def _mapping(tp_size: int, pp_size: int) -> dict[str, Any]:
         "moe_ep_size": 1,
         "attn_tp_size": tp_size,
         "attn_cp_size": 1,
-        "auto_parallel": False,
+        "cp_config": {},
+        "enable_attention_dp": False,
+        "enable_lm_head_tp_in_adp": False,
     }
 
 
