@@ -70,6 +70,7 @@ class FakeModel:
         rows: npt.NDArray[Any],
         prompt_table: npt.NDArray[np.float32] | None = None,
         adapters: Any = None,
+        long_sequences: npt.NDArray[np.bool_] | None = None,
     ) -> npt.NDArray[np.float32]:
         if not self.gate.wait(timeout=30):
             raise TimeoutError("the test never opened the gate")

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.tiny_llamas import LLAMAS, Families, Shapes
+from tests.support.tiny_others import OTHERS
 
 Array = npt.NDArray[Any]
 
@@ -57,7 +58,7 @@ def _gpt2_shapes(config: Mapping[str, Any]) -> Shapes:
         yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
-FAMILIES: Families = LLAMAS | {"gpt2": (_GPT2, _gpt2_shapes)}
+FAMILIES: Families = LLAMAS | {"gpt2": (_GPT2, _gpt2_shapes)} | OTHERS
 
 _DTYPES: dict[str, tuple[str, Any]] = {
     "float32": ("F32", np.float32),
@@ -92,7 +93,7 @@ def write_tiny_model(
         {"bos_token_id": 1, "eos_token_id": config["eos_token_id"], "pad_token_id": 2},
     )
     _write_weights(folder, tensors, shards)
-    write_byte_tokenizer(folder, max_length=config.get("max_position_embeddings") or config["n_positions"])
+    write_byte_tokenizer(folder, max_length=config.get("max_position_embeddings") or config.get("n_positions", 512))
     return folder
 
 

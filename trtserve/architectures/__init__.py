@@ -4,7 +4,24 @@ from __future__ import annotations
 
 import math
 
-from trtserve.architectures import gemma, gemma2, gemma3, gpt2, llama, mistral, qwen2, qwen3
+from trtserve.architectures import (
+    bloom,
+    falcon,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_neox,
+    gptj,
+    llama,
+    mistral,
+    opt,
+    phi,
+    phi3,
+    qwen2,
+    qwen3,
+    starcoder2,
+)
 from trtserve.architectures.base import Architecture, CheckpointConfig, Decoder, HfConfig, Target, require_sizes
 from trtserve.errors import UnsupportedModelError
 
@@ -19,7 +36,10 @@ __all__ = [
     "tied",
 ]
 
-_MODULES: tuple[Architecture, ...] = (llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gpt2)
+_MODULES: tuple[Architecture, ...] = (
+    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3),
+    *(phi, phi3, gpt2, gptj, gpt_neox, opt, starcoder2, bloom, falcon),
+)
 
 FAMILIES: dict[str, Architecture] = {name: module for module in _MODULES for name in module.HF_ARCHITECTURES}
 
@@ -52,7 +72,9 @@ def supported(hf: HfConfig) -> Architecture:
             hint="Choose the original model and quantise with --quantize int8.",
         )
     config = module.checkpoint_config(hf)
-    require_sizes(config, "head_size", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
+    require_sizes(config, "head_size", "num_key_value_heads", "intermediate_size")
+    if config["position_embedding_type"] != "alibi":
+        require_sizes(config, "max_position_embeddings")
     module.decoder(config)
     return module
 

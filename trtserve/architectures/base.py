@@ -64,18 +64,26 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LongRope:
+    """Inverse frequencies `inv_freq` of sequences that have, or will have, more than `beyond` tokens (LongRoPE)."""
+
+    inv_freq: tuple[float, ...]
+    beyond: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoder:
     """What a decoder layer stack is made of; read by the graph builder, together with the checkpoint's sizes.
 
     `rope_inv_freq` are the inverse frequencies with any scaling applied, one for every pair of numbers of a head that
     is rotated (the first ones of a head when it is a part), None without rope; `local_rope_inv_freq` those of the
     layers with a window, None when they are the same. `rope_interleaved` tells GPT-J style pairs from the half-split
-    of GPT-NeoX. `alibi_slopes` (one per head) times the position of a key are added to the scaled scores. `windows`
-    are the sliding windows of the layers in tokens, None for a layer that sees all, repeated over the layers; empty
-    for none at all. `attention_scale` multiplies q·k; `attention_softcap` c makes scores s to c·tanh(s / c),
-    `logits_softcap` the same with logits. `qk_norm` tells that queries and keys of each head are normed, before they
-    are rotated. `embedding_scale` multiplies embeddings, `embedding_norm` tells that they are normed. `mlp_norm` is
-    the name of the norm before the MLP; None when a parallel MLP takes what attention takes.
+    of GPT-NeoX, `rope_scale` multiplies what is rotated. `alibi_slopes` (one per head) times the position of a key are
+    added to the scaled scores. `windows` are the sliding windows of the layers in tokens, None for a layer that sees
+    all, repeated over the layers; empty for none at all. `attention_scale` multiplies q·k; `attention_softcap` c makes
+    scores s to c·tanh(s / c), `logits_softcap` the same with logits. `qk_norm` tells that queries and keys of each
+    head are normed, before they are rotated. `embedding_scale` multiplies embeddings, `embedding_norm` tells that they
+    are normed. `mlp_norm` is the name of the norm before the MLP; None when a parallel MLP takes what attention takes.
     """
 
     norm: Norm
@@ -89,6 +97,8 @@ class Decoder:
     rope_inv_freq: tuple[float, ...] | None = None
     local_rope_inv_freq: tuple[float, ...] | None = None
     rope_interleaved: bool = False
+    rope_scale: float = 1.0
+    long_rope: LongRope | None = None
     alibi_slopes: tuple[float, ...] | None = None
     windows: tuple[int | None, ...] = ()
     block: Block = "sequential"

@@ -76,3 +76,24 @@ def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
         return frequency
     smooth = (original / wavelength - low) / (high - low)
     return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def unscaled_base(hf: HfConfig, *, default: float = 10000.0) -> float:
+    """Base of a family whose checkpoints have no place for a scaling; UnsupportedModelError when there is one."""
+    base, scaling = rotary(hf, default_base=default)
+    if scaling is not None:
+        raise UnsupportedModelError(
+            f"The model scales its rotary embedding ({scaling_type(scaling)}), which a TensorRT-LLM checkpoint of "
+            f"{hf.get('model_type', 'this family')} cannot express.",
+            hint="Choose a model without this scaling, for example the base length of the same family.",
+        )
+    return base
+
+
+def rotary_fraction(hf: HfConfig, *, default: float = 1.0) -> float:
+    """The part of a head that is rotated: `partial_rotary_factor`, wherever a config has it, or `rotary_pct`."""
+    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    for value in (parameters.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), hf.get("rotary_pct")):
+        if value is not None:
+            return float(value)
+    return default

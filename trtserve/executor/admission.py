@@ -164,9 +164,10 @@ class Admission:
         )
 
     def _key(self, request: Request, prompt: npt.NDArray[np.int64], longest: int) -> CacheKey:
-        """What the blocks of the request may be shared by; not at all with positions of its own."""
+        """What the blocks of the request may be shared by; not at all with positions or a rotation of its own."""
         table, windows = request.prompt_tuning_config, self._limits.windows
-        own_positions = request.position_ids is not None
+        beyond = self._limits.long_beyond
+        own_positions = request.position_ids is not None or (beyond is not None and longest > beyond)
         extra_ids = table.input_token_extra_ids if table is not None else None
         return CacheKey(
             tokens=prompt,

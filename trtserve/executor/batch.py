@@ -29,6 +29,7 @@ class ModelInputs(TypedDict, total=False):
     rows: Int32s
     prompt_table: Logits
     adapters: AdapterBatch | None
+    long_sequences: npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class Batch:
         self._cache = cache
         self._adapters = adapters
         self._vocab_size = limits.vocab_size
+        self._long_beyond = limits.long_beyond
         self._token_ids = np.zeros(tokens, dtype=np.int64)
         self._positions = np.zeros(tokens, dtype=np.int64)
         self._ramp = np.arange(max(tokens, limits.max_seq_len) + 1, dtype=np.int64)
@@ -110,6 +112,8 @@ class Batch:
             inputs["prompt_table"] = np.concatenate(cursor.tables)
         if self._adapters is not None:
             self._add_adapters(inputs, plan)
+        if self._long_beyond is not None:
+            inputs["long_sequences"] = _long_sequences(plan, self._long_beyond)
         return Step(inputs, cursor.sampled, spans, contexts)
 
     def _write_chunk(self, cursor: _Cursor, sequence: Sequence, size: int) -> None:
@@ -205,6 +209,18 @@ class Batch:
             max_context_len=cursor.longest,
             rows=np.array(cursor.rows, dtype=np.int32),
         )
+
+
+def _long_sequences(plan: Plan, beyond: int) -> npt.NDArray[np.bool_]:
+    """Which of a step's sequences may become longer than `beyond` tokens, each beam counted.
+
+    Known from the start, so that neither chunks nor pauses nor other requests change how a sequence is rotated.
+    """
+    flags = [sequence.total_tokens > beyond for sequence, _ in plan.chunks]
+    for sequence in plan.generations:
+        beams = 1 if sequence.search is None else len(sequence.search.beams)
+        flags += [sequence.total_tokens > beyond] * beams
+    return np.array(flags, dtype=np.bool_)
 
 
 def _want_rows(cursor: _Cursor, sequence: Sequence, first: int, behind: int) -> None:

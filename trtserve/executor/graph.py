@@ -16,7 +16,7 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13 as ops
 
-from trtserve.architectures.base import Decoder
+from trtserve.architectures.base import Decoder, LongRope
 from trtserve.errors import BuildError
 from trtserve.executor.attention_limits import require_paged_attention
 from trtserve.executor.graph_operations import add, constant, decompressed, dimension, gather, integers, parameter
@@ -31,6 +31,8 @@ LAST_ATTENTION = "last_attention"
 LAST_PARALLEL_MLP = "last_parallel_mlp"
 # The constant f32[heads] that holds the slopes of alibi.
 ALIBI_SLOPES = "alibi_slopes"
+# The constant i64[] that holds the length from which on sequences are long for LongRoPE; a comparison takes it.
+LONG_ROPE_BEYOND = "long_rope_beyond"
 # Half of the largest float16: far below any score, finite in every precision the CPU may choose.
 _MASKED = -32752.0
 
@@ -184,8 +186,20 @@ class _GraphBuilder:
     def _rotation_by(self, frequencies: Sequence[float] | None) -> Rotation | None:
         if frequencies is None:
             return None
-        interleaved = self._decoder.rope_interleaved
-        return Rotation(self._position_ids, frequencies, head=self._sizes.head, interleaved=interleaved)
+        decoder, long_rope = self._decoder, self._decoder.long_rope
+        return Rotation(
+            self._position_ids,
+            frequencies,
+            head=self._sizes.head,
+            interleaved=decoder.rope_interleaved,
+            scale=decoder.rope_scale,
+            longer=None if long_rope is None else (long_rope.inv_freq, self._is_long(long_rope)),
+        )
+
+    def _is_long(self, long_rope: LongRope) -> Any:
+        """True when the sequence has more tokens now; what has been rotated before stays as it is."""
+        beyond = constant(np.array(long_rope.beyond, dtype=np.int64), LONG_ROPE_BEYOND)
+        return ops.greater(dimension(self._attention_mask, 1), beyond)
 
     def _causal_mask(self, window: int | None) -> Any:
         """Additive mask f32[b, 1, l, past + l]: padding, the future and what left the sliding window."""

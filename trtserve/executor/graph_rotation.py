@@ -17,22 +17,33 @@ class Rotation:
 
     `frequencies` are the inverse frequencies, one per pair; with fewer than half of the `head` numbers, the first ones
     are turned and the rest stays. `interleaved` tells GPT-J's pairs of neighbours from GPT-NeoX's pairs over the two
-    halves of what is turned.
+    halves of what is turned; `scale` multiplies all of it. `longer` are other frequencies and a boolean node that
+    tells, broadcast to [b, l, pairs], where they hold.
     """
 
-    def __init__(self, position_ids: Any, frequencies: Sequence[float], *, head: int, interleaved: bool) -> None:
+    def __init__(
+        self,
+        position_ids: Any,
+        frequencies: Sequence[float],
+        *,
+        head: int,
+        interleaved: bool,
+        scale: float = 1.0,
+        longer: tuple[Sequence[float], Any] | None = None,
+    ) -> None:
         self._size = 2 * len(frequencies)
         if self._size > head:
             raise UnsupportedModelError(f"The rotary embedding turns {self._size} numbers of a head, which has {head}.")
         self._head = head
         self._interleaved = interleaved
-        self._cosines, self._sines = self._tables(position_ids, frequencies)
-
-    def _tables(self, position_ids: Any, frequencies: Sequence[float]) -> tuple[Any, Any]:
-        """Cosines and sines of the positions: two f32[b, 1, l, numbers that are turned]."""
         positions = ops.convert(ops.unsqueeze(position_ids, integers(1)), "f32")
-        columns = ops.constant(np.asarray(frequencies, dtype=np.float32).reshape(1, -1, 1))
-        angles = ops.transpose(ops.matmul(columns, positions, False, False), integers(0, 2, 1))
+        angles = _angles(positions, frequencies)
+        if longer is not None:
+            angles = ops.select(longer[1], _angles(positions, longer[0]), angles)
+        self._cosines, self._sines = (_scaled(table, scale) for table in self._tables(angles))
+
+    def _tables(self, angles: Any) -> tuple[Any, Any]:
+        """Cosines and sines of the positions: two f32[b, 1, l, numbers that are turned]."""
         if self._interleaved:
             repeated = ops.reshape(
                 ops.concat([ops.unsqueeze(angles, integers(-1))] * 2, -1), integers(0, 0, self._size), True
@@ -70,3 +81,13 @@ class Rotation:
         second = ops.slice(pairs, integers(1), integers(2), integers(1), integers(4))
         turned = ops.concat([ops.multiply(second, ops.constant(np.float32(-1))), first], 4)
         return ops.reshape(turned, integers(0, 0, 0, self._size), special_zero=True)
+
+
+def _angles(positions: Any, frequencies: Sequence[float]) -> Any:
+    """Positions f32[b, 1, l] times each frequency: [b, l, pairs]."""
+    columns = ops.constant(np.asarray(frequencies, dtype=np.float32).reshape(1, -1, 1))
+    return ops.transpose(ops.matmul(columns, positions, False, False), integers(0, 2, 1))
+
+
+def _scaled(table: Any, scale: float) -> Any:
+    return table if scale == 1.0 else ops.multiply(table, ops.constant(np.float32(scale)))

@@ -25,7 +25,9 @@ class Limits:
 
     `built_input_len` is the longest prompt that the engine was built for, where its config says one. `windows` are the
     attention windows in tokens, cycled over the layers; none when all layers see whole sequences. `pauses` tells that
-    sequences may be paused. The rest says what the engine was built with, by the names of TensorRT-LLM's build config.
+    sequences may be paused. `long_beyond` is the number of tokens beyond which LongRoPE rotates a sequence otherwise,
+    None where none can be so long. The rest says what the engine was built with, by the names of TensorRT-LLM's build
+    config.
     """
 
     max_batch_size: int
@@ -37,6 +39,7 @@ class Limits:
     built_input_len: int | None = None
     windows: tuple[int, ...] = ()
     pauses: bool = False
+    long_beyond: int | None = None
     paged_context: bool = True
     gather_context_logits: bool = False
     gather_generation_logits: bool = False
@@ -92,6 +95,7 @@ def resolve_limits(engine: Mapping[str, Any], config: ExecutorConfig) -> Limits:
         built_input_len=int(build["max_input_len"]) if "max_input_len" in build else None,
         windows=_windows(config.kv_cache_config.max_attention_window, int(build["max_seq_len"])),
         pauses=config.scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION,
+        long_beyond=_long_beyond(engine["pretrained_config"], int(build["max_seq_len"])),
         **_chunking(build, config),
         **_features(build),
     )
@@ -127,6 +131,14 @@ def _windows(windows: list[int] | None, max_seq_len: int) -> tuple[int, ...]:
     if not windows or min(windows) >= max_seq_len:
         return ()
     return tuple(min(window, max_seq_len) for window in windows)
+
+
+def _long_beyond(model: Mapping[str, Any], max_seq_len: int) -> int | None:
+    """The original positions of a model with LongRoPE, when sequences may exceed them."""
+    if model.get("position_embedding_type") != "long_rope":
+        return None
+    original = int(model["original_max_position_embeddings"])
+    return original if max_seq_len > original else None
 
 
 def _within_engine(name: str, wanted: int | None, built: int) -> int:

@@ -46,11 +46,13 @@ class Model(Protocol):
         rows: Int32s | Int64s,
         prompt_table: Logits | None = None,
         adapters: AdapterBatch | None = None,
+        long_sequences: npt.NDArray[np.bool_] | None = None,
     ) -> npt.NDArray[Any]:
         """Logits f32[r, vocab_size] of the token rows `rows`; a view that is valid until the next call.
 
         Token ids from vocab_size on are rows of `prompt_table` f32[n, hidden_size]; `adapters` are the LoRA adapters
-        of the tokens, None when no token has one.
+        of the tokens, None when no token has one. `long_sequences` boolean[s] tells which sequences LongRoPE rotates
+        as long ones, from their first token on.
         """
         ...
 

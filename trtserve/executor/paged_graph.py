@@ -15,7 +15,7 @@ from openvino import opset13 as ops
 # Private in OpenVINO: tests/unit/test_paged_model.py pins the inputs that the transformation makes.
 from openvino._offline_transformations import paged_attention_transformation
 
-from trtserve.executor.graph import ALIBI_SLOPES, LAST_ATTENTION, LAST_PARALLEL_MLP
+from trtserve.executor.graph import ALIBI_SLOPES, LAST_ATTENTION, LAST_PARALLEL_MLP, LONG_ROPE_BEYOND
 from trtserve.executor.lora_modules import LoraShape
 
 # Input 10 of PagedAttentionExtension is its sliding window in tokens, 0 for none.
@@ -45,6 +45,28 @@ def to_paged_attention(graph: ov.Model, *, windows: Sequence[int | None] = ()) -
             parameter.set_element_type(ov.Type.dynamic)
     _gather_rows(graph, {node.get_friendly_name(): node for node in nodes})
     graph.validate_nodes_and_infer_types()
+
+
+def add_long_sequences(graph: ov.Model, longest: int) -> int | None:
+    """Let a new input `long_sequences` boolean[t] say which tokens belong to sequences that are long for LongRoPE.
+
+    Before the graph is turned into one with paged attention. Comes back with the number of tokens beyond which a
+    sequence is long; None, and no input, for a model that has no such or sequences of at most `longest` tokens.
+    """
+    beyond = _constants(graph).get(LONG_ROPE_BEYOND)
+    if beyond is None:
+        return None
+    (comparison,) = (port.get_node() for port in beyond.output(0).get_target_inputs())
+    limit = int(beyond.get_data())
+    if longest <= limit:
+        long = ops.constant(np.array(False))
+    else:
+        flags = _parameter("long_sequences", [-1], ov.Type.boolean)
+        graph.add_parameters([flags])
+        long = ops.unsqueeze(flags, ops.constant(np.array([1, 2])))
+    for consumer in list(comparison.output(0).get_target_inputs()):
+        consumer.replace_source_output(long.output(0))
+    return limit if longest > limit else None
 
 
 def add_prompt_table(graph: ov.Model, *, vocab_size: int, hidden_size: int) -> None:

@@ -20,12 +20,13 @@ from trtserve.errors import ArtifactError, BuildError, CorruptFileError
 from trtserve.executor.graph import Sizes
 from trtserve.executor.lora import AdapterBatch, AdapterStack
 from trtserve.executor.lora_modules import LoraShape, lora_modules
-from trtserve.executor.paged_graph import add_adapters, add_prompt_table, to_paged_attention
+from trtserve.executor.paged_graph import add_adapters, add_long_sequences, add_prompt_table, to_paged_attention
 
 Array = npt.NDArray[Any]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 # Inputs of the transformed graph in the order in which `forward` fills them; `rows` is ours.
 _STEP_INPUTS: tuple[tuple[str, type[np.generic]], ...] = (
@@ -55,8 +56,9 @@ class PagedModel:
     """A compiled paged-attention graph with its KV cache.
 
     `bytes_per_block` counts keys and values of all layers. `max_prompt_table` counts the rows of prompt tables that
-    the engine was built for, 0 for none; `lora` says what its adapters may look like, None for none. Not for use by
-    several threads at once.
+    the engine was built for, 0 for none; `lora` says what its adapters may look like, None for none. `long_beyond` is
+    the number of tokens beyond which a sequence is long for LongRoPE, None when it makes no difference here. Not for
+    use by several threads at once.
     """
 
     def __init__(self, engine: Path, *, threads: int | None = None, windows: Sequence[int] | None = None) -> None:
@@ -76,6 +78,7 @@ class PagedModel:
         self.lora = lora_shape(config)
         core = openvino_core()
         graph = _read_graph(core, engine / "rank0.xml")
+        self.long_beyond = add_long_sequences(graph, self.max_position)
         to_paged_attention(graph, windows=_windows(own["windows"], windows, self.max_position))
         if self.max_prompt_table:
             add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
@@ -134,6 +137,7 @@ class PagedModel:
         rows: Int32s | Int64s,
         prompt_table: Logits | None = None,
         adapters: AdapterBatch | None = None,
+        long_sequences: Bools | None = None,
     ) -> Logits:
         """Logits f32[r, vocab] of the tokens numbered `rows`; the tokens' keys and values enter the cache.
 
@@ -142,8 +146,9 @@ class PagedModel:
         block_indices[block_indices_begins[s] … block_indices_begins[s + 1]]; past_lens i32[s] counts its tokens
         that are in the cache already. `max_context_len` is the longest past plus new. `prompt_table`
         f32[n, hidden] holds the embeddings of the ids vocab_size … vocab_size + n − 1; an engine built without one
-        takes None only, likewise with `adapters`. The result is a view that is valid until the next call. The GIL is
-        released while OpenVINO computes.
+        takes None only, likewise with `adapters`. `long_sequences` boolean[s] tells which sequences are to be rotated
+        as long ones, from their first token on; None when none is. The result is a view that is valid until the next
+        call. The GIL is released while OpenVINO computes.
         """
         request = self._request
         values = (
@@ -162,6 +167,8 @@ class PagedModel:
         ]
         for array, (index, _) in zip(self._held, self._step_inputs, strict=True):
             request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+        if self.long_beyond is not None:
+            self._set_long_sequences(self._held[3], long_sequences)
         if prompt_table is not None or self._prompt_table is not None:
             self._set_prompt_table(prompt_table)
         if adapters is not None or self._stack is not None:
@@ -170,6 +177,13 @@ class PagedModel:
         request.wait()
         logits: Logits = request.get_output_tensor(0).data
         return logits.reshape(-1, self.vocab_size)
+
+    def _set_long_sequences(self, begins: Array, long: Bools | None) -> None:
+        """The flag of its sequence for every token."""
+        flags = np.zeros(len(begins) - 1, np.bool_) if long is None else long
+        self._held.append(np.repeat(flags, np.diff(begins)))
+        tensor = ov.Tensor(self._held[-1], shared_memory=True)
+        self._request.set_input_tensor(self._ports["long_sequences"], tensor)
 
     def _set_prompt_table(self, table: Logits | None) -> None:
         """Without a table the graph needs a row that nobody asks for."""

@@ -1,0 +1,250 @@
+"""Families with names of their own: what they accept, their config.json, and the contents of every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.expected_others import other_ranks
+from tests.support.tiny_models import read_safetensors, write_tiny_model
+from trtserve import architectures
+from trtserve.architectures.alibi import alibi_slopes
+from trtserve.architectures.checkpoint import CheckpointReader
+from trtserve.artifacts import Model
+from trtserve.convert import convert_model
+from trtserve.errors import UnsupportedModelError
+from trtserve.specs import ConvertSpec
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("gptj", {"vocab_size": 323}),
+    ("gpt_neox", {"vocab_size": 323}),
+    ("gpt_neox", {"tie_word_embeddings": True}),
+    ("opt", {"vocab_size": 323}),
+    ("opt", {"do_layer_norm_before": False, "tie_word_embeddings": False}),
+    ("phi", {"vocab_size": 323}),
+    ("phi3", {"vocab_size": 323, "num_key_value_heads": 1}),
+    ("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    ("phi3_long", {}),
+    ("starcoder2", {"vocab_size": 323}),
+    ("starcoder2", {"tie_word_embeddings": False, "use_bias": False, "num_key_value_heads": 4}),
+    ("bloom", {"vocab_size": 323}),
+    ("falcon", {"vocab_size": 323}),
+    ("falcon_new", {"tie_word_embeddings": False}),
+    ("falcon_new", {"num_ln_in_parallel_attn": 1}),
+    ("falcon_rw", {}),
+]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_each_rank_holds_exactly_its_part(tmp_path: Path, family: str, overrides: dict[str, Any], tp: int) -> None:
+    folder = write_tiny_model(tmp_path / "hf", family, **overrides)
+    hf = json.loads((folder / "config.json").read_text())
+    source = read_safetensors(folder / "model.safetensors")
+    spec = ConvertSpec(tp_size=tp, dtype="float32")
+    out = convert_model(Model(path=folder), spec, out=tmp_path / "out").path
+    reader = CheckpointReader(out)
+    for rank, wanted in enumerate(other_ranks(source, hf, tp)):
+        actual = read_safetensors(out / f"rank{rank}.safetensors")
+        assert actual.keys() == wanted.keys() == set(reader.names())
+        for name, values in wanted.items():
+            np.testing.assert_array_equal(actual[name], values, err_msg=name)
+    for name, values in other_ranks(source, hf, 1)[0].items():
+        np.testing.assert_array_equal(reader.merged(name), values, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["gptj", "gpt_neox", "opt", "phi", "phi3", "starcoder2", "bloom", "falcon_new"])
+def test_pipeline_stages_hold_what_one_rank_holds(tmp_path: Path, family: str) -> None:
+    layers: dict[str, Any] = {"n_layer" if family in ("gptj", "bloom") else "num_hidden_layers": 3}
+    folder = write_tiny_model(tmp_path / "hf", family, **layers)
+    one = CheckpointReader(convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "one").path)
+    spec = ConvertSpec(tp_size=2, pp_size=2)
+    two = CheckpointReader(convert_model(Model(path=folder), spec, out=tmp_path / "two").path)
+    assert one.names() == two.names()
+    for name in one.names():
+        np.testing.assert_array_equal(two.merged(name), one.merged(name), err_msg=name)
+
+
+COMMON: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "vocab_size": 320,
+    "head_size": 16,
+    "norm_epsilon": 1e-5,
+    "max_position_embeddings": 512,
+    "rotary_embedding_dim": 16,
+}
+NO_EXPERTS = {
+    "num_experts": 0,
+    "shared_expert_intermediate_size": 0,
+    "top_k": 0,
+    "normalization_mode": 1,
+    "sparse_mixer_epsilon": 0.01,
+    "tp_mode": 0,
+    "device_limited_n_group": 0,
+    "device_limited_topk_group": 0,
+    "device_limited_routed_scaling_factor": 1.0,
+}
+PHI3: dict[str, Any] = {
+    **COMMON,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "hidden_act": "swiglu",
+    "position_embedding_type": "rope_gpt_neox",
+    "rotary_base": 10000.0,
+    "rotary_scaling": None,
+    "rotary_pct": 1.0,
+    "tie_word_embeddings": False,
+}
+FALCON: dict[str, Any] = {
+    **COMMON,
+    "architecture": "FalconForCausalLM",
+    "num_key_value_heads": 1,
+    "intermediate_size": 256,
+    "hidden_act": "gelu",
+    "position_embedding_type": "rope_gpt_neox",
+    "bias": False,
+    "parallel_attention": True,
+    "num_ln_in_parallel_attn": None,
+    "new_decoder_architecture": False,
+    "rotary_base": 10000.0,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gptj": {
+        **COMMON,
+        "intermediate_size": 256,
+        "hidden_act": "gelu",
+        "position_embedding_type": "rope_gptj",
+        "rotary_dim": 8,
+    },
+    "gpt_neox": {
+        **COMMON,
+        "intermediate_size": 256,
+        "hidden_act": "gelu",
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_embedding_dim": 4,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+    },
+    "opt": {
+        **COMMON,
+        "intermediate_size": 128,
+        "hidden_act": "relu",
+        "position_embedding_type": "learned_absolute",
+        "do_layer_norm_before": True,
+    },
+    "phi": {
+        **COMMON,
+        "intermediate_size": 128,
+        "hidden_act": "gelu_new",
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_embedding_dim": 8,
+        "rotary_base": 10000.0,
+        "rotary_scaling": None,
+        "rotary_pct": 0.5,
+    },
+    "phi3": PHI3,
+    "phi3_long": {
+        **PHI3,
+        "position_embedding_type": "long_rope",
+        "original_max_position_embeddings": 64,
+        "longrope_scaling_short_factors": [1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
+        "longrope_scaling_long_factors": [1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0],
+    },
+    "starcoder2": {
+        **COMMON,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "hidden_act": "gelu",
+        "position_embedding_type": "rope_gpt_neox",
+        "gpt_variant": "starcoder2",
+        "bias": True,
+        "q_scaling": 1,
+        "embedding_scale": None,
+        "apply_query_key_layer_scaling": False,
+        "rotary_pct": 1.0,
+        "rotary_base": 100000.0,
+        "rotary_scaling": None,
+        "inner_layernorm": False,
+        "norm_before_bmm1": False,
+        "moe": NO_EXPERTS,
+        "max_attention_window": [24],  # ours: upstream drops the window
+    },
+    "bloom": {
+        **COMMON,
+        "intermediate_size": 256,
+        "hidden_act": "gelu",
+        "position_embedding_type": "alibi",
+        "max_position_embeddings": None,
+    },
+    "falcon": FALCON,
+    "falcon_new": {**FALCON, "num_key_value_heads": 2, "new_decoder_architecture": True},
+    "falcon_rw": {
+        **FALCON,
+        "num_key_value_heads": 4,
+        "position_embedding_type": "alibi_with_scale",
+        "bias": True,
+        "parallel_attention": False,
+    },
+}
+
+
+def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    hf = json.loads((folder / "config.json").read_text()) | changes
+    return architectures.supported(hf).checkpoint_config(hf)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_config_has_the_keys_of_release_1_2(tmp_path: Path, family: str) -> None:
+    assert config_of(write_tiny_model(tmp_path, family)) == CONFIGS[family]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gptj", {"n_inner": 100}, "100 wide"),
+        ("gptj", {"rotary_dim": None}, "lacks rotary_dim"),
+        ("gptj", {"activation_function": "gelu"}, "'gelu' is not supported"),
+        ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual off"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias off"),
+        ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"\(linear\), which .* gpt_neox cannot"),
+        ("opt", {"word_embed_proj_dim": 32}, "32 wide and projected to 64"),
+        ("opt", {"enable_bias": False}, "enable_bias off"),
+        ("opt", {"_remove_final_layer_norm": True}, "no final norm"),
+        ("phi", {"qk_layernorm": True}, "norms its queries"),
+        ("phi", {"num_key_value_heads": 2}, "2 key/value heads for 4"),
+        ("phi3", {"hidden_act": "gelu"}, "supported: silu, swish"),
+        (
+            "phi3_long",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "1 short and 0 long .* expected 8",
+        ),
+        ("starcoder2", {"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ("falcon_new", {"parallel_attn": False}, "without parallel attention"),
+        ("falcon", {"activation": "relu"}, "'relu'"),
+    ],
+)
+def test_what_cannot_be_converted_is_named(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config_of(write_tiny_model(tmp_path, family), **changes)
+
+
+def test_the_first_falcons_are_known_by_their_old_names(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "falcon")
+    old = {"architectures": ["RWForCausalLM"], "n_layer": 2, "n_head": 4, "num_attention_heads": None}
+    assert config_of(folder, model_type="RefinedWebModel", **old) == CONFIGS["falcon"]
+    grouped = config_of(folder, model_type="RefinedWeb", n_head_kv=2, **old)
+    assert grouped == CONFIGS["falcon_new"]
+
+
+def test_slopes_of_alibi() -> None:
+    assert alibi_slopes(4) == (2**-2, 2**-4, 2**-6, 2**-8)
+    assert alibi_slopes(6) == (*alibi_slopes(4), 2**-1, 2**-3)
+    assert alibi_slopes(1) == (2**-8,)

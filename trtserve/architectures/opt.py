@@ -1,0 +1,100 @@
+"""OPT: layer norms before or behind attention and MLP, learned positions, ReLU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from trtserve.architectures.activations import require_activation
+from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
+from trtserve.architectures.named_tensors import SourceNames, named_targets
+from trtserve.errors import UnsupportedModelError
+
+HF_ARCHITECTURES: tuple[str, ...] = ("OPTForCausalLM",)
+BASE_PREFIX = "model."
+TIED = True
+
+_NAMES = SourceNames(
+    embedding="model.decoder.embed_tokens",
+    layer="model.decoder.layers.{}.",
+    norms={"input_layernorm": "self_attn_layer_norm", "post_layernorm": "final_layer_norm"},
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    dense="self_attn.out_proj",
+    fc="fc1",
+    proj="fc2",
+    head="lm_head",
+    final_norm="model.decoder.final_layer_norm",
+    biases=frozenset(("qkv", "dense", "fc", "proj")),
+    positions="model.decoder.embed_positions",
+    # Positions are counted from 2 in Hugging Face, for the sake of a padding that nothing uses.
+    unused_positions=2,
+)
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's converter, and what its loader fills in."""
+    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
+    _refuse_variants(hf)
+    require_activation(hf.get("activation_function", "relu"))
+    return {
+        "hidden_size": sizes["hidden_size"],
+        "num_hidden_layers": sizes["num_hidden_layers"],
+        "num_attention_heads": sizes["num_attention_heads"],
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "intermediate_size": sizes["ffn_dim"],
+        "vocab_size": sizes["vocab_size"],
+        "head_size": sizes["hidden_size"] // sizes["num_attention_heads"],
+        "hidden_act": hf.get("activation_function", "relu"),
+        "norm_epsilon": 1e-5,
+        "position_embedding_type": "learned_absolute",
+        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+        "rotary_embedding_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
+        "do_layer_norm_before": bool(hf.get("do_layer_norm_before", True)),
+    }
+
+
+def _refuse_variants(hf: HfConfig) -> None:
+    width = hf.get("word_embed_proj_dim") or hf["hidden_size"]
+    if width != hf["hidden_size"]:
+        raise UnsupportedModelError(
+            f"The embeddings of this OPT are {width} wide and projected to {hf['hidden_size']} (word_embed_proj_dim); "
+            "the products that a TensorRT-LLM checkpoint holds instead are not calculated here.",
+            hint="Choose another size of OPT: only opt-350m is made so.",
+        )
+    for key in ("enable_bias", "layer_norm_elementwise_affine"):
+        if not hf.get(key, True):
+            raise UnsupportedModelError(f"This OPT has {key} off, which a TensorRT-LLM checkpoint cannot express.")
+    if hf.get("_remove_final_layer_norm"):
+        raise UnsupportedModelError("This OPT has no final norm, which a TensorRT-LLM checkpoint cannot express.")
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Every tensor of the checkpoint of the whole model, in file order."""
+    names = _NAMES if _norms_before(config) else replace(_NAMES, final_norm=None)
+    return named_targets(config, names, tied=bool(config.get("tie_word_embeddings", TIED)))
+
+
+def _norms_before(config: CheckpointConfig) -> bool:
+    return bool(config.get("do_layer_norm_before", False))
+
+
+def unused(config: CheckpointConfig) -> Sequence[str]:
+    """With tied embeddings a copy of the table under the head's name."""
+    return ["lm_head.weight"] if config.get("tie_word_embeddings", TIED) else []
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """What the decoder is made of."""
+    return Decoder(
+        norm="layer",
+        positions="learned",
+        mlp="plain",
+        activation=require_activation(config["hidden_act"]),
+        attention_bias=True,
+        dense_bias=True,
+        mlp_bias=True,
+        attention_scale=1 / math.sqrt(config["head_size"]),
+        block="sequential" if _norms_before(config) else "post",
+    )

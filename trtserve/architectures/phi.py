@@ -1,0 +1,92 @@
+"""Phi 1, 1.5 and 2: attention and MLP side by side behind one layer norm, a part of each head rotated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trtserve.architectures.activations import require_activation
+from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
+from trtserve.architectures.named_tensors import SourceNames, named_targets
+from trtserve.architectures.rope import inverse_frequencies, rotary_fraction, unscaled_base
+from trtserve.errors import UnsupportedModelError
+
+HF_ARCHITECTURES: tuple[str, ...] = ("PhiForCausalLM",)
+BASE_PREFIX = "model."
+TIED = False
+
+_NAMES = SourceNames(
+    embedding="model.embed_tokens",
+    layer="model.layers.{}.",
+    norms={"input_layernorm": "input_layernorm"},
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    dense="self_attn.dense",
+    fc="mlp.fc1",
+    proj="mlp.fc2",
+    head="lm_head",
+    final_norm="model.final_layernorm",
+    biases=frozenset(("qkv", "dense", "fc", "proj", "head")),
+)
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's PhiConfig."""
+    sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    _refuse_variants(hf)
+    require_activation(hf.get("hidden_act", "gelu_new"))
+    head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf, default=0.5)
+    return {
+        **sizes,
+        "num_key_value_heads": sizes["num_attention_heads"],
+        "head_size": head_size,
+        "hidden_act": hf.get("hidden_act", "gelu_new"),
+        "norm_epsilon": hf.get("layer_norm_eps", 1e-5),
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+        "rotary_embedding_dim": int(head_size * part),
+        "rotary_base": unscaled_base(hf),
+        "rotary_scaling": None,
+        "rotary_pct": part,
+    }
+
+
+def _refuse_variants(hf: HfConfig) -> None:
+    if hf.get("qk_layernorm"):
+        raise UnsupportedModelError("This Phi norms its queries and keys, which TensorRT-LLM's Phi does not.")
+    if hf.get("num_key_value_heads") not in (None, hf["num_attention_heads"]):
+        raise UnsupportedModelError(
+            f"This Phi has {hf['num_key_value_heads']} key/value heads for {hf['num_attention_heads']} heads; "
+            "TensorRT-LLM's Phi has one for each."
+        )
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Every tensor of the checkpoint of the whole model, in file order."""
+    return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
+
+
+def unused(config: CheckpointConfig) -> Sequence[str]:
+    """Position tables of old exports."""
+    return ["model.layers.*.self_attn.rotary_emb.inv_freq"]
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """What the decoder is made of; older checkpoints name the part that is rotated `partial_rotary_factor`."""
+    head_size = config["head_size"]
+    part = config.get("rotary_pct") or config.get("partial_rotary_factor") or 0.4
+    return Decoder(
+        norm="layer",
+        positions="rope",
+        mlp="plain",
+        activation=require_activation(config["hidden_act"]),
+        attention_bias=True,
+        dense_bias=True,
+        mlp_bias=True,
+        attention_scale=1 / math.sqrt(head_size),
+        rope_inv_freq=inverse_frequencies(
+            int(head_size * part), config.get("rotary_base") or config.get("rope_theta") or 10000.0, None
+        ),
+        block="parallel",
+        mlp_norm=None,
+    )
