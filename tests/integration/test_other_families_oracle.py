@@ -101,19 +101,20 @@ def test_an_engine_for_original_positions_needs_no_flags(tmp_path: Path) -> None
     np.testing.assert_allclose(ours, with_transformers(folder)["b"], atol=2e-4)
 
 
-def test_requests_are_rotated_by_their_longest(tmp_path: Path) -> None:
-    """Greedy tokens of a request that stays short, and of one whose prompt is long already, in one batch in chunks."""
+@pytest.mark.parametrize("chunked", [True, False])
+def test_requests_are_rotated_by_their_length(chunked: bool, tmp_path: Path) -> None:
+    """Greedy tokens of requests with a long prompt, a short one, and one that becomes long, mixed in a batch."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     folder = write_tiny_model(tmp_path / "model", "phi3_long", seed=5)
-    engine = engine_of(folder, tmp_path, build=BuildSpec(max_num_tokens=48, max_seq_len=256), dtype="float32")
-    counts = {"a": 10, "b": 20}
+    engine = engine_of(folder, tmp_path, build=BuildSpec(max_num_tokens=160, max_seq_len=256), dtype="float32")
+    counts = [("a", 10), ("b", 20), ("b", 40), ("b", 25)]
     requests = [
         api.Request(SEQUENCES[key], count, output_config=api.OutputConfig(exclude_input_from_output=True))
-        for key, count in counts.items()
+        for key, count in counts
     ]
-    config = api.ExecutorConfig(enable_chunked_context=True)
+    config = api.ExecutorConfig(enable_chunked_context=chunked, max_num_tokens=50 if chunked else None)
     with api.Executor(engine, api.ModelType.DECODER_ONLY, config) as executor:
         answers = []
         for number in executor.enqueue_requests(requests):
@@ -121,7 +122,7 @@ def test_requests_are_rotated_by_their_longest(tmp_path: Path) -> None:
             assert isinstance(answer, api.Response)
             answers.append(answer.result.output_token_ids[0])
     oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    for (key, count), tokens in zip(counts.items(), answers, strict=True):
+    for (key, count), tokens in zip(counts, answers, strict=True):
         ids = list(SEQUENCES[key])
         with torch.inference_mode():
             for _ in range(count):

@@ -23,6 +23,7 @@ def make_scheduler(
     reuse: bool = False,
     windows: tuple[int, ...] = (),
     max_draft_len: int = 0,
+    long_beyond: int | None = None,
     **options: Any,
 ) -> Scheduler:
     """A scheduler over a cache of blocks of 4 tokens, for requests of at most 200 tokens."""
@@ -35,6 +36,7 @@ def make_scheduler(
         max_beam_width=beams,
         windows=windows,
         max_draft_len=max_draft_len,
+        long_beyond=long_beyond,
     )
     cache = KvCache(
         blocks=blocks,

@@ -212,14 +212,11 @@ class Batch:
 
 
 def _long_sequences(plan: Plan, beyond: int) -> npt.NDArray[np.bool_]:
-    """Which of a step's sequences may become longer than `beyond` tokens, each beam counted.
-
-    Known from the start, so that neither chunks nor pauses nor other requests change how a sequence is rotated.
-    """
-    flags = [sequence.total_tokens > beyond for sequence, _ in plan.chunks]
+    """Which of a step's sequences LongRoPE rotates as long ones, each beam counted."""
+    flags = [sequence.is_long(beyond) for sequence, _ in plan.chunks]
     for sequence in plan.generations:
         beams = 1 if sequence.search is None else len(sequence.search.beams)
-        flags += [sequence.total_tokens > beyond] * beams
+        flags += [sequence.is_long(beyond)] * beams
     return np.array(flags, dtype=np.bool_)
 
 

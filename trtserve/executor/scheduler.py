@@ -114,6 +114,11 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next step."""
         plan = Plan()
+        beyond = self.limits.long_beyond
+        if beyond is not None:
+            for sequence in self.active:
+                if sequence.outgrows(beyond):
+                    sequence.compute_again()
         if self._pauses:
             chosen = self._choose_for_a_step(plan.paused)
         else:

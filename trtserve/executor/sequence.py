@@ -165,6 +165,24 @@ class Sequence:
             extra = self.key.extra_ids and self.key.extra_ids[: self.prompt_length] + (0,) * len(self.generated)
             self.key = replace(self.key, tokens=self.context, extra_ids=extra)
 
+    def is_long(self, beyond: int) -> bool:
+        """Whether LongRoPE rotates it as one of more than `beyond` tokens: when its context has more, as transformers.
+
+        Beams and drafts cannot change that on their way; there the tokens count that they may come to.
+        """
+        fixed = self.width > 1 or self.single_step
+        return (self.total_tokens if fixed else self.context_length) > beyond
+
+    def outgrows(self, beyond: int) -> bool:
+        """True when its next token makes a sequence of more than `beyond` tokens that was begun as one of fewer."""
+        return self.generating and not self.is_long(beyond) and self.prompt_length + len(self.generated) > beyond
+
+    def compute_again(self) -> None:
+        """Make all tokens so far the context, to be computed into the blocks that it has: its rotation has changed."""
+        self.context = np.concatenate([self.prompt, as_tokens(self.generated)])
+        self.context_length = len(self.context)
+        self.computed = 0
+
     def cached_tokens(self) -> npt.NDArray[np.int64]:
         """All tokens so far, of which the last is not in the cache."""
         return np.concatenate([self.prompt, as_tokens(self.generated)]) if self.generated else self.prompt

@@ -1,0 +1,67 @@
+"""Sequences that LongRoPE rotates otherwise once they are long: which they are, and what happens to one that grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.schedulers import add, make_scheduler, make_sequence, run_step
+from trtserve.executor.batch import Batch
+from trtserve.executor.configs import ExecutorConfig
+from trtserve.executor.limits import resolve_limits
+
+BEYOND = 12
+
+
+@pytest.mark.parametrize(("max_seq_len", "expected"), [(4096, None), (4097, 4096), (131072, 4096)])
+def test_only_engines_for_longer_sequences_know_long_ones(max_seq_len: int, expected: int | None) -> None:
+    build = {"max_batch_size": 1, "max_seq_len": max_seq_len, "max_num_tokens": 64}
+    model: dict[str, Any] = {
+        "vocab_size": 97,
+        "position_embedding_type": "long_rope",
+        "original_max_position_embeddings": 4096,
+    }
+    engine = {"build_config": build, "pretrained_config": model}
+    assert resolve_limits(engine, ExecutorConfig()).long_beyond == expected
+    model["position_embedding_type"] = "rope_gpt_neox"
+    assert resolve_limits(engine, ExecutorConfig()).long_beyond is None
+
+
+def test_one_sequence_counts_its_context_and_beams_what_they_may_come_to() -> None:
+    assert not make_sequence(1, 12, new=50).is_long(BEYOND)
+    assert make_sequence(1, 13, new=1).is_long(BEYOND)
+    assert make_sequence(1, 10, new=3, width=2).is_long(BEYOND)
+    assert not make_sequence(1, 10, new=2, width=2).is_long(BEYOND)
+    assert make_sequence(1, 10, new=3, single_step=True).is_long(BEYOND)
+
+
+def test_a_sequence_that_becomes_long_is_computed_again_in_its_own_blocks() -> None:
+    scheduler = make_scheduler(long_beyond=BEYOND)
+    growing, short = add(scheduler, 1, 10, new=8), add(scheduler, 2, 3, new=8)
+    for total in (11, 12, 13):
+        run_step(scheduler)
+        assert growing.prompt_length + len(growing.generated) == total
+    slots = growing.slots
+    plan = run_step(scheduler)
+    assert plan.chunks == [(growing, 13)]
+    assert plan.generations == [short]
+    assert (growing.slots, growing.context.tolist()) == (slots, [*range(10), 1, 1, 1])
+    assert growing.is_long(BEYOND)
+    plan = run_step(scheduler)
+    assert not plan.chunks
+    assert len(growing.generated) == 5
+
+
+def test_the_model_is_told_of_every_sequence_and_beam() -> None:
+    scheduler = make_scheduler(long_beyond=BEYOND, beams=2)
+    batch = Batch(scheduler.limits, scheduler.cache)
+    add(scheduler, 1, 13, new=2, width=2)
+    add(scheduler, 2, 5, new=2, width=2)
+    assert batch.fill(scheduler.plan()).inputs["long_sequences"].tolist() == [True, False]
+
+
+def test_other_models_are_told_nothing() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 1, 13)
+    assert "long_sequences" not in Batch(scheduler.limits, scheduler.cache).fill(scheduler.plan()).inputs
