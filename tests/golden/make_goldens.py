@@ -28,6 +28,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_linear": {"family": "llama_linear", "seed": 4},
     "mistral": {"family": "mistral", "seed": 11},
     "mistral_window": {"family": "mistral", "seed": 20, "sliding_window": 32},
+    "qwen2": {"family": "qwen2", "seed": 40},
+    "qwen3": {"family": "qwen3", "seed": 41},
+    "gemma": {"family": "gemma", "seed": 40},
+    "gemma2": {"family": "gemma2", "seed": 40, "attn_logit_softcapping": None, "tie_word_embeddings": False},
+    "gemma3": {"family": "gemma3", "seed": 40, "tie_word_embeddings": False},
     "gpt2": {"family": "gpt2", "seed": 30},
 }
 
