@@ -94,11 +94,20 @@ def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"input_lengths": one(-1, np.int32)}, "input_lengths is -1; expected 1 … 4"),
         ({"input_lengths": one(0, np.int32)}, "input_lengths is 0; expected 1 … 4"),
         ({"input_lengths": one(9, np.int32)}, "input_lengths is 9; expected 1 … 4"),
+        (
+            {"guided_decoding_guide_type": one([b"regex"], object), "guided_decoding_guide": one([b"a\xff"], object)},
+            "guided_decoding_guide is not valid UTF-8: invalid start byte at byte 1",
+        ),
     ],
 )
 def test_bad_inputs_are_named(monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         requests(monkeypatch, **inputs)
+
+
+def test_a_nucleus_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="top_p is nan"):
+        requests(monkeypatch, runtime_top_p=one(np.nan, np.float32))
 
 
 @pytest.mark.parametrize("name", ["streaming", "num_return_sequences"])

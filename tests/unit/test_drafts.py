@@ -142,6 +142,9 @@ def _more(executor: Any, records: list[Any]) -> list[Any]:
         (_request([1] * 9), r"Draft tokens length \(9\) exceeds maximum draft tokens length \(8\)\."),
         (_request([97]), "outside the vocabulary of 97"),
         (_request([1], logits=np.zeros((1, 5), np.float32)), "over 5 tokens; the vocabulary has 97"),
+        (_request([1], logits=np.full((1, VOCAB), np.nan, np.float32)), "draft logits have NaN"),
+        (_request([1, 1], logits=np.full((2, VOCAB), np.inf, np.float32)), "draft logits have NaN"),
+        (_request([1], logits=np.full((1, VOCAB), -np.inf, np.float32)), "row without any finite number"),
         (_request([1], sampling_config=SamplingConfig(beam_width=2)), "beam width 1"),
     ],
 )

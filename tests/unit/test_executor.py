@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -146,6 +147,11 @@ def test_static_batch_policy_serves_everybody(start: Start) -> None:
         (Request([1], 1, sampling_config=SamplingConfig(beam_width=2)), "Requested beam width 2 is larger"),
         (Request([1], 1, mrope_config=MropeConfig(np.zeros(1), 0)), r"mrope_config \(Triton: mrope_rotary_cos_sin\)"),
         (for_release("0.12").Request([1], 1, sampling_config=for_release("0.12").SamplingConfig(1, 0, 2.0)), "top_p"),
+        (Request([1], 1, sampling_config=SamplingConfig(presence_penalty=math.nan)), "presence_penalty is nan"),
+        (Request([1], 1, sampling_config=SamplingConfig(frequency_penalty=-math.inf)), "frequency_penalty is -inf"),
+        (Request([1], 1, sampling_config=SamplingConfig(temperature=math.inf)), "temperature is inf"),
+        (Request([1], 1, priority=math.nan), "priority is nan; expected a finite number"),
+        (Request([1], 1, num_return_sequences=2**31 - 1), r"num_return_sequences \(2147483647\) exceeds 1024"),
     ],
 )
 def test_a_bad_request_is_answered_alone(start: Start, request_: Request, message: str) -> None:

@@ -131,11 +131,12 @@ def test_tables_are_told_apart_by_extra_ids_when_blocks_are_reused(start: Start)
     [
         (_table(1, 2, 3), None, [97], "has 3 rows, but the engine was built for 2 rows"),
         (np.zeros((1, 5), np.float32), None, [97], "hidden size 5; the model has 3"),
+        (np.full((1, 3), np.nan, np.float32), None, [97], "numbers that are not finite"),
         (_table(1), None, [98], "Token id 98 .* vocabulary of 97 and the 1 rows"),
         (_table(1), [1, 2], [97], r"vector size \(2\) must be the same as input token vector size \(1\)"),
         (_table(1), None, [97], "Input token extra ids must be provided when enabling kv cache reuse"),
     ],
-    ids=["rows", "hidden", "id", "length", "extra"],
+    ids=["rows", "hidden", "NaN", "id", "length", "extra"],
 )
 def test_tables_that_do_not_fit_are_refused(start: Start, table: Any, extra: Any, prompt: Any, message: str) -> None:
     built = {"max_prompt_embedding_table_size": 2}

@@ -164,7 +164,7 @@ def test_retention_ranges_are_sorted_and_do_not_overlap() -> None:
     ranges = [item(0, 4, 50), item(np.int32(4), None, 90, timedelta(seconds=1))]
     assert api.KvCacheRetentionConfig(ranges).decode_retention_priority == 35
     assert api.KvCacheRetentionConfig(ranges, decode_duration_ms=20).decode_duration_ms == timedelta(milliseconds=20)
-    for wrong in ([item(4, 8, 1), item(0, 4, 1)], [item(0, None, 1), item(4, 8, 1)], [item(3, 3, 1)]):
+    for wrong in ([item(-1, 8, 1)], [item(4, 8, 1), item(0, 4, 1)], [item(0, None, 1), item(4, 8, 1)], [item(3, 3, 1)]):
         with pytest.raises(ValueError, match="token range"):
             api.KvCacheRetentionConfig(wrong)
     with pytest.raises(RuntimeError, match="priority"):

@@ -29,13 +29,6 @@ from trtserve.executor.stop_words import StopWords
 from trtserve.executor.unbuilt import refuse_unbuilt
 
 
-def sequence_count(request: Request) -> int:
-    """How many sequences a request becomes; beams of one sequence count once."""
-    if request.sampling_config.beam_width > 1:
-        return 1
-    return max(request.num_return_sequences, request.sampling_config.num_return_sequences or 1)
-
-
 class Admission:
     """Makes sequences of requests for one executor over `model`."""
 
@@ -96,7 +89,7 @@ class Admission:
         end_id = checks.allowed_end_id(request.end_id, limits)
         words = tuple(tuple(word) for word in request.stop_words or () if word)
         parameters = SamplingParameters.of(request.sampling_config)
-        arrival, count = time.monotonic(), sequence_count(request)
+        arrival, count = time.monotonic(), checks.sequence_count(request)
         max_tokens = self._max_tokens(request, len(draft))
         return Sequence(
             id=number,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,25 @@ from trtserve.executor.sequence import NO_END
 
 logger = logging.getLogger(__name__)
 
+MOST_SEQUENCES = 1024
+"""Sequences of one request at most, as many as TensorRT-LLM allows beams: each costs memory before it has a turn."""
+
+_FINITE = (
+    "temperature",
+    "beam_search_diversity_rate",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "length_penalty",
+)
+
+
+def sequence_count(request: Request) -> int:
+    """How many sequences a request becomes; beams of one sequence count once."""
+    if request.sampling_config.beam_width > 1:
+        return 1
+    return max(request.num_return_sequences, request.sampling_config.num_return_sequences or 1)
+
 
 def check_sampling(request: Request, limits: Limits) -> None:
     """Values out of their ranges, in releases that do not look at them earlier, and beams."""
@@ -22,6 +42,10 @@ def check_sampling(request: Request, limits: Limits) -> None:
     problems = config.problems()
     if problems:
         raise RuntimeError("; ".join(problems))
+    _check_finite(request)
+    count = sequence_count(request)
+    if count > MOST_SEQUENCES:
+        raise RuntimeError(f"num_return_sequences ({count}) exceeds {MOST_SEQUENCES}, the most sequences of a request")
     width = config.beam_width
     if width > limits.max_beam_width:
         raise RuntimeError(
@@ -29,6 +53,14 @@ def check_sampling(request: Request, limits: Limits) -> None:
         )
     if width > 1:
         _check_beams_alone(request, width)
+
+
+def _check_finite(request: Request) -> None:
+    """With NaN or infinity no logits would be left to choose from, and no order to the queue."""
+    config = request.sampling_config
+    for name, value in [("priority", request.priority), *((name, getattr(config, name)) for name in _FINITE)]:
+        if value is not None and not math.isfinite(value):
+            raise RuntimeError(f"{name} is {value}; expected a finite number")
 
 
 def _check_beams_alone(request: Request, width: int) -> None:
@@ -72,6 +104,8 @@ def _check_prompt_table(tuning: PromptTuningConfig, length: int, model: Model, l
         )
     if hidden != model.hidden_size:
         raise RuntimeError(f"The prompt embedding table has hidden size {hidden}; the model has {model.hidden_size}")
+    if not np.isfinite(tuning.embedding_table.astype(np.float32, copy=False)).all():
+        raise RuntimeError("The prompt embedding table has numbers that are not finite")
     extra_ids = tuning.input_token_extra_ids
     if reuse and extra_ids is None:
         raise RuntimeError("Input token extra ids must be provided when enabling kv cache reuse with prompt table")
@@ -128,8 +162,13 @@ def allowed_draft(request: Request, limits: Limits) -> tuple[int, ...]:
 def _check_draft(logits: npt.NDArray[Any] | None, tokens: list[int], vocab_size: int) -> None:
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise RuntimeError(f"A draft token is outside the vocabulary of {vocab_size}")
-    if logits is not None and logits.shape[1] != vocab_size:
+    if logits is None:
+        return
+    if logits.shape[1] != vocab_size:
         raise RuntimeError(f"The draft logits are over {logits.shape[1]} tokens; the vocabulary has {vocab_size}")
+    # −∞ is a token that the draft model was not allowed; where it was allowed none, there is no distribution.
+    if not np.isfinite(logits.max(axis=1)).all():
+        raise RuntimeError("The draft logits have NaN, +infinity, or a row without any finite number")
 
 
 def allowed_max_tokens(request: Request, prompt_length: int, draft_length: int, limits: Limits) -> int:

@@ -148,6 +148,8 @@ class KvCacheRetentionConfig(Record):
         """Ranges are sorted by start and do not overlap; only the last may be open."""
         end: int | None = 0
         for item in self.token_range_retention_configs:
+            if item.token_start < 0:
+                raise ValueError(f"token range starts at {item.token_start}; expected 0 or more")
             if end is None or item.token_start < end:
                 raise ValueError(
                     "token ranges must be sorted by start, must not overlap, and only the last may be open"

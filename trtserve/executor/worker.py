@@ -7,9 +7,10 @@ import threading
 import time
 from collections import deque
 
-from trtserve.executor.admission import Admission, sequence_count
+from trtserve.executor.admission import Admission
 from trtserve.executor.answers import fail, give_up, respond
 from trtserve.executor.batch import Batch
+from trtserve.executor.checks import sequence_count
 from trtserve.executor.configs import ExecutorConfig, PeftCacheConfig
 from trtserve.executor.enums import BatchingType, CapacitySchedulerPolicy, ContextChunkingPolicy, FinishReason
 from trtserve.executor.kv_cache import KvCache

@@ -55,9 +55,14 @@ class Row:
         return [] if value is None else list(value.reshape(-1).tolist())
 
     def text(self, name: str) -> str | None:
-        """The first element as UTF-8; None when it is absent or ""."""
+        """The first element; None when it is absent or "". ValueError when it is no UTF-8."""
         value = self.array(name)
-        return None if value is None else value.reshape(-1)[0].decode("utf-8") or None
+        if value is None:
+            return None
+        try:
+            return value.reshape(-1)[0].decode("utf-8") or None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
 
     def words(self, name: str) -> list[list[int]] | None:
         """Words [2, n] (ids in a row; running ends, padded with -1) as lists of ids; None when there is no word."""
