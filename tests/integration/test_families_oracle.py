@@ -26,16 +26,20 @@ from trtserve.specs import BuildSpec, ConvertSpec
 
 pytestmark = pytest.mark.oracle
 
+# Tied embeddings are left to the goldens: random models with them repeat their last token.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, dynamic scaling": ("llama_dynamic", {"attention_bias": True, "mlp_bias": True}),
     "mistral, window": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {}),
     "qwen2, windows": ("qwen2", {"use_sliding_window": True}),
-    "qwen3": ("qwen3", {}),
-    "gemma": ("gemma", {}),
-    "gemma2, no cap of scores": ("gemma2", {"attn_logit_softcapping": None}),
-    "gemma3": ("gemma3", {}),
-    "gemma3, capped logits": ("gemma3", {"final_logit_softcapping": 30.0, "rope_scaling": None}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": False}),
+    "gemma": ("gemma", {"tie_word_embeddings": False}),
+    "gemma2, no cap of scores": ("gemma2", {"attn_logit_softcapping": None, "tie_word_embeddings": False}),
+    "gemma3": ("gemma3", {"tie_word_embeddings": False}),
+    "gemma3, capped logits": (
+        "gemma3",
+        {"final_logit_softcapping": 30.0, "rope_scaling": None, "tie_word_embeddings": False},
+    ),
 }
 PRECISIONS: dict[str, tuple[ConvertSpec, float]] = {
     "float32": (ConvertSpec(dtype="float32", tp_size=2), 1e-5),
@@ -108,4 +112,5 @@ def test_greedy_tokens_are_those_of_transformers(original: Original, tmp_path: P
             (last,) = executor.await_responses(number, timedelta(seconds=60))
             assert isinstance(last, api.Response)
             answers.append(list(last.result.output_token_ids[0]))
+    assert len({token for tokens in original.continuations for token in tokens}) > 10
     assert answers == original.continuations
