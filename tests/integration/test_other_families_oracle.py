@@ -52,26 +52,59 @@ def engine_of(folder: Path, out: Path, *, build: BuildSpec, **spec: Any) -> Path
     return build_engine(checkpoint, build, out=out / "engine").path
 
 
-def with_transformers(folder: Path) -> dict[str, npt.NDArray[np.float32]]:
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
+class Oracle:
+    """The model of a folder in transformers, float32."""
 
-    # The eager attention of its Falcon adds alibi twice.
-    kind = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind).eval()
-    with torch.no_grad():
-        return {key: oracle(torch.tensor([ids])).logits[0].numpy() for key, ids in SEQUENCES.items()}
+    def __init__(self, folder: Path) -> None:
+        self._torch = pytest.importorskip("torch")
+        from transformers import AutoModelForCausalLM
+
+        self._torch.set_num_threads(1)
+        # The eager attention of its Falcon adds alibi twice.
+        kind = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self._torch.float32, attn_implementation=kind)
+        self._model = loaded.eval()
+
+    def logits(self, ids: list[int]) -> npt.NDArray[np.float32]:
+        with self._torch.inference_mode():
+            values: npt.NDArray[np.float32] = self._model(self._torch.tensor([ids]), use_cache=False).logits[0].numpy()
+        return values
+
+    def continuation(self, prompt: list[int], count: int) -> list[int]:
+        """The most probable tokens, each from the whole sequence before it."""
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.logits(ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+
+def generate(engine: Path, requests: list[tuple[str, int]], **config: Any) -> list[list[int]]:
+    """New tokens of the requests (sequence, count), all enqueued at once."""
+    output = api.OutputConfig(exclude_input_from_output=True)
+    with api.Executor(engine, api.ModelType.DECODER_ONLY, api.ExecutorConfig(**config)) as executor:
+        answers = []
+        queued = [api.Request(SEQUENCES[key], count, output_config=output) for key, count in requests]
+        for number in executor.enqueue_requests(queued):
+            (answer,) = executor.await_responses(number, timedelta(seconds=60))
+            assert isinstance(answer, api.Response)
+            answers.append(answer.result.output_token_ids[0])
+    return answers
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_and_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = MODELS[name]
     folder = write_tiny_model(tmp_path / "model", family, **overrides)
     engine = engine_of(folder, tmp_path, build=BuildSpec(), dtype="float32", tp_size=2)
     ours = PagedSteps(PagedModel(engine, threads=1), SEQUENCES).run(SCHEDULE)
-    for key, theirs in with_transformers(folder).items():
+    oracle = Oracle(folder)
+    for key, ids in SEQUENCES.items():
+        theirs = oracle.logits(ids)
         assert np.ptp(theirs) > 1
         np.testing.assert_allclose(ours[key], theirs, atol=2e-4)
+    requests = [("a", 4), ("b", 12)]
+    expected = [oracle.continuation(SEQUENCES[key], count) for key, count in requests]
+    assert generate(engine, requests, max_num_tokens=64, enable_chunked_context=True) == expected
 
 
 def test_long_sequences_have_their_own_rotation(tmp_path: Path) -> None:
@@ -85,7 +118,8 @@ def test_long_sequences_have_their_own_rotation(tmp_path: Path) -> None:
         flags = np.array([len(SEQUENCES[key]) > 64 for key in new])
         for key, logits in steps.step(new, long_sequences=flags).items():
             parts[key].append(logits)
-    expected = with_transformers(folder)
+    oracle = Oracle(folder)
+    expected = {key: oracle.logits(ids) for key, ids in SEQUENCES.items()}
     for key, theirs in expected.items():
         np.testing.assert_allclose(np.concatenate(parts[key]), theirs, atol=2e-4)
     short = PagedSteps(model, {"a": SEQUENCES["a"]}).run([{"a": 150}])["a"]
@@ -98,36 +132,18 @@ def test_an_engine_for_original_positions_needs_no_flags(tmp_path: Path) -> None
     model = PagedModel(engine, threads=1)
     assert model.long_beyond is None
     ours = PagedSteps(model, {"b": SEQUENCES["b"]}).run([{"b": 30}, {"b": 10}])["b"]
-    np.testing.assert_allclose(ours, with_transformers(folder)["b"], atol=2e-4)
+    np.testing.assert_allclose(ours, Oracle(folder).logits(SEQUENCES["b"]), atol=2e-4)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
 def test_requests_are_rotated_by_their_length(chunked: bool, tmp_path: Path) -> None:
     """Greedy tokens of requests with a long prompt, a short one, and one that becomes long, mixed in a batch."""
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
-
     folder = write_tiny_model(tmp_path / "model", "phi3_long", seed=5)
     engine = engine_of(folder, tmp_path, build=BuildSpec(max_num_tokens=160, max_seq_len=256), dtype="float32")
-    counts = [("a", 10), ("b", 20), ("b", 40), ("b", 25)]
-    requests = [
-        api.Request(SEQUENCES[key], count, output_config=api.OutputConfig(exclude_input_from_output=True))
-        for key, count in counts
-    ]
-    config = api.ExecutorConfig(enable_chunked_context=chunked, max_num_tokens=50 if chunked else None)
-    with api.Executor(engine, api.ModelType.DECODER_ONLY, config) as executor:
-        answers = []
-        for number in executor.enqueue_requests(requests):
-            (answer,) = executor.await_responses(number, timedelta(seconds=60))
-            assert isinstance(answer, api.Response)
-            answers.append(answer.result.output_token_ids[0])
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    for (key, count), tokens in zip(counts, answers, strict=True):
-        ids = list(SEQUENCES[key])
-        with torch.inference_mode():
-            for _ in range(count):
-                ids.append(int(oracle(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-        assert tokens == ids[len(SEQUENCES[key]) :]
+    requests = [("a", 10), ("b", 20), ("b", 40), ("b", 25)]
+    answers = generate(engine, requests, enable_chunked_context=chunked, max_num_tokens=50 if chunked else None)
+    oracle = Oracle(folder)
+    assert answers == [oracle.continuation(SEQUENCES[key], count) for key, count in requests]
 
 
 # Largest and mean difference of logits, which span 25 to 35, by checkpoint dtype and quantisation.
@@ -146,7 +162,8 @@ def test_logits_of_narrow_engines_stay_within_bounds(name: str, dtype: str, quan
     engine = engine_of(folder, tmp_path, build=BuildSpec(), dtype=dtype, quantize=quantize)
     ours = PagedSteps(PagedModel(engine, threads=1), SEQUENCES).run(SCHEDULE)
     largest, mean = BOUNDS[dtype, quantize]
-    for key, theirs in with_transformers(folder).items():
-        difference = np.abs(ours[key] - theirs)
+    oracle = Oracle(folder)
+    for key, ids in SEQUENCES.items():
+        difference = np.abs(ours[key] - oracle.logits(ids))
         assert difference.max() < largest
         assert difference.mean() < mean
