@@ -38,6 +38,7 @@ PERIOD = 5.0
 WARM = 60.0
 ANSWER_TIMEOUT = 120.0
 KV_TOKENS = 8192
+CORE = "tensorrt_llm"
 # The last minute may lie this far above the second one; a leak of one kilobyte per request would be ten times that.
 MOST_GROWTH = 0.02
 QUESTIONS = ("What is ML?", "What is machine learning?", "Say it in other words: what is a model?", "Tell me more.")
@@ -54,10 +55,11 @@ class Sample:
 
 @dataclass(kw_only=True)
 class Soak:
-    """What was sent and seen; `errors` counts messages that were not expected."""
+    """What was sent and seen; `errors` counts messages that were not expected, `longest` is in seconds."""
 
     samples: list[Sample] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
+    longest: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)
 
 
@@ -79,7 +81,7 @@ async def drive(server: Server, seconds: float, seed: int) -> Soak:
 
     endpoint = Endpoint(host=server.host, http_port=server.http_port, grpc_port=server.grpc_port)
     client = GrpcClient(endpoint, timeout=10)
-    models = [client.describe(name) for name in (server.model, "ensemble")]
+    models = [client.describe(name) for name in (server.model, "ensemble", CORE)]
     client.close()
     soak, begin = Soak(), time.monotonic()
     async with grpc.aio.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS) as channel:
@@ -97,27 +99,30 @@ async def drive(server: Server, seconds: float, seed: int) -> Soak:
 
 async def _stream(stub: Any, models: Sequence[ModelDescription], choice: random.Random, end: float, soak: Soak) -> None:
     while time.monotonic() < end:
+        begin = time.monotonic()
         soak.ended[await _request(stub, choice.choice(models), choice, soak)] += 1
+        soak.longest = max(soak.longest, time.monotonic() - begin)
 
 
 async def _request(stub: Any, model: ModelDescription, choice: random.Random, soak: Soak) -> str:
     import grpc
 
-    tensors = [model.tensor(name, values) for name, values in _values(choice).items() if name in model.inputs]
+    values = _core_values(choice) if model.name == CORE else _values(choice)
+    tensors = [model.tensor(name, value) for name, value in values.items() if name in model.inputs]
     number = f"soak-{choice.getrandbits(64):x}"
     left = choice.randrange(0, 40) if choice.random() < CANCELLED else None
     call = stub.ModelStreamInfer(_once(infer_request(model.name, tensors, request_id=number)), timeout=ANSWER_TIMEOUT)
     try:
         async for response in call:
             if response.error_message:
-                soak.errors[response.error_message] += 1
+                soak.errors[f"{model.name}: {response.error_message}"] += 1
                 return "failed"
             left = None if left is None else left - 1
             if left is not None and left < 0:
                 call.cancel()
                 return "cancelled"
     except grpc.aio.AioRpcError as error:
-        soak.errors[str(error.code())] += 1
+        soak.errors[f"{model.name}: {error.code()}"] += 1
         return "failed"
     return "completed"
 
@@ -144,6 +149,21 @@ def _values(choice: random.Random) -> dict[str, list[Any]]:
         {"min_tokens": [10], "frequency_penalty": [0.3]},
     ]
     return {**values, **choice.choice(extra)}
+
+
+def _core_values(choice: random.Random) -> dict[str, list[Any]]:
+    """One random request to the core model, with ids for a prompt."""
+    ids = [choice.randrange(3, 256) for _ in range(choice.randint(1, 60))]
+    return {
+        "input_ids": ids,
+        "input_lengths": [len(ids)],
+        "request_output_len": [choice.randint(1, 120)],
+        "streaming": [choice.random() < 0.8],
+        "seed": [choice.getrandbits(32)],
+        "temperature": [choice.choice((0.7, 1.5))],
+        "runtime_top_p": [0.99],
+        "return_log_probs": [choice.random() < 0.3],
+    }
 
 
 async def _sample(server: Server, begin: float, soak: Soak) -> None:
@@ -185,6 +205,7 @@ def judge(soak: Soak) -> tuple[dict[str, Any], list[str]]:
         "growth": growth,
         "most_used_blocks": max(each.used_blocks for each in soak.samples),
         "used_blocks_at_the_end": soak.samples[-1].used_blocks,
+        "longest_request_s": soak.longest,
         "errors": dict(soak.errors),
     }
     wrong = [f"unexpected: {count} × {message}" for message, count in soak.errors.items()]

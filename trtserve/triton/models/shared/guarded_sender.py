@@ -20,19 +20,22 @@ class GuardedSender:
     def __init__(self, sender: Any) -> None:
         self._sender = sender
         self._lock = threading.Lock()
-        self._ended = False
+        self.ended = False
+        """Whether the final response was sent, or is being sent."""
 
     def send(self, response: Any = None, *, final: bool) -> None:
         """Send a response, or nothing but the final flag."""
         arguments = () if response is None else (response,)
+        # Triton drops tensors that were not requested without Python's lock (GIL); they must not be the last to go.
+        kept = [] if response is None else response.output_tensors()  # noqa: F841
         if not final:
             self._sender.send(*arguments)
             return
         with self._lock:
-            self._ended = True
+            self.ended = True
             self._sender.send(*arguments, flags=FINAL)
 
     def is_cancelled(self) -> bool:
         """Whether the client gave up; False once the final response was sent. Costs a round trip to the server."""
         with self._lock:
-            return not self._ended and bool(self._sender.is_cancelled())
+            return not self.ended and bool(self._sender.is_cancelled())

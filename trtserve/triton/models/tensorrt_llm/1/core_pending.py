@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from core_pulls import FetchedSender
 from core_response import Outputs, Wanted
 from guarded_sender import GuardedSender
 
@@ -26,7 +27,7 @@ class Pending:
     """
 
     request_id: str
-    sender: GuardedSender
+    sender: GuardedSender | FetchedSender
     decoupled: bool = True
     open_rows: dict[int, Wanted] = field(default_factory=dict)
     generated: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -14,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 from core_guides import guided_decoding_config
 from core_metrics import MetricsReporter
 from core_pending import Pending, PendingTable, error_response, response
+from core_pulls import FIRST, NEXT, FetchedAnswers, FetchedSender, wanted_answers
 from core_request import RequestFactory
 from core_response import Wanted, generated_tokens, output_arrays, response_parameters, zero_filled
 from core_row import Inputs
@@ -41,6 +42,7 @@ class TritonPythonModel:
         self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         self._outputs = {output["name"]: output["data_type"] for output in config["output"]}
         self._pending = PendingTable()
+        self._fetched = FetchedAnswers()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         try:
@@ -101,6 +103,10 @@ class TritonPythonModel:
                 sender.send(error_response(message), final=True)
 
     def _submit(self, request: Any, sender: GuardedSender) -> None:
+        answers = wanted_answers(request.parameters())
+        if answers == NEXT:
+            self._fetched.fetch(request.request_id(), sender)
+            return
         inputs = {tensor.name(): self._array(tensor) for tensor in request.inputs()}
         if bool(np.any(inputs.get("stop", False))):
             self._stop(request.request_id(), sender)
@@ -111,9 +117,13 @@ class TritonPythonModel:
             raise ValueError(f"{' and '.join(missing)} must be among the requested outputs.")
         executor_requests = self._factory.requests(inputs)
         rows = self._wanted(inputs, executor_requests)
-        pending = Pending(request.request_id(), sender, decoupled=self._decoupled)
+        number = request.request_id()
+        to: GuardedSender | FetchedSender = self._fetched.sender(number, sender) if answers == FIRST else sender
+        pending = Pending(number, to, decoupled=self._decoupled)
         with self._pending.lock:  # a response that is ready before the ids are known waits here
             ids = self._executor.enqueue_requests(executor_requests)
+            if isinstance(to, FetchedSender):
+                self._fetched.add(number, to)
             pending.open_rows.update(zip(ids, rows, strict=True))
             stopped = self._pending.add(pending)
         self._metrics.add_tokens(prompt=sum(row.prompt_length for row in rows))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-# Triton 2.51 makes arrays of texts in a thread of its own and loses a reference to their type now and then; the last
-# one lost ends the process. No process lives long enough to lose these.
-_RESERVE = [np.dtype(np.object_)] * 100_000
-
 Tensors = dict[str, NDArray[Any]]
 """Arrays by name; an input in BF16, which NumPy has not, is the `pb_utils.Tensor` itself."""
+
+_PLACEHOLDERS: Tensors = dict.fromkeys(
+    ("input_ids", "input_lengths", "request_output_len"), np.ones((1, 1), dtype=np.int32)
+)
+"""What the core model's configuration demands of every request."""
+_finished: list[Any] = []
 
 
 class InnerModelError(Exception):
@@ -28,14 +31,47 @@ def call(model: str, inputs: Tensors, outputs: Sequence[str], request_id: str = 
 
 
 def call_streamed(model: str, inputs: Tensors, outputs: Sequence[str], request_id: str) -> Iterator[Tensors]:
-    """Ask a model and yield each answer that has tensors; works with either transaction policy.
+    """Ask a core model and yield each answer that has tensors; works with either transaction policy.
 
-    The arrays of an answer are gone when the next one is asked for.
+    Several answers are fetched one by one (`core_pulls.py` of the core model), since Triton 2.51 cannot push them: a
+    thread that waits for the next answer of a call takes that call's mutex along when it waits for Python's lock
+    (GIL); the thread that delivers answers waits for that mutex and holds the one of all calls; and a thread whose
+    new call returns waits for the latter and holds the GIL. A call with one answer is delivered without all that.
     """
-    for answer in _request(model, inputs, outputs, request_id).exec(decoupled=True):
-        tensors = _tensors(answer)
-        if tensors:
-            yield tensors
+    if not _answers_often(inputs):
+        yield from _exchange(_request(model, inputs, outputs, request_id))
+        return
+    answers = _exchange(_request(model, inputs, outputs, request_id, answers="first"))
+    following = _request(model, _PLACEHOLDERS, outputs, request_id, answers="next")
+    ended = False
+    try:
+        while answers:
+            yield from answers
+            answers = _exchange(following)
+        ended = True
+    except InnerModelError:
+        ended = True
+        raise
+    finally:
+        if not ended:  # nobody wants the rest
+            stop_request(model, request_id)
+            _fetch_rest(following)
+
+
+def finished_calls() -> int:
+    """How many calls ended whose objects are still kept."""
+    return len(_finished)
+
+
+def forget_calls(count: int) -> None:
+    """Drop the first `count` finished calls.
+
+    Triton 2.51 lets go of a finished call in a thread of its own, a little later. Had Python dropped it before, the
+    arrays of its answers would be freed there, without the GIL: sooner or later that corrupts the memory of the
+    process. That thread also carries out `is_cancelled`, in order: what ended before such a question was sent is no
+    longer Triton's when the answer is there.
+    """
+    del _finished[:count]
 
 
 def only(answers: Iterator[Tensors]) -> Tensors:
@@ -48,23 +84,41 @@ def only(answers: Iterator[Tensors]) -> Tensors:
 
 def stop_request(core_model: str, request_id: str) -> None:
     """Stop the request of the core model that has this id; unknown ids do nothing."""
-    one = np.ones((1, 1), dtype=np.int32)
-    inputs = {
-        "input_ids": one,
-        "input_lengths": one,
-        "request_output_len": one,
-        "stop": np.array([[True]]),
-    }
+    inputs = {**_PLACEHOLDERS, "stop": np.array([[True]])}
     for _ in call_streamed(core_model, inputs, ("output_ids", "sequence_length"), request_id):
         pass
 
 
-def _request(model: str, inputs: Tensors, outputs: Sequence[str], request_id: str) -> Any:
+def _answers_often(inputs: Tensors) -> bool:
+    """Whether the core model may answer a request more than once."""
+    several = len(inputs["input_ids"]) > 1 or np.any(np.greater(inputs.get("num_return_sequences", 1), 1))
+    return bool(several or np.any(inputs.get("streaming", False)))
+
+
+def _exchange(request: Any) -> list[Tensors]:
+    """What one call brings; it is always read to its end, since only then Triton lets go of it."""
+    call = request.exec(decoupled=True)
+    try:
+        return [tensors for answer in call if (tensors := _tensors(answer))]
+    finally:
+        while next(call, None) is not None:
+            pass
+        _finished.append(call)
+
+
+def _fetch_rest(following: Any) -> None:
+    with suppress(InnerModelError):
+        while _exchange(following):
+            pass
+
+
+def _request(model: str, inputs: Tensors, outputs: Sequence[str], request_id: str, **parameters: str) -> Any:
     return pb_utils.InferenceRequest(
         model_name=model,
         request_id=request_id,
         inputs=[_tensor(name, value) for name, value in inputs.items()],
         requested_output_names=list(outputs),
+        parameters=parameters,
     )
 
 

@@ -14,7 +14,7 @@ import triton_python_backend_utils as pb_utils
 from chain import Chain, engine_length
 from conversation import Conversation
 from guarded_sender import GuardedSender
-from inner_models import InnerModelError, Tensors, stop_request
+from inner_models import InnerModelError, Tensors, finished_calls, forget_calls, stop_request
 from lora_names import LoraNames
 from model_parameters import ModelParameters, check_request_type
 from parameter_classes import check_classes
@@ -94,12 +94,22 @@ class TritonPythonModel:
             with self._lock:
                 active = dict(self._active)
             stopped &= active.keys()
+            finished, asked = finished_calls(), False
             for inner_id, (sender, cancelled) in active.items():
-                if inner_id not in stopped and sender.is_cancelled():
+                if inner_id in stopped:
+                    continue
+                if sender.is_cancelled():
                     stopped.add(inner_id)
-                    cancelled.set()  # between two rounds of speculative decoding no core model knows the request
-                    for model in filter(None, (self._chain.core, self._chain.draft)):
-                        self._stop(model, inner_id)
+                    self._cancel(inner_id, cancelled)
+                elif not sender.ended:
+                    asked = True  # the question went to the server, behind the end of every finished call
+            if asked:
+                forget_calls(finished)
+
+    def _cancel(self, inner_id: str, cancelled: threading.Event) -> None:
+        cancelled.set()  # between two rounds of speculative decoding no core model knows the request
+        for model in filter(None, (self._chain.core, self._chain.draft)):
+            self._stop(model, inner_id)
 
     def _stop(self, model: str, inner_id: str) -> None:
         try:
@@ -112,6 +122,7 @@ class TritonPythonModel:
         self._stopping.set()
         self._workers.shutdown(wait=True)
         self._watcher.join(timeout=5)
+        forget_calls(finished_calls())  # not when the interpreter ends: the shared memory is gone by then
 
 
 def _chain(config: dict[str, Any], repository: Path, parameters: ModelParameters, *, decoupled: bool) -> Chain:
