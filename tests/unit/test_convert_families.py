@@ -1,0 +1,89 @@
+"""Conversion of each family: every rank against independent shards, stages against the whole, sums before rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.support.expected_shards import Tensors, gpt2_ranks, llama_ranks
+from tests.support.tiny_models import read_safetensors, write_tiny_model
+from trtserve.artifacts import Checkpoint, Model
+from trtserve.convert import convert_model
+from trtserve.specs import ConvertSpec
+
+
+def convert(folder: Path, out: Path, **spec: Any) -> Checkpoint:
+    return convert_model(Model(path=folder), ConvertSpec(**spec), out=out)
+
+
+def read_ranks(folder: Path, count: int) -> list[Tensors]:
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == sorted(
+        f"rank{rank}.safetensors" for rank in range(count)
+    )
+    return [read_safetensors(folder / f"rank{rank}.safetensors") for rank in range(count)]
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"vocab_size": 323, "num_key_value_heads": 1}),
+    ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True, "vocab_size": 321}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    ("llama3", {"vocab_size": 321}),
+    ("llama_linear", {}),
+    ("mistral", {"sliding_window": 64}),
+    ("qwen2", {"vocab_size": 323}),
+    ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("qwen3", {"vocab_size": 323}),
+    ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    ("gemma", {"vocab_size": 323}),
+    ("gemma", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    ("gemma2", {"vocab_size": 323}),
+    ("gemma2", {"tie_word_embeddings": False}),
+    ("gemma3", {"vocab_size": 323}),
+    ("gemma3", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
+    ("gpt2", {"vocab_size": 323}),
+    ("gpt2", {"n_inner": 96, "tie_word_embeddings": False}),
+]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+def test_each_rank_holds_exactly_its_part(tmp_path: Path, family: str, overrides: dict[str, Any], tp: int) -> None:
+    folder = write_tiny_model(tmp_path / "hf", family, shards=2, **overrides)
+    hf = json.loads((folder / "config.json").read_text())
+    source = {name: values for path in folder.glob("*.safetensors") for name, values in read_safetensors(path).items()}
+    expected = (gpt2_ranks if family == "gpt2" else llama_ranks)(source, hf, tp)
+    convert(folder, tmp_path / "out", tp_size=tp, dtype="float32")
+    for actual, wanted in zip(read_ranks(tmp_path / "out", tp), expected, strict=True):
+        assert actual.keys() == wanted.keys()
+        for name, values in wanted.items():
+            np.testing.assert_array_equal(actual[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma", "gemma2", "gemma3"])
+def test_two_stages_hold_what_one_does(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path / "hf", family, num_hidden_layers=3)
+    whole = read_ranks(convert(folder, tmp_path / "one", dtype="float32").path, 1)[0]
+    first, second = read_ranks(convert(folder, tmp_path / "two", pp_size=2, dtype="float32").path, 2)
+    moved = {name.replace(".layers.0.", ".layers.2."): values for name, values in second.items()}
+    assert not first.keys() & moved.keys()
+    assert (first | moved).keys() == whole.keys()
+    for name, values in (first | moved).items():
+        np.testing.assert_array_equal(values, whole[name], err_msg=name)
+
+
+@pytest.mark.parametrize("source", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("wanted", ["float32", "float16", "bfloat16"])
+def test_gemmas_norms_are_summed_before_they_are_rounded(tmp_path: Path, source: str, wanted: str) -> None:
+    folder = write_tiny_model(tmp_path / "hf", "gemma", dtype=source)
+    stored = read_safetensors(folder / "model.safetensors")["model.norm.weight"]
+    wide = stored if source == "float16" else stored.astype(np.float32)
+    kind = np.dtype(ml_dtypes.bfloat16 if wanted == "bfloat16" else wanted)
+    ranks = read_ranks(convert(folder, tmp_path / "out", dtype=wanted, tp_size=2).path, 2)
+    for rank in ranks:
+        np.testing.assert_array_equal(rank["transformer.ln_f.weight"], (wide + wide.dtype.type(1)).astype(kind))
