@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.schedulers import add, make_scheduler, make_sequence, run_step
 from trtserve.executor.batch import Batch
 from trtserve.executor.configs import ExecutorConfig
 from trtserve.executor.limits import resolve_limits
+from trtserve.executor.sequence import Logits
 
 BEYOND = 12
 
@@ -59,6 +61,19 @@ def test_the_model_is_told_of_every_sequence_and_beam() -> None:
     add(scheduler, 1, 13, new=2, width=2)
     add(scheduler, 2, 5, new=2, width=2)
     assert batch.fill(scheduler.plan()).inputs["long_sequences"].tolist() == [True, False]
+
+
+def test_logits_of_the_prompt_stay_those_of_its_first_rotation() -> None:
+    scheduler = make_scheduler(long_beyond=BEYOND)
+    logits = Logits(context=np.zeros((10, 97), np.float32), generation=None)
+    growing = add(scheduler, 1, 10, new=8, logits=logits)
+    batch = Batch(scheduler.limits, scheduler.cache)
+    plan = scheduler.plan()
+    assert [span.count for span in batch.fill(plan).contexts] == [10]
+    growing.computed, growing.generated[:] = 12, [1, 1, 1]
+    plan = scheduler.plan()
+    assert plan.chunks == [(growing, 13)]
+    assert batch.fill(plan).contexts == []
 
 
 def test_other_models_are_told_nothing() -> None:

@@ -134,9 +134,14 @@ class Batch:
         if sequence.prompt_table is not None or sequence.positions is not None:
             self._write_own_inputs(cursor, sequence, first, past)
         if sequence.logits is not None and sequence.logits.context is not None and past < sequence.prompt_length:
-            cursor.contexts.append((sequence, first, min(size, sequence.prompt_length - past)))
+            self._want_context(cursor, sequence, first, min(size, sequence.prompt_length - past))
         if last:
             _want_rows(cursor, sequence, first + size - 1, behind)
+
+    def _want_context(self, cursor: _Cursor, sequence: Sequence, first: int, count: int) -> None:
+        """The rows of the prompt; once something was generated they are known, whatever the rotation is now."""
+        if not sequence.generated:
+            cursor.contexts.append((sequence, first, count))
 
     def _write_own_inputs(self, cursor: _Cursor, sequence: Sequence, first: int, past: int) -> None:
         """The request's own positions and rows of its prompt table, which follow those of the sequences before it."""
