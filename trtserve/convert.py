@@ -6,6 +6,7 @@ Streams: every source tensor is read once, cut for all ranks, and written to its
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move, carry_out, created
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import Checkpoint, Manifest, Model, fingerprint
-from trtserve.errors import ConversionError, DiskSpaceError
+from trtserve.check import CheckPlan, Stage, plan_check, require_passed, run_check
+from trtserve.errors import ConversionError, DiskSpaceError, TrtserveError
 from trtserve.machine import free_disk, gibibytes
 from trtserve.progress import SILENT, Progress
-from trtserve.specs import ConvertSpec
+from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store, publish, reusable
 
 SCHEMA = 2
@@ -140,12 +142,14 @@ def convert_model(
     name: str | None = None,
     out: Path | None = None,
     store: Store | None = None,
+    verify: CheckSpec | None = None,
     progress: Progress = SILENT,
 ) -> Checkpoint:
     """Convert a Hugging Face folder to a TensorRT-LLM checkpoint, or reuse the one that was made from it before.
 
-    Raises UnsupportedModelError, ConversionError, CorruptFileError, DiskSpaceError or UsageError (sizes that do not
-    divide); nothing is left behind then.
+    With `verify` it is compared with the model before it is published, also one that is reused. Raises
+    UnsupportedModelError, ConversionError, CorruptFileError, DiskSpaceError, UsageError (sizes that do not divide), or
+    what `plan_check` and `require_passed` raise; nothing is left behind then.
     """
     plan = plan_conversion(model, spec)
     name = name or model.name
@@ -163,7 +167,49 @@ def convert_model(
         tools={"checkpoint format": "TensorRT-LLM 1.2"},
         facts={"model": str(model.path.absolute()), "bytes": plan.total_bytes, "largest_tensor": plan.largest_tensor},
     )
-    return publish(Checkpoint, place.path, manifest, lambda folder: _write(plan, folder, progress))
+    if verify is None:
+        return publish(Checkpoint, place.path, manifest, lambda folder: _write(plan, folder, progress))
+    proof = _Proof(plan_check(plan.config, model.path, verify, progress=progress), place, progress)
+
+    def produce(folder: Path) -> Manifest:
+        _write(plan, folder, progress)
+        return replace(manifest, facts={**manifest.facts, "check": proof.require(folder)})
+
+    return proof.of_published(publish(Checkpoint, place.path, manifest, produce))
+
+
+class _Proof:
+    """A check that is carried out once, wherever the checkpoint comes from."""
+
+    def __init__(self, plan: CheckPlan, place: Destination, progress: Progress) -> None:
+        self._plan = plan
+        self._place = place
+        self._progress = progress
+        self._given = False
+
+    def require(self, folder: Path) -> dict[str, Any]:
+        """The figures of the checkpoint in `folder`; CheckError when they are beyond their bounds."""
+        report = replace(run_check(self._plan, folder, progress=self._progress), path=self._place.path)
+        require_passed(report)
+        self._given = True
+        figures = report.described()
+        self._progress.step(f"The checkpoint is the model ({', '.join(map(_outcome, report.stages))})")
+        return {key: value for key, value in figures.items() if key not in ("path", "against")}
+
+    def of_published(self, checkpoint: Checkpoint) -> Checkpoint:
+        """`checkpoint`, proven if it was not made just now; a folder of links that fails is taken away again."""
+        if not self._given:
+            try:
+                self.require(checkpoint.path)
+            except TrtserveError:
+                if not self._place.reused:
+                    shutil.rmtree(checkpoint.path)
+                raise
+        return checkpoint
+
+
+def _outcome(stage: Stage) -> str:
+    return f"{stage.name}: difference {stage.differences.relative:.2g}"
 
 
 def _write(plan: Plan, folder: Path, progress: Progress) -> None:

@@ -15,6 +15,7 @@ TrtserveError
 ├── RepositoryError            22   a model repository could not be produced or is not valid
 ├── ArtifactError              23   an artefact is missing, incomplete or of another kind or schema
 ├── LockedError                24   another process works on the same artefact
+├── CheckError                 25   an artefact differs from its original by more than its precision explains
 ├── MachineError               30   this machine cannot run the server (doctor names the fix)
 ├── PortInUseError             31   a port is taken
 ├── ServerStartError           32   the server did not become ready
@@ -102,6 +103,10 @@ class ArtifactError(TrtserveError):
 
 class LockedError(TrtserveError):
     code = 24
+
+
+class CheckError(TrtserveError):
+    code = 25
 
 
 class MachineError(TrtserveError):

@@ -72,6 +72,17 @@ class ConvertSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckSpec:
+    """What a numerical check asks both models: `max_tokens` of each greedy answer; None: the built-in prompts."""
+
+    max_tokens: int = 16
+    prompts: Path | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "max_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BuildSpec:
     """Limits, features and precision of an engine; None means: derived from the model by the runtime.
 

@@ -22,6 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "build",
             "repo",
             "lora",
+            "check",
             "start",
             "servers",
             "status",
@@ -45,7 +46,7 @@ CONFINED = {
     "openvino": ("executor", "runtimes/openvino.py", "doctor"),
     "tritonclient": ("triton", "query", "bench"),
     "huggingface_hub": ("import_", "hub"),
-    "torch": (),
+    "torch": ("check/original.py",),
 }
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "models" not in path.relative_to(PACKAGE).parts)

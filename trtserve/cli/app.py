@@ -16,6 +16,7 @@ from trtserve import __version__
 from trtserve.cli import (
     bench,
     build,
+    check,
     convert,
     doctor,
     import_,
@@ -163,6 +164,7 @@ command(start.start, rich_help_panel=STAGES)
 command(query.query, rich_help_panel=STAGES)
 app.add_typer(bench.group, name="bench", help="Measure a served model.", rich_help_panel=STAGES)
 command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
+command(check.check, rich_help_panel=UPKEEP)
 command(lora.lora, rich_help_panel=UPKEEP)
 command(stop.stop, rich_help_panel=UPKEEP)
 command(status.status, rich_help_panel=UPKEEP)

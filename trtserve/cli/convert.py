@@ -19,7 +19,7 @@ from trtserve.cli.options import (
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.convert import Plan, convert_model, destination_of, find_model, plan_conversion
 from trtserve.machine import gibibytes
-from trtserve.specs import ConvertSpec, DType, Quantization
+from trtserve.specs import CheckSpec, ConvertSpec, DType, Quantization
 
 
 def convert(
@@ -32,6 +32,10 @@ def convert(
     quantize: QuantizeOption = "none",
     name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
     out: OutOption = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Compare it with the model, as `check` does, and publish it only if it passes."),
+    ] = False,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
@@ -45,8 +49,9 @@ def convert(
     plan = plan_conversion(source, spec)
     place = destination_of(plan, name or source.name, out=out)
     if not dry_run:
-        convert_model(source, spec, name=name, out=out, progress=progress)
-    result = {"path": str(place.path), "reused": place.reused, **_described(plan)}
+        asked = CheckSpec() if verify else None
+        convert_model(source, spec, name=name, out=out, verify=asked, progress=progress)
+    result = {"path": str(place.path), "reused": place.reused, "verified": verify and not dry_run, **_described(plan)}
     if json:
         print_json("convert", result)
     elif dry_run:

@@ -1,0 +1,190 @@
+"""What a faulty converter would write: faults put into a good checkpoint, whatever its family, ranks and types."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.tiny_models import read_safetensors, write_safetensors
+from trtserve.architectures import family
+
+Array = npt.NDArray[Any]
+Tensors = dict[str, Array]
+Edit = Callable[[Tensors, Mapping[str, Any]], Tensors]
+Fault = Callable[[Path], None]
+
+
+def faults_of(checkpoint: Path) -> dict[str, Fault]:
+    """The faults that this checkpoint can have, by name."""
+    config = _config(checkpoint)
+    found: dict[str, Fault] = {"q and k swapped": _in_files(_swap_query_and_key)}
+    if config["position_embedding_type"].startswith(("rope", "long_rope")) and "rotary_base" in config:
+        found["wrong rope base"] = _in_config("rotary_base", lambda base: base * 10)
+    names = [name for rank in _ranks(checkpoint) for name in read_safetensors(rank)]
+    for kind in sorted({_kind(name) for name in names if name.endswith(".bias")}):
+        found[f"dropped bias, {kind}"] = _in_files(_mapped(kind, np.zeros_like))
+    found |= _norm_faults(config, names)
+    found |= _mlp_faults(config)
+    for kind in ("attention.dense.weight", "attention.qkv.weight", "mlp.fc.weight", "mlp.proj.weight"):
+        found[f"transposed, {kind}"] = _in_files(_mapped(kind, lambda values: values.T.reshape(values.shape)))
+    found["layers swapped"] = _in_files(_swap_layers)
+    found["norm epsilon × 0.1"] = _in_config("norm_epsilon", lambda epsilon: epsilon * 0.1)
+    return found | _shard_faults(checkpoint, config)
+
+
+def _norm_faults(config: Mapping[str, Any], names: list[str]) -> dict[str, Fault]:
+    """Norms whose offset is missing, in families that have one, and norms in each other's place."""
+    targets = family(config["architecture"]).targets(config)
+    shifted = sorted({_kind(target.name) for target in targets if target.offset})
+    found = {
+        f"missing norm + 1, {kind}": _in_files(_mapped(kind, lambda v: (v - 1).astype(v.dtype))) for kind in shifted
+    }
+    kinds = {_kind(name) for name in names}
+    if {"input_layernorm.weight", "post_layernorm.weight"} <= kinds:
+        found["norms swapped"] = _in_files(_renamed("input_layernorm.weight", "post_layernorm.weight"))
+    return found
+
+
+def _mlp_faults(config: Mapping[str, Any]) -> dict[str, Fault]:
+    mlp = family(config["architecture"]).decoder(config).mlp
+    if mlp == "gated":
+        return {"gate and up swapped": _in_files(_renamed("mlp.fc.weight", "mlp.gate.weight"))}
+    if mlp == "fused":
+        halves = _mapped("mlp.fc.weight", lambda values: np.concatenate(np.split(values, 2)[::-1]))
+        return {"gate and up swapped": _in_files(halves)}
+    return {}
+
+
+def _shard_faults(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Fault]:
+    """Ranks in each other's place, as a whole and for one kind of tensor; needs two tensor-parallel ranks."""
+    if config["mapping"]["tp_size"] != 2:
+        return {}
+    found: dict[str, Fault] = {"ranks swapped": _swap_ranks}
+    for kind in ("attention.qkv.weight", "mlp.proj.weight", "lm_head.weight"):
+        found[f"shards swapped, {kind}"] = _swap_shards(kind)
+    if config["vocab_size"] % 2:
+        found["vocabulary padded in front"] = _pad_in_front
+    return found
+
+
+def _config(checkpoint: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def _ranks(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.glob("rank*.safetensors"))
+
+
+def _kind(name: str) -> str:
+    """`transformer.layers.1.mlp.fc.bias` → `mlp.fc.bias`."""
+    parts = name.removeprefix("transformer.").split(".")
+    return ".".join(parts[2:] if parts[0] == "layers" else parts)
+
+
+def _in_config(key: str, change: Callable[[Any], Any]) -> Fault:
+    def fault(checkpoint: Path) -> None:
+        config = _config(checkpoint)
+        config[key] = change(config[key])
+        (checkpoint / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    return fault
+
+
+def _in_files(edit: Edit) -> Fault:
+    def fault(checkpoint: Path) -> None:
+        config = _config(checkpoint)
+        for path in _ranks(checkpoint):
+            write_safetensors(path, edit(read_safetensors(path), config))
+
+    return fault
+
+
+def _mapped(kind: str, change: Callable[[Array], Array]) -> Edit:
+    """Change every tensor of a kind."""
+    return lambda tensors, _: {
+        name: change(values) if _kind(name) == kind else values for name, values in tensors.items()
+    }
+
+
+def _renamed(one: str, other: str) -> Edit:
+    """Exchange the tensors of two kinds, in every layer."""
+
+    def partner(name: str) -> str:
+        kind = _kind(name)
+        return name.replace(one, other) if kind == one else name.replace(other, one) if kind == other else name
+
+    return lambda tensors, _: {name: tensors[partner(name)] for name in tensors}
+
+
+def _swap_query_and_key(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    """[q; k; v] → [k; q; v]."""
+    tp = config["mapping"]["tp_size"]
+    queries = config["num_attention_heads"] * config["head_size"] // tp
+    keys = max(1, config["num_key_value_heads"] // tp) * config["head_size"]
+
+    def swap(values: Array) -> Array:
+        query, key, value = np.split(values, [queries, queries + keys])
+        return np.concatenate([key, query, value])
+
+    return {name: swap(values) if ".attention.qkv." in name else values for name, values in tensors.items()}
+
+
+def _swap_layers(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
+    def partner(name: str) -> str:
+        first, second = ".layers.0.", ".layers.1."
+        return name.replace(first, second) if first in name else name.replace(second, first)
+
+    return {name: tensors[partner(name)] for name in tensors}
+
+
+def _swap_ranks(checkpoint: Path) -> None:
+    first, second = _pair(checkpoint)
+    aside = checkpoint / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def _swap_shards(kind: str) -> Fault:
+    def fault(checkpoint: Path) -> None:
+        paths = _pair(checkpoint)
+        one, other = (read_safetensors(path) for path in paths)
+        for path, own, foreign in zip(paths, (one, other), (other, one), strict=True):
+            write_safetensors(path, {name: foreign[name] if _kind(name) == kind else own[name] for name in own})
+
+    return fault
+
+
+def _pad_in_front(checkpoint: Path) -> None:
+    """The zero row of the last rank's head comes before its rows, not behind them."""
+    _, last = _pair(checkpoint)
+    write_safetensors(
+        last, _mapped("lm_head.weight", lambda values: np.roll(values, 1, axis=0))(read_safetensors(last), {})
+    )
+
+
+def _pair(checkpoint: Path) -> tuple[Path, Path]:
+    first, second = _ranks(checkpoint)
+    return first, second
+
+
+def faulty_copies(checkpoint: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """A copy of `checkpoint` for each fault that it can have, with its name."""
+    for number, (name, fault) in enumerate(faults_of(checkpoint).items()):
+        copy = copied(checkpoint, folder / str(number))
+        fault(copy)
+        yield name, copy
+
+
+def copied(checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint's own files in a new folder."""
+    folder.mkdir(parents=True)
+    for path in [checkpoint / "config.json", *_ranks(checkpoint)]:
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder

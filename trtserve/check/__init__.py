@@ -1,0 +1,311 @@
+"""Whether an artefact is what it was made from: a checkpoint beside its original, number by number.
+
+One command for every kind of artefact: `CHECKED` lists them, and each has a function that gives a report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trtserve.architectures import parameter_count
+from trtserve.architectures.checkpoint import CheckpointReader
+from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, looks_like
+from trtserve.check import converted, original
+from trtserve.check.comparison import (
+    Answer,
+    Differences,
+    Precision,
+    Verdict,
+    compare,
+    described,
+    verdicts,
+)
+from trtserve.check.converted import Changes, changes_of
+from trtserve.check.original import Original
+from trtserve.check.prompts import Tokens, Vocabulary, prompt_set
+from trtserve.errors import ArtifactError, CheckError, MemoryLimitError, ModelNotFoundError, UsageError
+from trtserve.machine import free_memory, gibibytes
+from trtserve.progress import SILENT, Progress
+from trtserve.specs import CheckSpec
+from trtserve.store import Store
+
+if TYPE_CHECKING:
+    from trtserve.check.comparison import Logits
+
+__all__ = [
+    "CHECKED",
+    "CheckPlan",
+    "CheckReport",
+    "Need",
+    "Stage",
+    "check_checkpoint",
+    "compare_checkpoint",
+    "find_artifact",
+    "find_original",
+    "memory_need",
+    "plan_check",
+    "require_passed",
+    "run_check",
+]
+
+# Kinds of artefacts that can be checked; a folder of another kind is refused by name.
+CHECKED: tuple[type[Artifact], ...] = (Checkpoint,)
+
+# Peak of anonymous memory while the original is loaded and run: its weights in float32, measured on 135 M and 1.1 B
+# parameters as 1.0 – 1.1 × that; the checkpoint's graph takes 1.4 × its weights (see runtimes/openvino.py).
+_ORIGINAL_BYTES = 4.4
+_CONVERTED_FACTOR = 1.4
+_BASE = 500 * 2**20
+_HINTS = {
+    "conversion": "Was it converted from that model? If so it must not be used: report the model's config.json with "
+    "this message.",
+    "precision": "The conversion itself is right, but this model loses too much in this precision: convert with "
+    "another --dtype, or without --quantize.",
+}
+_ITEM_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One comparison. `conversion`: with the original's weights rounded as the checkpoint's are, so that nothing but a
+    fault makes a difference. `precision`: with the original itself, so that the difference is what rounding costs.
+    """
+
+    name: Literal["conversion", "precision"]
+    bounds: Precision
+    differences: Differences
+    verdicts: Sequence[Verdict]
+
+    def described(self) -> dict[str, Any]:
+        """The stage as JSON."""
+        return {
+            "stage": self.name,
+            "bounds": self.bounds,
+            **asdict(self.differences),
+            "verdicts": [described(verdict) for verdict in self.verdicts],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """The outcome of a check of `path` against `against`.
+
+    `precision` names the bounds of what rounding may cost, and `reason` says why those. Weights that are not rounded
+    have no stage `precision`.
+    """
+
+    path: Path
+    against: Path
+    precision: Precision
+    reason: str
+    prompts: int
+    stages: Sequence[Stage]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """True when no figure is beyond its bound."""
+        return all(verdict.passed for stage in self.stages for verdict in stage.verdicts)
+
+    def described(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return {
+            "path": str(self.path),
+            "against": str(self.against),
+            "passed": self.passed,
+            "precision": self.precision,
+            "reason": self.reason,
+            "prompts": self.prompts,
+            "stages": [stage.described() for stage in self.stages],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes of memory that a check takes: the two models are in memory one after the other."""
+
+    original: int
+    converted: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return max(self.original, self.converted) + self.logits + _BASE
+
+
+def find_artifact(text: str, store: Store | None = None, *, progress: Progress = SILENT) -> Artifact:
+    """The artefact in the folder `text`, or the one made under that name; ArtifactError for a kind without a check."""
+    folder = Path(text).expanduser()
+    for kind in CHECKED:
+        if not folder.is_dir() or looks_like(kind, folder):
+            return (store or Store()).find(kind, text, progress=progress)
+    others = [name for kind, name in KINDS.items() if kind not in CHECKED and looks_like(kind, folder)]
+    raise ArtifactError(
+        f"{folder} is {f'of kind {others[0]}' if others else 'no artefact'}; these kinds can be checked: "
+        f"{', '.join(KINDS[kind] for kind in CHECKED)}.",
+        hint="Give the path that `trtserve convert` printed.",
+    )
+
+
+def find_original(
+    artifact: Artifact, text: str | None, store: Store | None = None, *, progress: Progress = SILENT
+) -> Model:
+    """The model named by `text`, else the one that the manifest says `artifact` was made of.
+
+    UsageError when neither says; ModelNotFoundError when it is not there any more.
+    """
+    if text is not None:
+        return (store or Store()).find(Model, text, progress=progress)
+    recorded = (artifact.manifest.facts if artifact.manifest is not None else {}).get("model")
+    if recorded is None:
+        raise UsageError(
+            f"{artifact.path} does not say what it was made of.", hint="Name the original: --against MODEL"
+        )
+    if not Path(recorded).is_dir():
+        raise ModelNotFoundError(
+            f"{artifact.path} was made of {recorded}, which is gone.", hint="Name the original: --against MODEL"
+        )
+    return Model(path=Path(recorded))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckPlan:
+    """A check before a model is loaded: what both are asked, what the conversion changes, the checkpoint's config."""
+
+    model: Path
+    prompts: Sequence[Tokens]
+    max_tokens: int
+    changes: Changes
+    config: Mapping[str, Any]
+
+
+def plan_check(
+    config: Mapping[str, Any], model: Path, spec: CheckSpec | None = None, *, progress: Progress = SILENT
+) -> CheckPlan:
+    """Everything that can be known from a checkpoint's `config.json` and the folder of its original.
+
+    MissingDependencyError without PyTorch or OpenVINO, UnsupportedModelError for what cannot be run here, UsageError
+    for prompts that do not fit the model, MemoryLimitError when one of the two models does not fit this machine.
+    """
+    spec = spec or CheckSpec()
+    original.require_oracle()
+    converted.require_runtime()
+    changes = changes_of(config, model)
+    prompts = prompt_set(model, _vocabulary(config, spec), spec.prompts, progress=progress)
+    require_memory(config, prompts, spec)
+    return CheckPlan(model=model, prompts=prompts, max_tokens=spec.max_tokens, changes=changes, config=config)
+
+
+def check_checkpoint(
+    checkpoint: Path, model: Path, spec: CheckSpec | None = None, *, progress: Progress = SILENT
+) -> CheckReport:
+    """Run a checkpoint and its original on the same prompts and compare their logits.
+
+    Raises what `plan_check` raises, CorruptFileError for damaged files, and CheckError when the vocabularies differ.
+    Figures beyond their bounds are in the report: see `require_passed`.
+    """
+    plan = plan_check(CheckpointReader(checkpoint).config, model, spec, progress=progress)
+    return run_check(plan, checkpoint, progress=progress)
+
+
+def run_check(plan: CheckPlan, checkpoint: Path, *, progress: Progress = SILENT) -> CheckReport:
+    """Carry out `plan`: first the original, then the checkpoint, so that one of them is in memory at a time."""
+    began = time.monotonic()
+    said = original.run_original(
+        plan.model, plan.prompts, max_tokens=plan.max_tokens, rounding=plan.changes.rounding, progress=progress
+    )
+    return CheckReport(
+        path=checkpoint,
+        against=plan.model,
+        precision=plan.changes.precision,
+        reason=plan.changes.reason,
+        prompts=len(plan.prompts),
+        stages=compare_checkpoint(plan, said, checkpoint, progress=progress),
+        seconds=time.monotonic() - began,
+    )
+
+
+def compare_checkpoint(
+    plan: CheckPlan, said: Original, checkpoint: Path, *, progress: Progress = SILENT
+) -> list[Stage]:
+    """Run the checkpoint on what the original was asked; one stage, or two when weights are rounded."""
+    stored = converted.logits_of(checkpoint, said.answers, progress=progress)
+    rounded = [replace(answer, logits=logits) for answer, logits in zip(said.answers, said.rounded, strict=True)]
+    stages = [_stage("conversion", "float32", rounded, stored)]
+    # The config of the folder, not that of the plan: it is a part of what is checked.
+    stages[0] = replace(stages[0], verdicts=[*stages[0].verdicts, *_epsilon(CheckpointReader(checkpoint).config, said)])
+    if plan.changes.quantised:
+        stored = converted.logits_of(checkpoint, said.answers, quantised=True, progress=progress)
+    if plan.changes.precision != "float32":
+        stages.append(_stage("precision", plan.changes.precision, said.answers, stored))
+    return stages
+
+
+def _stage(
+    name: Literal["conversion", "precision"], bounds: Precision, answers: Sequence[Answer], logits: Sequence[Logits]
+) -> Stage:
+    differences = compare(answers, logits, bounds)
+    return Stage(name=name, bounds=bounds, differences=differences, verdicts=verdicts(differences, bounds))
+
+
+def _epsilon(config: Mapping[str, Any], said: Original) -> list[Verdict]:
+    """The epsilon of norms, beside the nearest of the original's: logits hardly show it."""
+    value = float(config.get("norm_epsilon", 1e-5))
+    nearest = min(said.epsilons, key=lambda epsilon: abs(epsilon - value), default=None)
+    return [] if nearest is None else [Verdict(name="norm epsilon", value=value, relation="exactly", bound=nearest)]
+
+
+def _vocabulary(config: Mapping[str, Any], spec: CheckSpec) -> Vocabulary:
+    """Prompts leave room for their answers in the positions that the model knows."""
+    positions = config.get("max_position_embeddings")
+    longest = int(positions) - spec.max_tokens if positions else 2**31
+    if longest < 1:
+        raise UsageError(f"--max-tokens is {spec.max_tokens}; the model knows {positions} positions.")
+    return Vocabulary(size=int(config["vocab_size"]), longest=longest)
+
+
+def memory_need(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: CheckSpec) -> Need:
+    """What a check takes, from the checkpoint's config and the prompts."""
+    weights = parameter_count(config)
+    tokens = sum(len(prompt) + spec.max_tokens for prompt in prompts)
+    longest = max(len(prompt) for prompt in prompts) + spec.max_tokens
+    row = int(config["vocab_size"]) * 4
+    return Need(
+        original=int(weights * _ORIGINAL_BYTES),
+        converted=int(weights * _ITEM_BYTES[config["dtype"]] * _CONVERTED_FACTOR),
+        # Of the original, its rounded self and the checkpoint; those of one prompt as float64 while they are compared.
+        logits=3 * tokens * row + 8 * longest * row,
+    )
+
+
+def require_memory(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: CheckSpec) -> None:
+    """MemoryLimitError, with the numbers, when a check does not fit the free memory."""
+    need, free = memory_need(config, prompts, spec), free_memory()
+    if need.total > free:
+        raise MemoryLimitError(
+            f"The check needs {gibibytes(need.total)} of memory: {gibibytes(need.original)} for the original in "
+            f"float32, then {gibibytes(need.converted)} for the checkpoint, and {gibibytes(need.logits)} for logits. "
+            f"{gibibytes(free)} are free.",
+            hint="Check on a machine with more memory; shorter prompts (--prompts) need less for logits.",
+        )
+
+
+def require_passed(report: CheckReport) -> None:
+    """CheckError that names every figure beyond its bound."""
+    failed = next((stage for stage in report.stages if not all(verdict.passed for verdict in stage.verdicts)), None)
+    if failed is None:
+        return
+    beyond = [verdict for verdict in failed.verdicts if not verdict.passed]
+    figures = ", ".join(f"{each.name} {each.value:.2g} ({each.relation} {each.bound:.2g})" for each in beyond)
+    worst = failed.differences.worst
+    raise CheckError(
+        f"{report.path} is not the model in {report.against}: {figures}. The largest difference is at prompt "
+        f"{worst.prompt}, position {worst.position}, token {worst.token}.",
+        hint=_HINTS[failed.name],
+    )

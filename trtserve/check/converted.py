@@ -1,0 +1,126 @@
+"""The converted model, run by OpenVINO in float32 straight from its checkpoint, and what its precision may explain."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.architectures import family
+from trtserve.architectures.checkpoint import CheckpointReader
+from trtserve.architectures.source import read_source
+from trtserve.architectures.tensor_files import DTYPES
+from trtserve.check.comparison import Answer, Precision
+from trtserve.check.original import Rounding
+from trtserve.errors import CheckError, MissingDependencyError, TrtserveError, UnsupportedModelError
+from trtserve.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from trtserve.check.comparison import Logits
+
+# quant_algo → the precision whose bounds hold.
+_QUANTISED: Mapping[str, Precision] = {"W8A16": "int8"}
+
+
+def require_runtime() -> None:
+    """MissingDependencyError when OpenVINO is not installed."""
+    if find_spec("openvino") is None:
+        raise MissingDependencyError(
+            "The check runs the checkpoint with the package openvino, which is not installed.",
+            hint="pip install 'trtserve[cpu]'",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What a conversion does to the values of weights, on purpose.
+
+    `precision` names the bounds of what that may cost and `reason` says why those; `rounding` is None when no weight
+    is rounded, `quantised` tells that the runtime rounds them further.
+    """
+
+    precision: Precision
+    reason: str
+    rounding: Rounding | None
+    quantised: bool
+
+
+def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
+    """What became of the weights of `model` in a checkpoint with this config.
+
+    Weights that keep their type keep their values, whatever the type is: nothing but the order of float32 sums is
+    left to explain a difference. UnsupportedModelError for a quantisation that cannot be run here.
+    """
+    algorithm, dtype = _algorithm(config), config["dtype"]
+    if algorithm and algorithm not in _QUANTISED:
+        raise UnsupportedModelError(
+            f"The checkpoint is quantised with {algorithm}, which cannot be run here; these can: float weights and "
+            f"{', '.join(_QUANTISED)}.",
+            hint="Compare an engine of it with the original on the GPU it is for.",
+        )
+    targets = family(config["architecture"]).targets(config)
+    offsets = {name: target.offset for target in targets if target.offset for name in target.sources}
+    kinds = _source_types(config, model)
+    rounded = dtype != "float32" and (kinds != {dtype} or bool(offsets))
+    reason = f"weights {'were rounded' if rounded else 'kept their values'}: {dtype} from {', '.join(sorted(kinds))}"
+    if algorithm:
+        reason += f", and the runtime quantises them ({algorithm})"
+    return Changes(
+        precision=_QUANTISED.get(algorithm, dtype if rounded else "float32"),
+        reason=reason,
+        rounding=Rounding(dtype=dtype, offsets=offsets) if rounded else None,
+        quantised=bool(algorithm),
+    )
+
+
+def _source_types(config: Mapping[str, Any], model: Path) -> set[str]:
+    """Types of the original's weights; `unknown` where they lie in no safetensors file."""
+    try:
+        tensors = read_source(model, family(config["architecture"]).BASE_PREFIX)
+    except TrtserveError:
+        return {"unknown"}
+    return {DTYPES.get(tensor.entry.code, tensor.entry.code) for tensor in tensors.values()}
+
+
+def _algorithm(config: Mapping[str, Any]) -> str:
+    """How the checkpoint says that it is quantised; "" for not at all."""
+    return str((config.get("quantization") or {}).get("quant_algo") or "").replace("NO_QUANT", "")
+
+
+def logits_of(
+    folder: Path, originals: Sequence[Answer], *, quantised: bool = False, progress: Progress = SILENT
+) -> list[Logits]:
+    """Logits of the checkpoint in `folder` for the tokens of the original's answers.
+
+    `quantised`: with the weights that a runtime makes of them, else as they are stored.
+    CorruptFileError for files that are not what config.json says, CheckError when the vocabulary is another one.
+    """
+    model = _load(folder, quantised, progress)
+    expected = originals[0].logits.shape[1]
+    if model.vocab_size != expected:
+        raise CheckError(
+            f"The checkpoint has logits of {model.vocab_size} tokens and the original of {expected}.",
+            hint="It was converted from another model: give that one with --against.",
+        )
+    found = []
+    with progress.task("Running the checkpoint", total=len(originals)) as task:
+        for answer in originals:
+            found.append(model.logits(answer.tokens))
+            task.advance(1)
+    del model
+    gc.collect()
+    return found
+
+
+def _load(folder: Path, quantised: bool, progress: Progress) -> Any:
+    from trtserve.executor.graph import Sizes
+    from trtserve.executor.whole_model import WholeModel
+
+    reader = CheckpointReader(folder)
+    config = reader.config
+    progress.step(f"Loading the checkpoint of {folder} (OpenVINO{f', {_algorithm(config)}' if quantised else ''})")
+    decoder = family(config["architecture"]).decoder(config)
+    return WholeModel(decoder, Sizes.of(config), reader, int8=quantised)

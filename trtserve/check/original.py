@@ -1,0 +1,167 @@
+"""The original model, run by transformers on PyTorch in float32 on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.check.comparison import Answer
+from trtserve.errors import CorruptFileError, MissingDependencyError
+from trtserve.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from trtserve.check.comparison import Logits
+
+
+def require_oracle() -> None:
+    """MissingDependencyError when PyTorch is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        raise MissingDependencyError(
+            "The check runs the original model with transformers on PyTorch, and PyTorch is not installed.",
+            hint="pip install 'trtserve[oracle]'",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Original:
+    """What the original says.
+
+    `answers` are those of its own weights. `rounded` are the logits f32[tokens, vocab] for the same tokens when its
+    weights are rounded as the checkpoint's are; the same arrays where nothing is rounded. `epsilons` are those of its
+    norms.
+    """
+
+    answers: Sequence[Answer]
+    rounded: Sequence[Logits]
+    epsilons: frozenset[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How the checkpoint rounds weights: to `dtype`, those named in `offsets` after this number was added."""
+
+    dtype: str
+    offsets: Mapping[str, float]
+
+
+def run_original(
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    rounding: Rounding | None = None,
+    progress: Progress = SILENT,
+) -> Original:
+    """The original's greedy answers of `max_tokens` tokens, with the logits of every token.
+
+    The model is gone from memory when this returns. CorruptFileError when transformers cannot load it.
+    """
+    require_oracle()
+    progress.step(f"Loading the original of {folder} (transformers, float32)")
+    model = _load(folder)
+    try:
+        with progress.task("Running the original", total=len(prompts)) as task:
+            answers = []
+            for prompt in prompts:
+                answers.append(_answer(model, prompt, max_tokens))
+                task.advance(1)
+        rounded = [answer.logits for answer in answers]
+        if rounding is not None:
+            _round(model, rounding)
+            rounded = [_logits(model, answer.tokens) for answer in answers]
+        return Original(answers=answers, rounded=rounded, epsilons=_epsilons(model))
+    finally:
+        del model
+        gc.collect()
+
+
+def _round(model: Any, rounding: Rounding) -> None:
+    """Round all weights in place; what is calculated from the config (frequencies) is no weight."""
+    import torch
+
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            offset = rounding.offsets.get(name, 0.0)
+            values.copy_((values + offset).to(getattr(torch, rounding.dtype)).float() - offset)
+
+
+def _epsilons(model: Any) -> frozenset[float]:
+    """The epsilons of all modules that are norms: torch calls them `eps`, transformers `variance_epsilon` too."""
+    norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
+    found = [getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms]
+    return frozenset(float(epsilon) for epsilon in found if epsilon is not None)
+
+
+def _load(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _quiet():
+            # eager is the only attention that has every family's parts (soft-caps, alibi).
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation="eager", local_files_only=True, **{_dtype_argument(): torch.float32}
+            )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CorruptFileError(
+            f"transformers cannot load the original in {folder}: {' '.join(str(error).split())}",
+            hint="Import the model again, or give another folder with --against.",
+        ) from error
+    return model.eval()
+
+
+def _dtype_argument() -> str:
+    """transformers 4.56 renamed it, and says so on stderr when the old name is used."""
+    major, minor = metadata.version("transformers").split(".")[:2]
+    return "dtype" if (int(major), int(minor)) >= (4, 56) else "torch_dtype"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar of transformers: ours is shown."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _answer(model: Any, prompt: Sequence[int], max_tokens: int) -> Answer:
+    """Answer token by token, then calculate the whole at once.
+
+    The whole is what the converted model calculates, too. Dynamic rope scalings make it differ from the former.
+    """
+    tokens = [*prompt, *_greedy(model, prompt, max_tokens - 1)]
+    return Answer(tokens=tokens, prompt_length=len(prompt), logits=_logits(model, tokens))
+
+
+def _logits(model: Any, tokens: Sequence[int]) -> Logits:
+    import torch
+
+    with torch.inference_mode():
+        logits: Logits = model(torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
+    return logits
+
+
+def _greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    import torch
+
+    tokens: list[int] = []
+    fresh, past = list(prompt), None
+    with torch.inference_mode():
+        while len(tokens) < count:
+            result = model(torch.tensor([fresh]), past_key_values=past, use_cache=True)
+            past, fresh = result.past_key_values, [int(result.logits[0, -1].argmax())]
+            tokens += fresh
+    return tokens

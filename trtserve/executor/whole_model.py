@@ -1,0 +1,88 @@
+"""How a checkpoint becomes a running model for comparisons: whole sequences, float32 arithmetic, no paged cache.
+
+Nothing is written to disk. Weights keep the type (or the int8) that an engine of the checkpoint would give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import openvino as ov
+from openvino import opset13 as ops
+
+from trtserve.architectures.base import Decoder
+from trtserve.errors import UnsupportedModelError
+from trtserve.executor.graph import Sizes, Weights, build_graph
+from trtserve.executor.paged_model import openvino_core
+
+Logits = npt.NDArray[np.float32]
+
+
+class WholeModel:
+    """A decoder that answers with the logits of every token of a sequence. Not for use by several threads at once."""
+
+    def __init__(
+        self, decoder: Decoder, sizes: Sizes, weights: Weights, *, int8: bool = False, threads: int | None = None
+    ) -> None:
+        """Build and compile the graph; `threads` limits OpenVINO's threads.
+
+        UnsupportedModelError for a model that OpenVINO cannot compile.
+        """
+        graph = build_graph(replace(decoder, attention_softcap=None), sizes, weights, int8=int8)
+        if decoder.attention_softcap is not None:
+            cap_scores(graph, decoder.attention_softcap)
+        try:
+            self._request = openvino_core().compile_model(graph, "CPU", _properties(threads)).create_infer_request()
+        except RuntimeError as error:
+            raise UnsupportedModelError(f"OpenVINO {ov.get_version()} cannot compile the graph: {error}") from error
+        self.vocab_size = sizes.vocab
+
+    def logits(self, tokens: Sequence[int]) -> Logits:
+        """Logits f32[l, vocab] of the sequence `tokens`."""
+        ids = np.asarray(tokens, dtype=np.int64)[np.newaxis]
+        self._request.reset_state()
+        results: Any = self._request.infer(
+            {
+                "input_ids": ids,
+                "attention_mask": np.ones_like(ids),
+                "position_ids": np.arange(ids.size, dtype=np.int64)[np.newaxis],
+                "beam_idx": np.zeros(1, dtype=np.int32),
+            }
+        )
+        logits: Logits = results["logits"][0].copy()
+        return logits
+
+
+def _properties(threads: int | None) -> dict[str, Any]:
+    """float32 everywhere; without the last one the plugin rounds activations to int8 in front of int8 weights."""
+    properties: dict[str, Any] = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "KV_CACHE_PRECISION": "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+    }
+    return properties if threads is None else properties | {"INFERENCE_NUM_THREADS": threads}
+
+
+def cap_scores(graph: ov.Model, cap: float) -> None:
+    """Draw the scores of every attention in `graph` into (−cap, cap), before the mask: cap · tanh(score / cap).
+
+    Paged attention has no place for it (Gemma 2), so engines are refused; written out in plain operations it can
+    still be compared.
+    """
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() == "ScaledDotProductAttention":
+            node.output(0).replace(_capped_attention(*node.input_values(), cap=cap).output(0))
+    graph.validate_nodes_and_infer_types()
+
+
+def _capped_attention(query: Any, key: Any, value: Any, mask: Any, scale: Any, *, cap: float) -> Any:
+    scores = ops.multiply(ops.matmul(query, key, False, True), scale)
+    limit = ops.constant(np.float32(cap))
+    capped = ops.multiply(ops.tanh(ops.divide(scores, limit)), limit)
+    # As float32 the mask's half-precision minimum is far enough below any capped score.
+    shares = ops.softmax(ops.add(capped, mask), 3)
+    return ops.matmul(shares, value, False, False)
