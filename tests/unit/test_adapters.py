@@ -58,6 +58,7 @@ def test_a_name_gives_all_three(adapters: Any, declared: str, dtype: str) -> Non
     [
         ({"LORA_NAME": names("de")}, "lora_name is 'de', which this repository does not know; it has fr"),
         ({"LORA_NAME": names("fr", "")}, "lora_name differs between the rows"),
+        ({"LORA_NAME": np.array([[b"\xe9"]], dtype=object)}, "lora_name is not valid UTF-8"),
         ({"LORA_NAME": names("fr"), "LORA_TASK_ID": np.array([[7]])}, "cannot be given too"),
     ],
 )

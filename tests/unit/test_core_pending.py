@@ -52,6 +52,12 @@ def test_a_stop_leaves_the_ids_of_others_alone(pending: Any, other: str) -> None
     assert table(pending, other).stop("mine") == []
 
 
+def test_messages_show_the_id_that_the_client_gave(pending: Any) -> None:
+    assert pending.client_id(f"mine/bls-{UUID4}") == "mine"
+    assert pending.client_id(f"/bls-{UUID4}") == ""
+    assert pending.client_id("mine/two") == "mine/two"
+
+
 def test_an_id_is_no_pattern(pending: Any) -> None:
     assert table(pending, f"mine/bls-{UUID4}").stop("m.ne") == []
 

@@ -247,9 +247,10 @@ class BadWords:
         # By the last token before the banned one, so that a step looks at few words.
         self._longer: dict[int, list[tuple[tuple[int, ...], int]]] = {}
         self.reach = 0
-        for word in words:
+        # Each once: a client may send the same words thousands of times, and every step looks at all of them.
+        for word in dict.fromkeys(map(tuple, words)):
             if word and 0 <= word[-1] < vocab_size:
-                self._add(tuple(word[:-1]), word[-1])
+                self._add(word[:-1], word[-1])
 
     def _add(self, context: tuple[int, ...], banned: int) -> None:
         if context:

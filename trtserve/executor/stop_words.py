@@ -12,7 +12,7 @@ class StopWords:
     """Words (tuples of tokens, none empty) and the end of the prompt that they may begin in."""
 
     def __init__(self, words: SequenceOf[tuple[int, ...]], prompt: npt.NDArray[np.int64]) -> None:
-        self.words = tuple(words)
+        self.words = tuple(dict.fromkeys(words))
         self._reach = max(map(len, self.words)) - 1
         self._prompt_tail: list[int] = prompt[max(len(prompt) - self._reach, 0) :].tolist()
         # By their last token, so that most steps look at no word at all.

@@ -14,6 +14,18 @@ NOT_CACHED = "not found in cache"
 """Part of the error with which the core model answers a task id whose adapter it has not, or not any more."""
 
 
+def name_of(value: NDArray[Any] | None) -> str | None:
+    """The name in a tensor `lora_name`, one for all rows of a batch; None when there is none. ValueError otherwise."""
+    try:
+        names = set() if value is None else {name.decode("utf-8") for name in value.reshape(-1)}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"lora_name is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+    if len(names) > 1:
+        told = ", ".join(repr(name) for name in sorted(names))
+        raise ValueError(f"lora_name differs between the rows of one batch ({told}); send one request per adapter.")
+    return next(iter(names), None) or None
+
+
 class LoraNames:
     """Names → task ids and tensors; safe to use from any thread.
 

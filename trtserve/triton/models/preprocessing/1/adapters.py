@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from lora_names import LoraNames
+from lora_names import LoraNames, name_of
 from numpy.typing import NDArray
 
 Tensors = dict[str, NDArray[Any]]
@@ -21,7 +21,7 @@ def adapter_outputs(inputs: Tensors, known: LoraNames, weights_type: str, batch:
     the client's own tensors.
     """
     outputs = {f"OUT_{name}": inputs[name] for name in _TENSORS if name in inputs}
-    name = _name(inputs)
+    name = name_of(inputs.get("LORA_NAME"))
     if name is None:
         return outputs
     if outputs:
@@ -33,11 +33,3 @@ def adapter_outputs(inputs: Tensors, known: LoraNames, weights_type: str, batch:
         "OUT_LORA_WEIGHTS": np.repeat(weights.astype(dtype, copy=False), batch, axis=0),
         "OUT_LORA_CONFIG": np.repeat(config, batch, axis=0),
     }
-
-
-def _name(inputs: Tensors) -> str | None:
-    value = inputs.get("LORA_NAME")
-    names = set() if value is None else {text.decode("utf-8") for text in value.reshape(-1)}
-    if len(names) > 1:
-        raise ValueError("lora_name differs between the rows of a batch; send a request for each adapter.")
-    return next(iter(names), None) or None

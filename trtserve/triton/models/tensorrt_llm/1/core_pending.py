@@ -19,6 +19,11 @@ _INNER_MARK = "/bls-[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a
 _INNER_ID = re.compile(f"{_INNER_MARK}$")
 
 
+def client_id(request_id: str) -> str:
+    """The id that the client gave: without what the BLS model put behind it."""
+    return _INNER_ID.sub("", request_id)
+
+
 @dataclass(eq=False)
 class Pending:
     """One Triton request that is being answered; `open_rows` maps executor ids to what their outputs depend on.

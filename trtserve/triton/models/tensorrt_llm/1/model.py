@@ -13,7 +13,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from core_guides import guided_decoding_config
 from core_metrics import MetricsReporter
-from core_pending import Pending, PendingTable, error_response, response
+from core_pending import Pending, PendingTable, client_id, error_response, response
 from core_pulls import FIRST, NEXT, FetchedAnswers, FetchedSender, wanted_answers
 from core_request import RequestFactory
 from core_response import Wanted, generated_tokens, output_arrays, response_parameters, zero_filled
@@ -97,7 +97,7 @@ class TritonPythonModel:
             try:
                 self._submit(request, sender)
             except (ValueError, TypeError, RuntimeError, OverflowError, AttributeError) as error:
-                number = request.request_id()
+                number = client_id(request.request_id())
                 named = f" for request id {number}" if number else ""
                 message = f"An error occurred when processing the input values{named}, the error was '{error}'"
                 sender.send(error_response(message), final=True)

@@ -6,20 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from inner_models import InnerModelError, Tensors, call_streamed, stop_request
-from lora_names import NOT_CACHED, LoraNames
+from lora_names import NOT_CACHED, LoraNames, name_of
 
 
 def adapter_of(inputs: Tensors) -> str | None:
     """The name under `lora_name`, one for all rows of the batch; None when there is none. ValueError otherwise."""
-    value = inputs.get("lora_name")
-    names = set() if value is None else {name.decode("utf-8") for name in value.reshape(-1)}
-    if len(names) > 1:
-        told = ", ".join(repr(name) for name in sorted(names))
-        raise ValueError(f"lora_name differs between the rows of one batch ({told}); send one request per adapter.")
-    name = next(iter(names), "")
+    name = name_of(inputs.get("lora_name"))
     if name and any(other in inputs for other in ("lora_task_id", "lora_weights", "lora_config")):
         raise ValueError("lora_name and lora_task_id were both given; each of them chooses the adapter.")
-    return name or None
+    return name
 
 
 class CoreModel:
