@@ -273,6 +273,12 @@ def test_tree(tmp_path: Path) -> None:
     assert tree(tmp_path / "r").splitlines() == ["r/", "├── b/", "│   ├── 1/", "│   └── x", "└── a.txt"]
 
 
+def test_tree_counts_the_modules_of_a_model(tmp_path: Path) -> None:
+    for name in ("model.py", "other.py", "third.py", "engine.bin"):
+        (tmp_path / name).touch()
+    assert tree(tmp_path).splitlines()[1:] == ["├── engine.bin", "└── model.py (and 2 modules)"]
+
+
 def test_command(engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["repo", str(engine.path), "--tokenizer", str(tokenizer), "--name", "tiny", "--set", "max_queue_size=4"]
     assert run([*arguments, "--dry-run"]) == 0
