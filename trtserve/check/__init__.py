@@ -55,8 +55,8 @@ __all__ = [
 # Kinds of artefacts that can be checked; a folder of another kind is refused by name.
 CHECKED: tuple[type[Artifact], ...] = (Checkpoint,)
 
-# Peak of anonymous memory while the original is loaded and run: its weights in float32, measured on 135 M and 1.1 B
-# parameters as 1.0 – 1.1 × that; the checkpoint's graph takes 1.4 × its weights (see runtimes/openvino.py).
+# Peak of anonymous memory while the original is loaded and run: its weights in float32 and a tenth for what transformers
+# and PyTorch keep beside them; the checkpoint takes what a build takes (see runtimes/openvino.py).
 _ORIGINAL_BYTES = 4.4
 _CONVERTED_FACTOR = 1.4
 _BASE = 500 * 2**20

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 def require_oracle() -> None:
     """MissingDependencyError when PyTorch is not installed."""
-    from importlib.util import find_spec
-
     if find_spec("torch") is None:
         raise MissingDependencyError(
             "The check runs the original model with transformers on PyTorch, and PyTorch is not installed.",

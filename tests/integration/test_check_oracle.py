@@ -1,0 +1,197 @@
+"""The numerical check against transformers: no fault of a converter passes, no good conversion is refused.
+
+Faults are put into checkpoints of two tensor-parallel ranks in bfloat16, of every family; the original is run once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.conversion_faults import copied, faults_of, faulty_copies
+from tests.support.tiny_models import FAMILIES, read_safetensors, write_safetensors, write_tiny_model
+from trtserve import convert as convert_module
+from trtserve.architectures.checkpoint import read_config
+from trtserve.artifacts import Model
+from trtserve.check import CheckPlan, check_checkpoint, compare_checkpoint, plan_check, require_passed
+from trtserve.check.original import Original, run_original
+from trtserve.cli import run
+from trtserve.convert import convert_model
+from trtserve.errors import CheckError, CorruptFileError
+from trtserve.specs import CheckSpec, ConvertSpec
+
+pytestmark = pytest.mark.oracle
+
+# What a family may have beside its defaults; an odd vocabulary shows how it is padded.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "vocab_size": 323},
+    "gpt2": {"vocab_size": 323},
+}
+# The others of Llama's family differ from it in numbers alone.
+FAULTY = [name for name in FAMILIES if name not in ("llama3", "llama_linear", "llama_dynamic", "mistral")]
+GOOD: list[dict[str, Any]] = [
+    {"dtype": "float32", "tp_size": 4},
+    {"dtype": "float16", "pp_size": 2},
+    {"dtype": "bfloat16", "tp_size": 2, "pp_size": 2},
+    {"dtype": "float16", "quantize": "int8"},
+]
+GAIN = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A good checkpoint, what is to be asked, and what the original says to it."""
+
+    folder: Path
+    checkpoint: Path
+    plan: CheckPlan
+    said: Original
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    """The models are too small to gain from a second thread."""
+    pytest.importorskip("torch").set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> CheckSpec:
+    random = np.random.default_rng(5)
+    lines = [[int(token) for token in random.integers(3, 259, length)] for length in (16, 70)]
+    file = tmp_path_factory.mktemp("prompts") / "prompts"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return CheckSpec(max_tokens=5, prompts=file)
+
+
+def make_case(name: str, prompts: CheckSpec, folder: Path, **spec: Any) -> Case:
+    model = write_tiny_model(folder / "model", name, gain=GAIN, **OVERRIDES.get(name, {}))
+    checkpoint = convert_model(Model(path=model), ConvertSpec(**spec), out=folder / "checkpoint").path
+    plan = plan_check(read_config(checkpoint), model, prompts)
+    said = run_original(model, plan.prompts, max_tokens=plan.max_tokens, rounding=plan.changes.rounding)
+    return Case(model, checkpoint, plan, said)
+
+
+def beyond(case: Case, checkpoint: Path) -> list[str]:
+    """Figures beyond their bounds; a file that cannot be what its config says counts as one."""
+    try:
+        stages = compare_checkpoint(case.plan, case.said, checkpoint)
+    except CorruptFileError as error:
+        return [error.message]
+    return [verdict.name for stage in stages for verdict in stage.verdicts if not verdict.passed]
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_every_fault_is_caught(name: str, prompts: CheckSpec, tmp_path: Path) -> None:
+    case = make_case(name, prompts, tmp_path, dtype="bfloat16", tp_size=2)
+    assert beyond(case, case.checkpoint) == []
+    found = {fault: beyond(case, copy) for fault, copy in faulty_copies(case.checkpoint, tmp_path / "faulty")}
+    assert len(found) >= 10
+    assert [fault for fault, names in found.items() if not names] == []
+    # All but the epsilon show in the logits, and not just by a hair.
+    assert {fault for fault, names in found.items() if "difference" not in names} <= {"norm epsilon × 0.1"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_good_conversions_pass(name: str, prompts: CheckSpec, tmp_path: Path) -> None:
+    """Half of the conversions for each family, in turn: TRTSERVE_ALL=1 makes all of them."""
+    model = write_tiny_model(tmp_path / "model", name, gain=GAIN)
+    first = list(FAMILIES).index(name) % 2
+    for number, spec in enumerate(GOOD):
+        if number % 2 != first and not os.environ.get("TRTSERVE_ALL"):
+            continue
+        checkpoint = convert_model(Model(path=model), ConvertSpec(**spec), out=tmp_path / str(number)).path
+        report = check_checkpoint(checkpoint, model, prompts)
+        assert report.passed, report.described()
+        assert report.stages[0].differences.relative < 1e-5
+        assert [stage.name for stage in report.stages] == ["conversion", "precision"][: 1 if number == 0 else 2]
+
+
+def test_a_model_that_int8_cannot_hold_fails_for_its_precision_alone(prompts: CheckSpec, tmp_path: Path) -> None:
+    """One input of every matrix is 1000 times as large, and its norm that much smaller: int8 drops all the others."""
+    model = write_tiny_model(tmp_path / "model", gain=GAIN)
+    tensors = {name: values.copy() for name, values in read_safetensors(model / "model.safetensors").items()}
+    for name, values in tensors.items():
+        if "layernorm" in name:
+            values[0] /= 1000
+        elif "q_proj" in name or "k_proj" in name or "v_proj" in name or "gate" in name or "up_proj" in name:
+            values[:, 0] *= 1000
+    write_safetensors(model / "model.safetensors", tensors)
+    spec = ConvertSpec(dtype="float32", quantize="int8")
+    report = check_checkpoint(convert_model(Model(path=model), spec, out=tmp_path / "made").path, model, prompts)
+    conversion, precision = report.stages
+    assert all(verdict.passed for verdict in conversion.verdicts)
+    assert not all(verdict.passed for verdict in precision.verdicts)
+    with pytest.raises(CheckError) as caught:
+        require_passed(report)
+    assert "without --quantize" in str(caught.value.hint)
+
+
+def test_another_vocabulary_is_told_as_such(prompts: CheckSpec, tmp_path: Path) -> None:
+    case = make_case("llama", prompts, tmp_path, dtype="float32")
+    other = write_tiny_model(tmp_path / "other", vocab_size=400)
+    made = convert_model(Model(path=other), ConvertSpec(), out=tmp_path / "second")
+    with pytest.raises(CheckError, match="logits of 400 tokens and the original of 323"):
+        compare_checkpoint(case.plan, case.said, made.path)
+
+
+def test_the_command_prints_figures_and_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    made = convert_model(Model(path=model), ConvertSpec(dtype="float16", tp_size=2), out=tmp_path / "made").path
+    assert run(["check", str(made), "--quiet", "--max-tokens", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("\t")[:2] == ["conversion", "difference"]
+    assert sum(line.endswith("\tpassed") for line in lines) == 11
+    faulty = copied(made, tmp_path / "faulty")
+    faults_of(faulty)["q and k swapped"](faulty)
+    arguments = ["check", str(faulty), "--against", str(model), "--json", "--quiet", "--max-tokens", "3"]
+    assert run(arguments) == 25
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)["result"]
+    assert (result["passed"], result["precision"], result["prompts"]) == (False, "float16", 9)
+    assert {"maximum", "mean", "divergence", "top1", "greedy", "verdicts"} <= result["stages"][0].keys()
+    assert "is not the model in" in captured.err
+
+
+@pytest.fixture
+def faulty_converter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A converter that writes ten times the rope base."""
+    right = convert_module.checkpoint_config
+
+    def wrong(*arguments: Any) -> dict[str, Any]:
+        return (config := right(*arguments)) | {"rotary_base": config["rotary_base"] * 10}
+
+    monkeypatch.setattr(convert_module, "checkpoint_config", wrong)
+
+
+def test_convert_verifies_before_it_publishes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    model, store = write_tiny_model(tmp_path / "model"), tmp_path / "store"
+    arguments = ["convert", str(model), "--tp-size", "2", "--verify", "--json", "--out"]
+    assert run([*arguments, str(store / "good")]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["verified"] is True
+    facts = json.loads((store / "good" / "manifest.json").read_text())["facts"]
+    assert facts["check"]["passed"] is True
+    shutil.rmtree(store)
+    request.getfixturevalue("faulty_converter")
+    assert run([*arguments, str(store / "bad")]) == 25
+    assert str(store / "bad") in capsys.readouterr().err
+    assert list(store.iterdir()) == []
+
+
+@pytest.mark.usefixtures("faulty_converter")
+def test_what_lies_there_already_is_verified_too(tmp_path: Path) -> None:
+    model = Model(path=write_tiny_model(tmp_path / "model"))
+    made = convert_model(model, ConvertSpec(), name="first")
+    with pytest.raises(CheckError):
+        convert_model(model, ConvertSpec(), name="first", verify=CheckSpec(max_tokens=2))
+    with pytest.raises(CheckError):
+        convert_model(model, ConvertSpec(), name="second", verify=CheckSpec(max_tokens=2))
+    assert [path.name for path in made.path.parent.iterdir()] == [made.path.name]
