@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -78,3 +79,54 @@ def test_more_beams_than_built_are_refused(features: ModelServer) -> None:
     with features.stream() as stream:
         (answer_of_one,) = stream.all("tensorrt_llm", {**NEWEST.core(PROMPT, 2), "beam_width": integers(1)})
     assert answer_of_one["sequence_length"].item() == len(PROMPT) + 2
+
+
+def test_widths_take_turns(features: ModelServer, oracle: InProcess) -> None:
+    """Requests of several widths at once: each waits until none of another width is active, and nobody notices."""
+    widths = [1, 3, 2, 1, 4, 2, 3, 1]
+    prompts = [[1, 60 + number, 61, 62] for number in range(len(widths))]
+
+    def ask(prompt: list[int], width: int) -> list[list[int]]:
+        with features.stream() as stream:
+            asked = NEWEST.core(prompt, 8, beam_width=width, exclude_input_in_output=True, end_id=-1)
+            (answer,) = stream.all("tensorrt_llm", asked)
+        beams: list[list[int]] = answer["output_ids"][0].tolist()
+        return beams
+
+    with ThreadPoolExecutor(len(widths)) as pool:
+        found = list(pool.map(ask, prompts, widths))
+    assert found == [
+        oracle.result(prompt, 8, sampling={"beam_width": width}, end_id=-1).output_token_ids
+        for prompt, width in zip(prompts, widths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", *TEXT_MODELS])
+def test_logits_and_log_probs_of_every_beam(
+    features: ModelServer, oracle: InProcess, features_tokenizer: Any, model: str
+) -> None:
+    core = model == "tensorrt_llm"
+    asked = NEWEST.core if core else NEWEST.text
+    ids = PROMPT if core else features_tokenizer.encode(TEXT)
+    output = {"return_log_probs": True, "return_generation_logits": True}
+    expected: Any = oracle.result(ids, 5, sampling={"beam_width": 3}, output=output, end_id=-1)
+    tensors = asked(PROMPT if core else TEXT, 5, beam_width=3, end_id=-1, **output)  # type: ignore[arg-type]
+    with features.stream() as stream:
+        (answer,) = stream.all(model, tensors)
+    np.testing.assert_allclose(answer["cum_log_probs"], [expected.cum_log_probs], rtol=1e-4)
+    np.testing.assert_allclose(answer["output_log_probs"], [expected.log_probs], rtol=1e-4)
+    assert answer["generation_logits"].shape == (1, 3, 5, 320)
+    np.testing.assert_allclose(answer["generation_logits"][0], expected.generation_logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_length_penalty_of_text(features: ModelServer, oracle: InProcess, features_tokenizer: Any, model: str) -> None:
+    """Text models call it `length_penalty`."""
+    ids = features_tokenizer.encode(TEXT)
+    for penalty in (0.0, 3.0):
+        sampling = {"beam_width": 4, "length_penalty": penalty}
+        expected = oracle.result(ids, 40, sampling=sampling, output={"exclude_input_from_output": False})
+        body = {"text_input": TEXT, "max_tokens": 40, "beam_width": 4, "length_penalty": penalty}
+        status, answer = features.generate(model, body)
+        texts = [features_tokenizer.decode(beam, skip_special_tokens=True) for beam in expected.output_token_ids]
+        assert (status, answer["text_output"]) == (200, texts)

@@ -68,7 +68,8 @@ def test_the_four_commands(tmp_path: Path) -> None:
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(STOPPED_WITHIN)
-    assert not [process for process in tree if process.is_running()]
+    # One that has ended but whose new parent, process 1, has not looked yet still counts as running.
+    assert not [process for process in tree if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert _shared_memory() <= regions | {name for name in _shared_memory() if str(os.getpid()) in name}
 
 

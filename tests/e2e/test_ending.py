@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -90,7 +92,7 @@ KINDS: dict[str, Tensors] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model", ["tensorrt_llm", "tiny"])
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tiny"])
 def test_a_stop_ends_what_is_under_way(features: ModelServer, model: str, kind: str) -> None:
     tensors = {**endless(model), **KINDS[kind]}
     with features.stream() as stream, features.stream() as stopper:
@@ -128,3 +130,31 @@ def test_a_client_that_goes_frees_its_blocks(features: ModelServer, model: str, 
         stream.send(model, {**endless(model), **KINDS[kind]})
         assert not stream.next()[1]
     wait_until(lambda: is_idle(features))
+
+
+def test_nothing_is_computed_behind_the_end(features: ModelServer) -> None:
+    """Once a stopped request has had its final response, the engine makes no step for it."""
+    with features.stream() as stream, features.stream() as stopper:
+        stream.send("tensorrt_llm", endless("tensorrt_llm"), "at once")
+        assert not stream.next()[1]
+        stopper.all("tensorrt_llm", NEWEST.stop(), "at once")
+        while not stream.next()[1]:
+            pass
+    wait_until(lambda: is_idle(features))
+    iterations = features.metric("nv_trt_llm_general_metrics", "iteration_counter")
+    time.sleep(0.3)
+    assert features.metric("nv_trt_llm_general_metrics", "iteration_counter") == iterations
+
+
+def test_an_http_client_that_leaves_the_ensemble_is_not_noticed(features: ModelServer) -> None:
+    """Triton looks at the connection of a directly called decoupled model only: the request runs to its end."""
+    before = features.metric("nv_llm_output_token_len_sum")
+    requests = features.metric("nv_llm_output_token_len_count")
+    body = {"text_input": "Ending", "max_tokens": 300, "stream": True, "end_id": -1}
+    with closing(features.connection(30)) as connection:
+        connection.request("POST", "/v2/models/ensemble/generate_stream", body=json.dumps(body))
+        answer = connection.getresponse()
+        assert answer.read(6) == b"data: "
+        answer.close()
+    wait_until(lambda: features.metric("nv_llm_output_token_len_count") > requests)
+    assert features.metric("nv_llm_output_token_len_sum") - before == 300

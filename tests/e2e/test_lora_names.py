@@ -149,3 +149,21 @@ def test_adapters_that_were_evicted_are_sent_again(crowded: ModelServer) -> None
     assert [text(crowded, name) for name in MANY] == first
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda name: text(crowded, name), MANY * 3)) == first * 3
+
+
+def test_an_id_alone_is_not_found_once_it_was_evicted(crowded: ModelServer, features_adapters: dict[str, Path]) -> None:
+    """Clients of the core model have to send the tensors again, as upstream; the error says that they must."""
+    from tritonclient.utils import InferenceServerException
+
+    tensors = adapter_tensors(features_adapters["left"], 77)
+    asked = core_request([1, 60, 61], {})
+    (first,) = answers(crowded, "tensorrt_llm", asked | tensors)
+    alone = asked | {"lora_task_id": tensors["lora_task_id"]}
+    (again,) = answers(crowded, "tensorrt_llm", alone)
+    assert again["output_ids"].tolist() == first["output_ids"].tolist()
+    for name in MANY:
+        text(crowded, name)
+    with pytest.raises(InferenceServerException, match="not found in cache"):
+        answers(crowded, "tensorrt_llm", alone)
+    (sent_again,) = answers(crowded, "tensorrt_llm", asked | tensors)
+    assert sent_again["output_ids"].tolist() == first["output_ids"].tolist()

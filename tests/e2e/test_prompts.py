@@ -90,6 +90,26 @@ def test_prompt_tables(features: ModelServer, oracle: InProcess) -> None:
         assert new_tokens(features, tuned(table(seed), extra=5 + seed)) == expected[seed]
 
 
+def test_blocks_are_reused_for_the_same_table_only(features: ModelServer) -> None:
+    ids = [VOCABULARY + number % 4 for number in range(130)] + PROMPT[1:]
+    extra = np.array([[9] * 130 + [0] * 3], dtype=np.uint64)
+
+    def reused(number: int) -> int:
+        tensors = {
+            **NEWEST.core(ids, 2, return_perf_metrics=True),
+            "prompt_embedding_table": table(number)[np.newaxis],
+            "prompt_vocab_size": integers(4),
+            "prompt_table_extra_ids": np.where(extra > 0, extra + np.uint64(number), extra),
+        }
+        with features.stream() as stream:
+            (answer,) = stream.all("tensorrt_llm", tensors)
+        return int(answer["kv_cache_reused_blocks"].item())
+
+    assert reused(30) == 0
+    assert reused(30) >= 2
+    assert reused(31) == 0
+
+
 def test_tables_need_extra_ids_where_blocks_are_reused(features: ModelServer) -> None:
     from tritonclient.utils import InferenceServerException
 
@@ -141,6 +161,10 @@ def test_an_adapter_that_is_not_cached(features: ModelServer) -> None:
 
     with pytest.raises(InferenceServerException, match="not found in cache"):
         new_tokens(features, {**NEWEST.core(PROMPT, 8), "lora_task_id": long_integers(999)})
+    for model in TEXT_MODELS:
+        status, answer = features.generate(model, {"text_input": TEXT, "max_tokens": 4, "lora_task_id": 999})
+        assert status >= 400
+        assert "not found in cache" in answer["error"]
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
@@ -186,3 +210,19 @@ def test_draft_tokens_of_the_client(features: ModelServer, oracle: InProcess) ->
     wrong = {"draft_input_ids": np.array([[tokens[0], (tokens[1] + 1) % VOCABULARY]], dtype=np.int32)}
     found = new_tokens(features, {**NEWEST.core(PROMPT, 3), **wrong, "draft_acceptance_threshold": floats(0.5)})
     assert found == tokens[: len(found)]
+
+
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_draft_logits_of_the_client(features: ModelServer, oracle: InProcess, threshold: float | None) -> None:
+    """Logits of the engine itself: every draft token of theirs is taken; logits that want others bring none through."""
+    wanted: Any = oracle.result(PROMPT, 9, output={"return_generation_logits": True})
+    tokens = wanted.output_token_ids[0]
+    logits = np.asarray(wanted.generation_logits, dtype=np.float32)[0, :8]
+    draft: Tensors = {"draft_input_ids": np.array([tokens[:8]], dtype=np.int32), "draft_logits": logits[np.newaxis]}
+    if threshold is not None:
+        draft["draft_acceptance_threshold"] = floats(threshold)
+    asked = {**NEWEST.core(PROMPT, 9, return_perf_metrics=True), **NO_PROMPT, **draft}
+    with features.stream() as stream:
+        (answer,) = stream.all("tensorrt_llm", asked)
+    assert answer["output_ids"][0, 0].tolist() == tokens
+    assert (answer["total_draft_tokens"].item(), answer["acceptance_rate"].item()) == (8, 1.0)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.model_server import ModelServer
+from tests.support.text_requests import is_idle, wait_until
 from trtserve.cli import run
 from trtserve.query import Generation, QuerySpec, generate
 from trtserve.triton.client import Endpoint
@@ -219,6 +223,26 @@ def test_stopped_request_frees_its_blocks(features: ModelServer, endpoint: Endpo
         time.sleep(0.05)
     assert features.metric("nv_trt_llm_request_metrics", 'request_type="active"') == 0
     assert features.metric("nv_trt_llm_kv_cache_block_metrics", 'type="used"') == 0
+
+
+@pytest.mark.parametrize(("model", "protocol"), [("tiny", "grpc"), ("tiny", "http"), ("ensemble", "grpc")])
+def test_ctrl_c_stops_the_engine(features: ModelServer, model: str, protocol: str) -> None:
+    address = features.address
+    command = [sys.executable, "-m", "trtserve", "query", PROMPT, "--stream", "--max-tokens", "3500", "--end-id", "-1"]
+    # The command has a request id of its own, by which the core model is asked to stop.
+    ports = ["--host", address.host, "--http-port", str(address.http_port), "--grpc-port", str(address.grpc_port)]
+    before = features.metric("nv_llm_output_token_len_sum")
+    process = subprocess.Popen(
+        [*command, "--model", model, "--protocol", protocol, *ports], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(4)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    wait_until(lambda: is_idle(features))
+    assert features.metric("nv_llm_output_token_len_sum") - before < 3500
 
 
 @pytest.mark.parametrize(

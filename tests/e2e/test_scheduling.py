@@ -12,6 +12,7 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, serving
 from tests.support.release_client import NEWEST, long_integers
+from tests.support.text_requests import wait_until
 from trtserve.artifacts import Engine
 from trtserve.repo import assemble_repository
 from trtserve.specs import RepositorySpec
@@ -97,7 +98,7 @@ def test_metrics_of_reuse(features: ModelServer) -> None:
         stream.all("tensorrt_llm", tensors)
         (found,) = stream.all("tensorrt_llm", tensors)
     assert found["kv_cache_reused_blocks"].item() >= 3
-    assert features.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="reused"') >= 3
+    wait_until(lambda: features.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="reused"') >= 3)
     assert families(features) == {"inflight_batcher", "request", "general", "kv_cache_block", "runtime_memory"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.support.text_requests import ask, is_idle, request, text_of, wait_unt
 from tests.support.tiny_models import read_safetensors, write_safetensors
 from trtserve.artifacts import Engine, Model
 from trtserve.build import build_engine
+from trtserve.cli import run
 from trtserve.convert import convert_model
 from trtserve.repo import assemble_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
@@ -111,6 +113,19 @@ def test_stop_words(drafting: ModelServer, exclude: bool) -> None:
         answer = ask(drafting, NAME, PROMPT, COUNT, **asked)
         assert text_of(answer) == expected
         assert answer["finish_reason"].reshape(-1).tolist() == [b"stop_words"]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_query_asks_for_drafts(drafting: ModelServer, protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
+    address = drafting.address
+    asked = ["query", PROMPT, "--model", NAME, "--max-tokens", str(COUNT), "--end-id", "-1", "--protocol", protocol]
+    asked += ["--host", address.host, "--http-port", str(address.http_port), "--grpc-port", str(address.grpc_port)]
+    assert run([*asked, "--num-draft-tokens", "4", "--use-draft-logits", "--return-perf-metrics", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["text"] == plain(drafting, exclude_input_in_output=True)
+    values = {output["name"]: output.get("value") for output in result["outputs"]}
+    assert 0 < values["acceptance_rate"] <= 1
+    assert values["total_draft_tokens"] >= values["total_accepted_draft_tokens"] > 0
 
 
 def test_draft_logits_decide_what_is_accepted(drafting: ModelServer) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.in_process import InProcess
-from tests.support.model_server import ModelServer, texts
+from tests.support.model_server import ModelServer, flags, integers, texts
 from tests.support.release_client import NEWEST
 
 pytestmark = pytest.mark.triton
@@ -92,6 +93,77 @@ def test_end_id_and_least_length(
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_prompt_in_the_answer(ask: Callable[..., str], model: str) -> None:
     assert ask(model, exclude_input_in_output=False) == TEXT + ask(model)
+
+
+@pytest.mark.parametrize("model", TEXT_MODELS)
+def test_both_protocols_say_the_same(
+    ask: Callable[..., str], features: ModelServer, printable: list[int], model: str, features_tokenizer: Any
+) -> None:
+    """A list of words, of which one is several tokens, over gRPC as over HTTP."""
+    text = ask(model)
+    words: dict[str, Any] = {"bad_words": ["never", text[3:5]], "stop_words": ["never", text[15:18]]}
+    letters = features_tokenizer.batch_decode([[token] for token in printable])
+    bias: dict[str, Any] = {"embedding_bias_words": letters, "embedding_bias_weights": [100.0] * len(letters)}
+    with features.stream() as stream:
+        (answer,) = stream.all(model, NEWEST.text(TEXT, COUNT, exclude_input_in_output=True, **words, **bias))
+    over_http = ask(model, **words)
+    assert answer["text_output"].item().decode() == over_http
+    assert over_http != text
+
+
+def word_list(*words: list[int]) -> Any:
+    """A list of words as the core model takes it: all ids, and where each word ends."""
+    ids = [token for word in words for token in word]
+    ends = np.cumsum([len(word) for word in words]).tolist()
+    return np.array([[ids, ends + [-1] * (len(ids) - len(ends))]], dtype=np.int32)
+
+
+def test_word_lists_of_the_core_model(features: ModelServer, oracle: InProcess) -> None:
+    """Words of one and of several tokens; a bad word is only its whole sequence."""
+    prompt = [1, *range(50, 58)]
+    tokens = oracle.tokens(prompt, COUNT)
+    bad, stop = [tokens[2:4], [tokens[7]]], [tokens[10:13], [5, 6]]
+    expected = oracle.tokens(prompt, COUNT, bad_words=bad)
+    assert expected != tokens
+
+    def new_tokens(**lists: Any) -> Any:
+        with features.stream() as stream:
+            asked = {**NEWEST.core(prompt, COUNT, exclude_input_in_output=True), **lists}
+            (answer,) = stream.all("tensorrt_llm", asked)
+        return answer["output_ids"][0, 0].tolist()
+
+    assert new_tokens(bad_words_list=word_list(*bad)) == expected
+    assert new_tokens(stop_words_list=word_list(*stop)) == tokens[:13]
+    lists = {"bad_words_list": word_list(*bad), "stop_words_list": word_list(expected[8:10])}
+    assert new_tokens(**lists) == oracle.tokens(prompt, COUNT, bad_words=bad, stop_words=[expected[8:10]])
+
+
+def test_least_length_and_end_id_of_the_core_model(features: ModelServer, oracle: InProcess) -> None:
+    prompt = [1, *range(50, 58)]
+    end = oracle.tokens(prompt, COUNT)[4]
+    with features.stream() as stream:
+        for name in ("min_tokens", "min_length"):
+            asked = {**NEWEST.core(prompt, COUNT, end_id=end, exclude_input_in_output=True), name: integers(9)}
+            (answer,) = stream.all("tensorrt_llm", asked)
+            expected = oracle.tokens(prompt, COUNT, end_id=end, sampling={"min_tokens": 9})
+            assert answer["output_ids"][0, 0].tolist() == expected
+            assert len(expected) >= 9
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", *TEXT_MODELS])
+def test_more_tokens_than_fit_are_reduced(features: ModelServer, features_root: Path, model: str) -> None:
+    """As upstream: the answer ends where the engine does, and the log says so."""
+    log = features_root / "server" / "triton.log"
+    before = log.read_text().count("is reduced to 6")
+    prompt = "x" * 4089  # and the first token: 4096 − 6
+    ids = [1, *[60] * 4089]
+    asked = NEWEST.core(ids, 10_000) if model == "tensorrt_llm" else NEWEST.text(prompt, 10_000)
+    counts = {"return_num_output_tokens": flags(True), "return_finish_reason": flags(True), "end_id": integers(-1)}
+    with features.stream() as stream:
+        (answer,) = stream.all(model, {**asked, **counts})
+    assert (answer["num_output_tokens"].item(), answer["finish_reason"].item()) == (6, b"length")
+    assert log.read_text().count("max_tokens (10000) is reduced to 6: the prompt has 4090 tokens") > 0
+    assert log.read_text().count("is reduced to 6") == before + 1
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tiny"])

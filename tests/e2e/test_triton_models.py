@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.in_process import InProcess
-from tests.support.model_server import ModelServer, Tensors, flags, floats, integers, serving, texts
+from tests.support.model_server import ModelServer, Tensors, flags, floats, inputs_of, integers, serving, texts
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, Model
 from trtserve.build import build_engine
@@ -467,6 +467,31 @@ def test_stop_request_on_a_model_that_answers_once(plain: ModelServer) -> None:
     assert stopped == {}
     assert answer["sequence_length"].item() < ENDLESS
     wait_until(lambda: is_idle(plain))
+
+
+def test_a_cancelled_call_stops_a_model_that_answers_once(plain: ModelServer) -> None:
+    from tritonclient import grpc
+
+    before = plain.metric("nv_llm_output_token_len_sum")
+    tensors = {**core_tensors([1, 70, 80], ENDLESS, stream=False), "end_id": integers(-1)}
+    with closing(grpc.InferenceServerClient(f"{plain.address.host}:{plain.address.grpc_port}")) as client:
+        call = client.async_infer("tensorrt_llm", inputs_of(tensors), callback=lambda result, error: None)
+        wait_until(lambda: plain.metric("nv_trt_llm_request_metrics", 'request_type="active"') > 0)
+        call.cancel()
+        wait_until(lambda: is_idle(plain))
+    assert plain.metric("nv_llm_output_token_len_sum") - before < ENDLESS
+
+
+def test_a_lost_connection_does_not_stop_a_model_that_answers_once(plain: ModelServer) -> None:
+    """Triton does not look at the connection of such a call: the request runs to its end."""
+    before = plain.metric("nv_llm_output_token_len_sum")
+    requests = plain.metric("nv_llm_output_token_len_count")
+    with closing(plain.connection(30)) as connection:
+        body = {"text_input": PROMPT, "max_tokens": 2000, "end_id": -1}
+        connection.request("POST", f"/v2/models/{NAME}/generate", body=json.dumps(body))
+        wait_until(lambda: plain.metric("nv_trt_llm_request_metrics", 'request_type="active"') > 0)
+    wait_until(lambda: plain.metric("nv_llm_output_token_len_count") > requests)
+    assert plain.metric("nv_llm_output_token_len_sum") - before == 2000
 
 
 def test_many_short_requests(streaming: ModelServer) -> None:

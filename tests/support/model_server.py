@@ -104,7 +104,7 @@ class ModelServer:
         from tritonclient import http
 
         with closing(http.InferenceServerClient(f"{self.address.host}:{self.address.http_port}")) as client:
-            result = client.infer(model, _inputs(tensors, http), request_id=request_id, timeout=60_000_000)
+            result = client.infer(model, inputs_of(tensors, http), request_id=request_id, timeout=60_000_000)
             return {output["name"]: result.as_numpy(output["name"]) for output in result.get_response()["outputs"]}
 
     def infer(self, model: str, tensors: Tensors, request_id: str = "") -> Tensors:
@@ -112,7 +112,7 @@ class ModelServer:
         from tritonclient import grpc
 
         with closing(grpc.InferenceServerClient(f"{self.address.host}:{self.address.grpc_port}")) as client:
-            result = client.infer(model, _inputs(tensors), request_id=request_id, client_timeout=60)
+            result = client.infer(model, inputs_of(tensors), request_id=request_id, client_timeout=60)
         return _outputs(result)
 
 
@@ -127,7 +127,7 @@ class Stream:
     def send(self, model: str, tensors: Tensors, request_id: str = "") -> None:
         """Send one request."""
         self._client.async_stream_infer(
-            model, _inputs(tensors), request_id=request_id, enable_empty_final_response=True
+            model, inputs_of(tensors), request_id=request_id, enable_empty_final_response=True
         )
 
     def next(self) -> tuple[Tensors, bool, str]:
@@ -149,7 +149,7 @@ class Stream:
         return answers
 
 
-def _inputs(tensors: Tensors, protocol: Any = None) -> list[Any]:
+def inputs_of(tensors: Tensors, protocol: Any = None) -> list[Any]:
     """Inputs for `tritonclient.grpc`, or the other `protocol` module."""
     from tritonclient import grpc
 
