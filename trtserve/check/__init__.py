@@ -55,7 +55,7 @@ __all__ = [
 # Kinds of artefacts that can be checked; a folder of another kind is refused by name.
 CHECKED: tuple[type[Artifact], ...] = (Checkpoint,)
 
-# Peak of anonymous memory while the original is loaded and run: its weights in float32 and a tenth for what transformers
+# Peak of anonymous memory while the original is loaded and run: its weights in float32, a tenth for what transformers
 # and PyTorch keep beside them; the checkpoint takes what a build takes (see runtimes/openvino.py).
 _ORIGINAL_BYTES = 4.4
 _CONVERTED_FACTOR = 1.4
@@ -237,7 +237,7 @@ def compare_checkpoint(
     """Run the checkpoint on what the original was asked; one stage, or two when weights are rounded."""
     stored = converted.logits_of(checkpoint, said.answers, progress=progress)
     rounded = [replace(answer, logits=logits) for answer, logits in zip(said.answers, said.rounded, strict=True)]
-    stages = [_stage("conversion", "float32", rounded, stored)]
+    stages = [_stage("conversion", plan.changes.conversion, rounded, stored)]
     # The config of the folder, not that of the plan: it is a part of what is checked.
     stages[0] = replace(stages[0], verdicts=[*stages[0].verdicts, *_epsilon(CheckpointReader(checkpoint).config, said)])
     if plan.changes.quantised:

@@ -39,13 +39,15 @@ class Changes:
     """What a conversion does to the values of weights, on purpose.
 
     `precision` names the bounds of what that may cost and `reason` says why those; `rounding` is None when no weight
-    is rounded, `quantised` tells that the runtime rounds them further.
+    is rounded, `quantised` tells that the runtime rounds them further. `conversion` names the bounds of what equal
+    weights may differ: those of float32, unless transformers itself rounds.
     """
 
     precision: Precision
     reason: str
     rounding: Rounding | None
     quantised: bool
+    conversion: Precision
 
 
 def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
@@ -73,6 +75,8 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
         reason=reason,
         rounding=Rounding(dtype=dtype, offsets=offsets) if rounded else None,
         quantised=bool(algorithm),
+        # transformers multiplies slopes and positions of Falcon's alibi in bfloat16; TensorRT-LLM and we do not.
+        conversion="bfloat16" if config["position_embedding_type"] == "alibi_with_scale" else "float32",
     )
 
 

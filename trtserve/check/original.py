@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtserve.architectures.source import read_hf_config
 from trtserve.check.comparison import Answer
 from trtserve.errors import CorruptFileError, MissingDependencyError
 from trtserve.progress import SILENT, Progress
@@ -104,9 +105,11 @@ def _load(folder: Path) -> Any:
 
     try:
         with _quiet():
-            # eager is the only attention that has every family's parts (soft-caps, alibi).
             model = AutoModelForCausalLM.from_pretrained(
-                folder, attn_implementation="eager", local_files_only=True, **{_dtype_argument(): torch.float32}
+                folder,
+                attn_implementation=_attention(folder),
+                local_files_only=True,
+                **{_dtype_argument(): torch.float32},
             )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CorruptFileError(
@@ -114,6 +117,11 @@ def _load(folder: Path) -> Any:
             hint="Import the model again, or give another folder with --against.",
         ) from error
     return model.eval()
+
+
+def _attention(folder: Path) -> str:
+    """eager has the parts of every family (soft-caps); but that of Falcon adds alibi twice (transformers 5.23)."""
+    return "sdpa" if read_hf_config(folder).get("model_type") == "falcon" else "eager"
 
 
 def _dtype_argument() -> str:
