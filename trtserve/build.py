@@ -7,10 +7,12 @@ from pathlib import Path
 
 from trtserve.architectures.checkpoint import read_config
 from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint
-from trtserve.errors import DiskSpaceError, MemoryLimitError
-from trtserve.machine import describe, free_disk, free_memory, gibibytes
+from trtserve.capacity.rates import timed
+from trtserve.capacity.room import require_disk, require_memory
+from trtserve.machine import describe, gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.runtimes import EnginePlan, Runtime, choose_runtime
+from trtserve.runtimes.base import WEIGHT_ONLY_INT8
 from trtserve.specs import BuildSpec
 from trtserve.store import Store, publish, reusable
 
@@ -93,8 +95,9 @@ def build_engine(
     manifest = _manifest(plan, checkpoint, name or checkpoint.name)
 
     def produce(folder: Path) -> Manifest:
-        _require_room(plan.engine, folder)
-        measured = runtime.build(plan.engine, checkpoint, folder, progress)
+        _require_room(plan.engine, spec, runtime, folder)
+        with timed(store or Store(), "build", plan.engine.disk_bytes):
+            measured = runtime.build(plan.engine, checkpoint, folder, progress)
         return replace(manifest, facts={**manifest.facts, **measured})
 
     return publish(Engine, plan.path, manifest, produce)
@@ -114,16 +117,20 @@ def _manifest(plan: Plan, checkpoint: Checkpoint, name: str) -> Manifest:
     )
 
 
-def _require_room(engine: EnginePlan, folder: Path) -> None:
-    free = free_memory()
-    if free < engine.memory_bytes:
-        raise MemoryLimitError(
-            f"Building this engine needs {gibibytes(engine.memory_bytes)} of memory; {gibibytes(free)} are free.",
-            hint="Convert with --quantize int8 or a 16-bit --dtype, choose a smaller model, or free some memory.",
-        )
-    disk = free_disk(folder)
-    if disk < engine.disk_bytes:
-        raise DiskSpaceError(
-            f"The engine needs {gibibytes(engine.disk_bytes)} and {folder.parent} has {gibibytes(disk)} free.",
-            hint="Free some space, or choose another place with --out or TRTSERVE_HOME.",
-        )
+def _require_room(engine: EnginePlan, spec: BuildSpec, runtime: Runtime, folder: Path) -> None:
+    require_memory(engine.memory_bytes, "Building this engine needs", lambda free: _advice(engine, spec, runtime, free))
+    require_disk(folder.parent, engine.disk_bytes, "The engine")
+
+
+def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime, free: int) -> str:
+    """Only narrower weights make a build smaller, and those are chosen when the model is converted."""
+    quantized = {**engine.config, "quantization": {"quant_algo": WEIGHT_ONLY_INT8}}
+    for flags, changes in (
+        ("--dtype bfloat16", {"dtype": "bfloat16"}),
+        ("--quantize int8", quantized),
+        ("--dtype bfloat16 --quantize int8", {**quantized, "dtype": "bfloat16"}),
+    ):
+        needed = runtime.plan({**engine.config, **changes}, spec).memory_bytes
+        if needed <= min(free, engine.memory_bytes - 1):
+            return f"Convert with {flags}: the build would need {gibibytes(needed)}."
+    return "No setting makes it fit here: free some memory, or take a smaller model or a larger machine."

@@ -20,9 +20,12 @@ from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move, carry_out, created
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import Checkpoint, Manifest, Model, fingerprint
+from trtserve.capacity.needs import convert_memory
+from trtserve.capacity.rates import timed
+from trtserve.capacity.room import require_disk, require_memory
 from trtserve.check import CheckPlan, Stage, plan_check, require_passed, run_check
-from trtserve.errors import ConversionError, DiskSpaceError, TrtserveError
-from trtserve.machine import free_disk, gibibytes
+from trtserve.errors import ConversionError, TrtserveError
+from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store, publish, reusable
@@ -57,6 +60,11 @@ class Plan:
     def source_bytes(self) -> int:
         """Bytes of all source tensors that are read."""
         return sum(move.source.entry.size for move in self.moves)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory at the peak of the conversion's process."""
+        return convert_memory(self.moves, self.spec.dtype)
 
     @property
     def largest_tensor(self) -> int:
@@ -148,8 +156,8 @@ def convert_model(
     """Convert a Hugging Face folder to a TensorRT-LLM checkpoint, or reuse the one that was made from it before.
 
     With `verify` it is compared with the model before it is published, also one that is reused. Raises
-    UnsupportedModelError, ConversionError, CorruptFileError, DiskSpaceError, UsageError (sizes that do not divide), or
-    what `plan_check` and `require_passed` raise; nothing is left behind then.
+    UnsupportedModelError, ConversionError, CorruptFileError, MemoryLimitError, DiskSpaceError, UsageError (sizes that
+    do not divide), or what `plan_check` and `require_passed` raise; nothing is left behind then.
     """
     plan = plan_conversion(model, spec)
     name = name or model.name
@@ -168,11 +176,13 @@ def convert_model(
         facts={"model": str(model.path.absolute()), "bytes": plan.total_bytes, "largest_tensor": plan.largest_tensor},
     )
     if verify is None:
-        return publish(Checkpoint, place.path, manifest, lambda folder: _write(plan, folder, progress))
+        return publish(
+            Checkpoint, place.path, manifest, lambda folder: _write(plan, folder, store or Store(), progress)
+        )
     proof = _Proof(plan_check(plan.config, model.path, verify, progress=progress), place, progress)
 
     def produce(folder: Path) -> Manifest:
-        _write(plan, folder, progress)
+        _write(plan, folder, store or Store(), progress)
         return replace(manifest, facts={**manifest.facts, "check": proof.require(folder)})
 
     return proof.of_published(publish(Checkpoint, place.path, manifest, produce))
@@ -212,12 +222,14 @@ def _outcome(stage: Stage) -> str:
     return f"{stage.name}: difference {stage.differences.relative:.2g}"
 
 
-def _write(plan: Plan, folder: Path, progress: Progress) -> None:
-    _require_space(plan, folder)
+def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
+    require_memory(plan.memory_bytes, "This conversion needs", lambda _: "Free some memory: no setting needs less.")
+    require_disk(folder.parent, plan.total_bytes, "The checkpoint")
     text = f"Converting to {plan.spec.dtype}, {len(plan.sizes)} rank(s), {gibibytes(plan.total_bytes)}"
     if plan.spec.quantize != "none":
         text += f" ({plan.spec.quantize} weights are made when the engine is built)"
     with (
+        timed(store, "convert", plan.source_bytes),
         created(folder, plan.headers, plan.sizes) as files,
         progress.task(text, total=plan.source_bytes, unit="bytes") as task,
     ):
@@ -226,15 +238,6 @@ def _write(plan: Plan, folder: Path, progress: Progress) -> None:
             task.advance(move.source.entry.size)
     (folder / "config.json").write_text(json.dumps(plan.config, indent=4) + "\n", encoding="utf-8")
     _verify(plan, folder)
-
-
-def _require_space(plan: Plan, folder: Path) -> None:
-    free = free_disk(folder)
-    if free < plan.total_bytes:
-        raise DiskSpaceError(
-            f"The checkpoint needs {gibibytes(plan.total_bytes)} and {folder.parent} has {gibibytes(free)} free.",
-            hint="Free some space, or choose another place with --out or TRTSERVE_HOME.",
-        )
 
 
 def _verify(plan: Plan, folder: Path) -> None:

@@ -30,8 +30,6 @@ Result = Literal["ok", "warning", "failed"]
 MINIMUM_GLIBC = (2, 35)
 MINIMUM_SHARED_MEMORY = 32 * 2**20
 MINIMUM_MEMORY = 2**30
-# A compiled engine took up to 1.9 times its file as anonymous memory (OpenVINO 2026.4).
-MEMORY_PER_ENGINE_BYTE = 1.9
 INSTALL = "pip install 'trtserve[cpu]'"
 _PYTHON_FACTS = (
     "import json, sys, importlib.metadata as m\n"
@@ -65,12 +63,12 @@ def examine(
     return checks
 
 
-def require_machine(store: Store, *, engine_bytes: int = 0, progress: Progress = SILENT) -> None:
+def require_machine(store: Store, *, progress: Progress = SILENT) -> None:
     """The checks of `start`: all cheap ones, and the round trip once per environment.
 
     MachineError with every failed check and its fix; warnings go to `progress`.
     """
-    checks = [*quick_checks(), check_memory(int(engine_bytes * MEMORY_PER_ENGINE_BYTE), least=engine_bytes)]
+    checks = quick_checks()
     if not failed(checks) and not _passed_before(store):
         progress.step("First start in this environment: one round trip through Triton …")
         checks.append(check_round_trip(store))

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -177,6 +177,22 @@ def pull(
     verify(part, file)
     part.replace(target)
     return target
+
+
+@_explained
+def tensor_table(revision: Revision, file: RemoteFile, *, token: str | None = None) -> dict[str, dict[str, Any]]:
+    """The header of a safetensors file by range request: dtype, shape and data_offsets of each tensor."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import SafetensorsParsingError
+
+    if is_offline():
+        raise _offline(revision.repository)
+    api = HfApi(endpoint=endpoint(), token=token)
+    try:
+        found = api.parse_safetensors_file_metadata(revision.repository, file.name, revision=revision.commit)
+    except SafetensorsParsingError as error:
+        raise CorruptFileError(f"{file.name} of {revision.repository} has no valid header: {error}.") from error
+    return {name: asdict(tensor) for name, tensor in found.tensors.items()}
 
 
 def require_pullable(repository: str, files: Iterable[RemoteFile]) -> None:

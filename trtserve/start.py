@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository, load_artifact
+from trtserve.capacity.rates import timed
+from trtserve.capacity.serving import require_servable
 from trtserve.doctor import require_machine
 from trtserve.errors import (
     ModelNotFoundError,
@@ -263,14 +265,16 @@ def _launch(
         _refuse_running(plan.name, plan.repository, store)
         _require_ports(plan.address, store)
         _announce(plan, spec, progress)
-        require_machine(store, engine_bytes=plan.served.engine_bytes, progress=progress)
+        require_servable(plan.served, plan.name, progress)
+        require_machine(store, progress=progress)
         prepare_backends(plan.triton, store)
         progress.step(f"Starting Triton, log: {plan.log}")
         identity = spawn(plan.command, log=plan.log)
         server = _server(plan, identity)
         try:
             write_state(server, store)
-            wait_until_ready(identity, plan.address, plan.log, timeout=spec.ready_timeout, interrupted=interrupted)
+            with timed(store, "start", plan.served.engine_bytes):
+                wait_until_ready(identity, plan.address, plan.log, timeout=spec.ready_timeout, interrupted=interrupted)
             ready = replace(server, phase="running", stubs=tuple((c.pid, c.started) for c in children(identity)))
             write_state(ready, store)
             # The gauges know what memory left of the cache, which no file does.

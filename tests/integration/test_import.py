@@ -17,7 +17,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Manifest
 from trtserve.cli.app import run
 from trtserve.errors import MemoryLimitError, UsageError
-from trtserve.pipeline.capacity import kv_bytes_per_token
+from trtserve.runtimes.openvino_memory import kv_bytes_per_token
 from trtserve.store import Store
 
 ID = "acme/tiny-llama"
@@ -233,7 +233,7 @@ def test_what_cannot_work_is_told_before_the_pull(hub: Hub, arguments: tuple[str
 def test_too_large_for_this_machine(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trtserve.pipeline.capacity.free_memory", lambda: 2**30)
+    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: 2**30)
     arguments = ("--max-tokens-in-paged-kv-cache", "10000000")
     assert run(["import", ID, *arguments]) == MemoryLimitError.code
     assert "--max-tokens-in-paged-kv-cache" in capsys.readouterr().err

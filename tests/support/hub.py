@@ -84,6 +84,7 @@ class Hub:
         self.endpoint = endpoint
         self.models: dict[str, HubModel] = {}
         self.requests: list[Request] = []
+        self.sent_bytes = 0
 
     def add(self, repository: str, folder: Path, **faults: Any) -> HubModel:
         """Serve `folder` as `repository`; the commit follows from the id."""
@@ -155,17 +156,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, model: HubModel, name: str, headers: dict[str, str], with_body: bool) -> None:
         content = (model.folder / name).read_bytes()
-        start = self._range_start() if model.ranges else 0
+        start, stop = self._range(len(content)) if model.ranges else (0, len(content))
         if start >= len(content) > 0:
             return self._fail(416, None)
-        self.send_response(206 if start else 200)
-        if start:
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        for key, value in (headers | {"Content-Length": str(len(content) - start)}).items():
+        part = stop - start < len(content)
+        self.send_response(206 if part else 200)
+        if part:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+        for key, value in (headers | {"Content-Length": str(stop - start)}).items():
             self.send_header(key, value)
         self.end_headers()
         if with_body:
-            self._send_body(model, name, content[start:])
+            self._send_body(model, name, content[start:stop])
         return None
 
     def _send_body(self, model: HubModel, name: str, content: bytes) -> None:
@@ -178,15 +180,17 @@ class _Handler(BaseHTTPRequestHandler):
             block = content[begin : begin + _BLOCK]
             if model.bytes_per_second:
                 time.sleep(len(block) / model.bytes_per_second)
+            self.hub.sent_bytes += len(block)
             try:
                 self.wfile.write(block)
             except (BrokenPipeError, ConnectionResetError):
                 self.close_connection = True
                 return
 
-    def _range_start(self) -> int:
-        wanted = self.headers.get("Range")
-        return int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
+    def _range(self, size: int) -> tuple[int, int]:
+        """First byte that is wanted, and the one behind the last."""
+        first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+        return int(first), min(int(last) + 1, size) if last else size
 
     def _fail(self, status: int, code: str | None, message: str = "") -> None:
         headers = {"X-Error-Message": message} if message else {}

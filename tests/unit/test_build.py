@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
-from trtserve import build as build_module
 from trtserve import runtimes
 from trtserve.artifacts import Checkpoint, Engine, Manifest, Model, load_artifact
 from trtserve.build import build_engine, find_checkpoint, plan_build
@@ -34,6 +33,7 @@ from trtserve.executor.paged_model import PagedModel
 from trtserve.progress import SilentProgress
 from trtserve.runtimes import openvino
 from trtserve.runtimes.base import longest_sequence
+from trtserve.runtimes.openvino_memory import weight_bytes
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.store import NameRecord, Store
 
@@ -270,8 +270,8 @@ def test_every_precision_builds_and_runs(dtype: str, quantize: str, kv: Any, tmp
     words = dtype if quantize == "none" else quantize
     assert any(line.startswith(f"Loading the engine: {words} weights, ") for line in lines.lines)
     size = (built.path / "rank0.bin").stat().st_size
-    # int8 adds a float32 scale per row, which weigh much beside the short rows of a tiny model.
-    assert abs(size - openvino.weight_bytes(_engine_config(built)["pretrained_config"])) < 8192
+    # Beside the weights there are a few constants: frequencies, masks, shapes.
+    assert 0 <= size - weight_bytes(_engine_config(built)["pretrained_config"]) < 4096
     logits = PagedSteps(PagedModel(built.path, threads=1), {"a": range(3, 40)}).step({"a": 37})["a"]
     assert np.isfinite(logits).all()
 
@@ -279,8 +279,8 @@ def test_every_precision_builds_and_runs(dtype: str, quantize: str, kv: Any, tmp
 def test_too_little_memory_is_said_before_anything_is_written(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "free_memory", lambda: 10 * 2**20)
-    with pytest.raises(MemoryLimitError, match=r"needs 301 MiB of memory; 10 MiB are free"):
+    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: 10 * 2**20)
+    with pytest.raises(MemoryLimitError, match=r"needs \d\d MiB of memory; 10 MiB are free"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
 
@@ -309,7 +309,7 @@ def test_what_openvino_raises_is_explained(
 
 
 def test_too_little_disk_is_said(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "free_disk", lambda _: 1024)
+    monkeypatch.setattr("trtserve.capacity.room.free_disk", lambda _: 1024)
     with pytest.raises(DiskSpaceError, match="has 1 KiB free"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
 

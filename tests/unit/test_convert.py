@@ -221,8 +221,8 @@ def test_an_equal_conversion_is_reused_and_another_is_not(tmp_path: Path) -> Non
 
 
 def test_no_space_is_told_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert_module, "free_disk", lambda path: 100_000)
-    with pytest.raises(DiskSpaceError, match=r"needs .* free"):
+    monkeypatch.setattr("trtserve.capacity.room.free_disk", lambda path: 100_000)
+    with pytest.raises(DiskSpaceError, match=r"would take .* free"):
         convert(write_tiny_model(tmp_path / "hf"), tmp_path / "store" / "out")
     assert list((tmp_path / "store").iterdir()) == []
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Manifest
+from trtserve.capacity.room import require_disk
 from trtserve.errors import (
     ArtifactError,
     CorruptFileError,
@@ -19,7 +20,6 @@ from trtserve.errors import (
     UnsupportedModelError,
 )
 from trtserve.import_ import import_model, plan_model
-from trtserve.import_.disk import require_disk
 from trtserve.machine import free_disk
 from trtserve.store import Store
 

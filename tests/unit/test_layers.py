@@ -23,6 +23,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "repo",
             "lora",
             "check",
+            "plan",
+            "capacity",
             "start",
             "servers",
             "status",

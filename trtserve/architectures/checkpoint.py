@@ -105,7 +105,7 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = _with_defaults(read_config(folder))
+        self.config = with_defaults(read_config(folder))
         mapping = self.config.get("mapping") or {}
         self.tp_size = int(mapping.get("tp_size", 1))
         self.pp_size = int(mapping.get("pp_size", 1))
@@ -177,7 +177,7 @@ def _check_shape(file: TensorFile, name: str, expected: tuple[int, ...]) -> None
         raise CorruptFileError(f"{file.path}: {name} is {list(shape)}; its config calls for {list(expected)}.")
 
 
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """TensorRT-LLM's defaults of keys that its older releases leave out."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     defaults = {"num_key_value_heads": heads, "head_size": hidden // heads, "intermediate_size": 4 * hidden}

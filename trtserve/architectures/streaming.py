@@ -98,6 +98,15 @@ def carry_out(move: Move, files: RankFiles, dtype: str) -> None:
             _write_blocks(descriptor, move, rest, files, dtype)
 
 
+def buffered_bytes(move: Move, dtype: str) -> int:
+    """Bytes of memory that `carry_out` holds at most: a chunk as it was read, as it becomes, and what tests it."""
+    entry = move.source.entry
+    if entry.code == CODES[dtype] and not move.transpose and not move.offset:
+        return CHUNK
+    whole = entry.size if move.transpose else 0
+    return whole + 6 * CHUNK
+
+
 def _write_blocks(descriptor: int, move: Move, blocks: Sequence[Block], files: RankFiles, dtype: str) -> None:
     import numpy as np
 

@@ -24,6 +24,7 @@ from trtserve.cli import (
     logs,
     lora,
     metrics,
+    plan,
     query,
     remove,
     repo,
@@ -164,6 +165,7 @@ command(start.start, rich_help_panel=STAGES)
 command(query.query, rich_help_panel=STAGES)
 app.add_typer(bench.group, name="bench", help="Measure a served model.", rich_help_panel=STAGES)
 command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
+command(plan.plan, rich_help_panel=UPKEEP)
 command(check.check, rich_help_panel=UPKEEP)
 command(lora.lora, rich_help_panel=UPKEEP)
 command(stop.stop, rich_help_panel=UPKEEP)

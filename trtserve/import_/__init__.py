@@ -11,8 +11,9 @@ from typing import Any
 
 from trtserve import hub
 from trtserve.artifacts import Manifest, Model
+from trtserve.capacity.rates import timed
+from trtserve.capacity.room import require_disk
 from trtserve.errors import CorruptFileError, LockedError, NetworkError
-from trtserve.import_.disk import require_disk
 from trtserve.import_.plan import ModelPlan, folder_plan, is_weights, planned_files, stored_plan
 from trtserve.import_.sources import Source, parse_source
 from trtserve.machine import gibibytes
@@ -81,7 +82,8 @@ def pull_model(
     with _download_folder(store, plan.revision, progress) as folder:
         # Another process may have published it while this one waited for the folder.
         if reusable(Model, destination, plan.fingerprint) is None:
-            _pull_all(plan, plan.revision, folder, token, progress)
+            with timed(store, "pull", missing_bytes(plan, out=out, store=store)):
+                _pull_all(plan, plan.revision, folder, token, progress)
         model = publish(Model, destination, plan.manifest(), lambda staging: _link_all(plan, folder, staging))
         shutil.rmtree(folder)
     return model

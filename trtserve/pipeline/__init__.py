@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from trtserve import inventory
+from trtserve.architectures import parameter_count
+from trtserve.architectures.tensor_files import CODES, numpy_dtype
 from trtserve.artifacts import Checkpoint, Engine, Manifest, Model, ModelRepository, load_artifact
 from trtserve.build import Plan as BuildPlan
 from trtserve.build import build_engine, plan_build
+from trtserve.capacity.needs import draft_memory
+from trtserve.capacity.room import require_disk
+from trtserve.capacity.wishes import Wish, need_of, require_wish
 from trtserve.convert import Plan as Conversion
-from trtserve.convert import convert_model, destination_of, plan_conversion
+from trtserve.convert import checkpoint_config, convert_model, destination_of, plan_conversion
 from trtserve.errors import ArtifactError
 from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
-from trtserve.import_.disk import require_disk
 from trtserve.machine import gibibytes
-from trtserve.pipeline.capacity import Wish, draft_bytes, need_of, require_memory
 from trtserve.progress import SILENT, Progress
 from trtserve.repo import (
     RepositoryPlan,
@@ -32,6 +35,7 @@ from trtserve.repo import (
     settings_of,
     tokenizer_files,
 )
+from trtserve.repo.engine import read_engine
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import NameRecord, Store, reusable
 from trtserve.triton.profiles import profile
@@ -185,14 +189,18 @@ def _wish(spec: ImportSpec, model: ModelPlan) -> Wish:
         build=spec.build,
         kv_tokens=spec.repository.max_tokens_in_paged_kv_cache,
         tokenizers=spec.repository.preprocessing_instance_count + spec.repository.postprocessing_instance_count,
-        draft=draft_bytes(spec.draft, spec.repository.max_tokens_in_paged_kv_cache) if spec.draft else 0,
+        bls=spec.repository.bls_instance_count,
+        tokenizer_bytes=next((file.size for file in model.files if file.name == "tokenizer.json"), 0),
+        draft=draft_memory(read_engine(spec.draft.path), spec.repository.max_tokens_in_paged_kv_cache)
+        if spec.draft
+        else 0,
     )
 
 
 def _checkpoint_bytes(spec: ImportSpec, model: ModelPlan) -> int:
     """The weights of the checkpoint stay in its dtype, whatever the engine packs them to."""
-    plain = ConvertSpec(dtype=spec.convert.dtype)
-    return need_of(Wish(hf=model.config, convert=plain, build=BuildSpec(runtime=spec.build.runtime))).engine.disk_bytes
+    config = checkpoint_config(model.config, spec.convert)
+    return parameter_count(config) * numpy_dtype(CODES[config["dtype"]]).itemsize
 
 
 def _model_in_place(model: ModelPlan) -> Model | None:
@@ -250,7 +258,7 @@ def require_room(spec: ImportSpec, plan: ImportPlan, store: Store) -> None:
     else:
         require_disk(store.root, plan.missing + checkpoint, f"{what})")
         require_disk(spec.engine_out, plan.engine_bytes, f"The engine of {spec.name}")
-    require_memory(_wish(spec, plan.model), spec.name)
+    require_wish(_wish(spec, plan.model), spec.name)
 
 
 def import_to_repository(

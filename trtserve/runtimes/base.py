@@ -42,7 +42,8 @@ class EnginePlan:
     """An engine before it is built; everything here decides its content and goes into its fingerprint.
 
     `compute_precision` and `kv_precision` are those of arithmetic and KV cache; `tools` maps the runtime's packages to
-    their versions; `memory_bytes` and `disk_bytes` are what the build needs; `notes` say what was decided and why.
+    their versions; `memory_bytes` and `disk_bytes` are what the build needs, `serving_bytes` the memory of the process
+    that serves the engine, beside `kv_bytes_per_token` for each token in its cache; `notes` say what was decided.
     """
 
     runtime: str
@@ -54,6 +55,8 @@ class EnginePlan:
     tools: Mapping[str, str]
     memory_bytes: int = 0
     disk_bytes: int = 0
+    serving_bytes: int = 0
+    kv_bytes_per_token: int = 0
     notes: tuple[str, ...] = field(default=())
 
     @property

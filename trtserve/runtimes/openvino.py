@@ -26,6 +26,7 @@ from trtserve.executor.attention_limits import require_paged_attention
 from trtserve.progress import Progress, Task
 from trtserve.runtimes.base import WEIGHT_ONLY_INT8, CheckpointConfig, EnginePlan, Limits, resolve_limits
 from trtserve.runtimes.features import resolve_features
+from trtserve.runtimes.openvino_memory import engine_needs
 from trtserve.specs import BuildSpec
 
 if TYPE_CHECKING:
@@ -41,12 +42,6 @@ _CONFIG_RELEASE = "1.2.0"
 # On a CPU a step over more tokens or requests gains nothing, and an answer rarely needs more than 4096 tokens: longer
 # contexts are a matter of asking for them.
 _DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
-
-# Anonymous memory at the peak of a build or load, as a multiple of the weights in the engine. Measured from 135 M
-# parameters: a load takes 0.9 in the weights' own precision and 1.3 when float32 arithmetic is done with weights of
-# half width; a build takes 1.2 – 1.4, the graph plus one copy of the largest tensor.
-_MEMORY_FACTOR = 1.4
-_MEMORY_BASE = 300 * 2**20
 
 # Keys of TensorRT-LLM's plugin_config beside dtype and tokens_per_block: kernels that are plugins, and switches.
 _PLUGINS = (
@@ -91,17 +86,21 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
     _require_supported(config)
     compute, kv, notes = resolve_precision(config["dtype"], spec.kv_precision, bfloat16=machine.has_bfloat16())
     features, remarks = resolve_features(config, spec)
-    size = weight_bytes(config)
+    limits = resolve_limits(config, spec, _DEFAULTS)
+    rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
+    needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
     return EnginePlan(
         runtime=NAME,
         config=_merged_config(config),
-        limits=resolve_limits(config, spec, _DEFAULTS),
+        limits=limits,
         features=features,
         compute_precision=compute,
         kv_precision=kv,
         tools={"openvino": version},
-        memory_bytes=int(size * _MEMORY_FACTOR) + _MEMORY_BASE,
-        disk_bytes=size,
+        memory_bytes=needs.build,
+        disk_bytes=needs.disk,
+        serving_bytes=needs.serving,
+        kv_bytes_per_token=needs.kv_per_token,
         notes=(*notes, *remarks, *_merge_notes(config)),
     )
 
@@ -119,16 +118,6 @@ def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple
         note = "A float32 KV cache needs float32 arithmetic: this engine calculates in f32, about half as fast as bf16."
         return "f32", "f32", (note,)
     return compute, kv_precision, ()
-
-
-def weight_bytes(config: CheckpointConfig) -> int:
-    """Bytes of all weights in the engine, from the checkpoint's config."""
-    item = _ITEM_SIZE[config["dtype"]]
-    total = parameter_count(config)
-    tables = [t for t in family(config["architecture"]).targets(config) if t.layer is None]
-    outside = sum(_count(target.shape) for target in tables)
-    inside = 1 if is_int8(config) else item
-    return outside * item + (total - outside) * inside
 
 
 def is_int8(config: CheckpointConfig) -> bool:
@@ -284,13 +273,6 @@ def _merge_notes(config: CheckpointConfig) -> tuple[str, ...]:
     return (
         (f"The {world} ranks of the checkpoint are merged: this runtime serves from one process.",) if world > 1 else ()
     )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 class _Reported:

@@ -16,6 +16,7 @@ from trtserve.triton.embedded import refused_parameter
 from trtserve.triton.parameters import CLASSES_FILE
 from trtserve.triton.profiles import BLS, CORE, DRAFT, ENSEMBLE
 
+_KV_TOKENS = "max_tokens_in_paged_kv_cache"
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}?")
 
 
@@ -26,6 +27,8 @@ class Served:
     `model` is the text model that is asked by default, `backends` what Triton must have, `streaming` whether that model
     is decoupled, `engine` the content of the engine's config.json (empty when there is none), `engine_bytes` the size
     of its weights and the draft model's, `facts` the manifest's,
+    `kv_tokens` the cache's size where a parameter sets it, `draft` the config.json of a draft model's engine,
+    `instances` the processes of each model, `tokenizer_bytes` the size of tokenizer.json,
     `without_meaning` the parameters that are set and that the runtime ignores (the core model's by their bare names).
     """
 
@@ -37,6 +40,10 @@ class Served:
     engine_bytes: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
     without_meaning: tuple[str, ...] = ()
+    kv_tokens: int | None = None
+    draft: Mapping[str, Any] = field(default_factory=dict)
+    instances: Mapping[str, int] = field(default_factory=dict)
+    tokenizer_bytes: int = 0
 
     @property
     def runtime(self) -> str | None:
@@ -110,7 +117,22 @@ def inspect_repository(repository: ModelRepository) -> Served:
         engine_bytes=sum(path.stat().st_size for engine in engines for path in engine.glob("*.bin")),
         facts=facts,
         without_meaning=tuple(_without_meaning(repository.path, configs)),
+        kv_tokens=_kv_tokens(configs),
+        draft=_json(engines[1] / "config.json"),
+        instances={
+            name: sum(group.count or 1 for group in config.instance_group) or 1 for name, config in configs.items()
+        },
+        tokenizer_bytes=max(
+            (path.stat().st_size for path in repository.path.glob("*/1/tokenizer/tokenizer.json")), default=0
+        ),
     )
+
+
+def _kv_tokens(configs: Mapping[str, Any]) -> int | None:
+    """The cache's size that the core model is given; None when it is empty or no number."""
+    given = configs[CORE].parameters if CORE in configs else {}
+    text = given[_KV_TOKENS].string_value.strip() if _KV_TOKENS in given else ""
+    return int(text) if text.isdigit() else None
 
 
 def _without_meaning(folder: Path, configs: Mapping[str, Any]) -> Iterator[str]:

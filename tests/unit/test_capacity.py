@@ -1,0 +1,322 @@
+"""What stages need is known before they begin, they refuse with numbers, and the advice that is given really fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_models import write_tiny_model
+from trtserve import machine
+from trtserve.artifacts import Model
+from trtserve.build import build_engine
+from trtserve.capacity.fitting import fit_gpu, shorter_fit, smallest_fit
+from trtserve.capacity.gpus import GPUS, Gpu, find_gpu, parse_size
+from trtserve.capacity.needs import convert_memory, draft_memory, engine_needs_of
+from trtserve.capacity.rates import expected_seconds, read_rates, timed
+from trtserve.capacity.serving import fitting_tokens, require_servable, server_needs
+from trtserve.capacity.wishes import Need, Wish, need_of, require_wish
+from trtserve.convert import checkpoint_config, convert_model, plan_conversion
+from trtserve.errors import DiskSpaceError, MemoryLimitError, UsageError
+from trtserve.runtimes.base import Limits
+from trtserve.runtimes.openvino_memory import engine_needs, weight_bytes
+from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.store import Store
+from trtserve.triton.preflight import Served
+
+FREE = "trtserve.capacity.room.free_memory"
+
+GIB = 2**30
+
+# Sizes of Llama 2 7B as published in its config.json.
+LLAMA_2_7B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "float16",
+}
+
+
+def _wish(**changes: Any) -> Wish:
+    convert = ConvertSpec(dtype=changes.pop("dtype", "auto"), quantize=changes.pop("quantize", "none"))
+    kv_tokens = changes.pop("kv_tokens", None)
+    return Wish(hf=LLAMA_2_7B, convert=convert, build=BuildSpec(runtime="openvino", **changes), kv_tokens=kv_tokens)
+
+
+def _followed(advice: str) -> Need:
+    """What a user needs who follows the flags in `advice`."""
+    flags = dict(re.findall(r"--([a-z-]+) (\w+)", advice))
+    kv_tokens = flags.pop("max-tokens-in-paged-kv-cache", None)
+    strings = {key: flags.pop(key) for key in ("dtype", "quantize") if key in flags}
+    numbers = {key.replace("-", "_"): int(value) for key, value in flags.items()}
+    return need_of(_wish(**strings, **numbers, kv_tokens=int(kv_tokens) if kv_tokens else None))
+
+
+def test_seven_billion_parameters() -> None:
+    need = need_of(_wish())
+    assert need.engine.disk_bytes == pytest.approx(2 * 6.74e9, rel=0.01)
+    assert need.server.kv_tokens == 4096
+    assert need_of(_wish(quantize="int8")).engine.disk_bytes < 0.55 * need.engine.disk_bytes
+    assert need_of(_wish(dtype="float32")).engine.disk_bytes == pytest.approx(2 * need.engine.disk_bytes, rel=0.001)
+
+
+def test_enough_memory_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = need_of(_wish()).total
+    monkeypatch.setattr(FREE, lambda: free)
+    require_wish(_wish(), "llama-2-7b")
+    monkeypatch.setattr(FREE, lambda: free - 1)
+    with pytest.raises(MemoryLimitError, match="needs"):
+        require_wish(_wish(), "llama-2-7b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "free", "expected"),
+    [
+        ({}, 13.7 * GIB, "--max-seq-len"),
+        ({}, 9 * GIB, "--quantize int8"),
+        ({"dtype": "float32"}, 17 * GIB, "--dtype bfloat16"),
+        ({"dtype": "float32"}, 8.5 * GIB, "--dtype bfloat16 --quantize int8"),
+        ({}, 7.8 * GIB, "--quantize int8 --max-seq-len"),
+        ({"kv_tokens": 100_000}, 30 * GIB, "--max-tokens-in-paged-kv-cache"),
+        ({"max_input_len": 4096}, 13.7 * GIB, "--max-input-len"),
+    ],
+)
+def test_advice_fits(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], free: float, expected: str) -> None:
+    monkeypatch.setattr(FREE, lambda: int(free))
+    with pytest.raises(MemoryLimitError, match=f"{free / GIB:.1f} GiB are free") as caught:
+        require_wish(_wish(**changes), "llama-2-7b")
+    hint = str(caught.value.hint)
+    assert expected in hint
+    assert _followed(hint).total <= free
+
+
+def test_hopeless_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FREE, lambda: 2 * GIB)
+    with pytest.raises(MemoryLimitError) as caught:
+        require_wish(_wish(), "llama-2-7b")
+    assert "No setting" in str(caught.value.hint)
+
+
+def _config(dtype: str = "float16", quantize: str = "none", **sizes: Any) -> dict[str, Any]:
+    spec = ConvertSpec(dtype=dtype, quantize=quantize)  # type: ignore[arg-type]
+    return checkpoint_config(LLAMA_2_7B | sizes, spec)
+
+
+LIMITS = Limits(max_batch_size=4, max_input_len=100, max_seq_len=128, max_num_tokens=64)
+
+
+def test_what_is_held_when() -> None:
+    """A model whose tables outweigh everything: the peak is the graph with the head twice, the file has all once."""
+    config = _config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=400_000)
+    table = 400_000 * 64 * 2
+    needs = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
+    assert weight_bytes(config) == pytest.approx(2 * table, rel=0.1)
+    assert needs.build - 3 * table == pytest.approx(38 * 2**20, rel=0.1)
+    assert weight_bytes(config | {"tie_word_embeddings": True}) == pytest.approx(table, rel=0.1)
+    # The embedding stays in the file, the head is packed; logits are float32.
+    assert needs.serving == pytest.approx(table + 4 * 400_000 * 4 + 45 * 2**20, rel=0.05)
+
+
+def test_arithmetic_in_float32_packs_narrow_layers_twice() -> None:
+    config = _config()
+    once, twice = (engine_needs(config, LIMITS, compute=how, kv="u8", rows=4).serving for how in ("bf16", "f32"))
+    layers = weight_bytes(config) - 2 * 32000 * 4096 * 2
+    assert twice - once == pytest.approx(layers, rel=0.01)
+
+
+def test_quantising_holds_three_float32_copies_of_a_matrix() -> None:
+    wide = {"hidden_size": 64, "intermediate_size": 1_000_000, "num_hidden_layers": 1}
+    config = _config("float16", "int8", **wide)
+    matrix = 64 * 1_000_000
+    needs = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
+    # Two of the MLP's matrices are there as int8 when the third is quantised.
+    assert needs.build == pytest.approx(2 * matrix + (2 + 12) * matrix, rel=0.1)
+
+
+def test_context_logits_make_a_step_larger() -> None:
+    few, many = (need_of(_wish(gather_context_logits=flag)).server.engine for flag in (False, True))
+    assert many - few == (2048 - 16) * 32000 * 4
+
+
+def _engine(**build: Any) -> dict[str, Any]:
+    limits = {"max_batch_size": 2, "max_input_len": 64, "max_seq_len": 100, "max_num_tokens": 64}
+    return {
+        "pretrained_config": _config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4),
+        "build_config": limits | build,
+        "trtserve": {"runtime": "openvino", "compute_precision": "f32", "kv_precision": "f16"},
+    }
+
+
+def test_a_draft_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine()
+    per_token = 2 * 2 * 4 * 16 * 2  # keys and values, layers, heads, sizes, bytes
+    serving = engine_needs_of(engine).serving
+    assert draft_memory(engine, None) == serving + 100 * per_token
+    assert draft_memory(engine, 7) == serving + 7 * per_token
+    alone = need_of(_wish()).total
+    monkeypatch.setattr(FREE, lambda: alone)
+    with pytest.raises(MemoryLimitError, match="for the server and the draft model"):
+        require_wish(replace(_wish(), draft=2 * GIB), "llama-2-7b")
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def step(self, text: str) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    task: Callable[..., Any]
+
+
+def _served(**changes: Any) -> Served:
+    served = Served(models=(), model="m", backends=frozenset(), streaming=True, engine=_engine(max_seq_len=4000))
+    return replace(served, instances={"preprocessing": 1, "postprocessing": 1, "tensorrt_llm_bls": 1}, **changes)
+
+
+def test_start_refuses_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = server_needs(_served().engine)
+    per_token = needs.kv // needs.kv_tokens
+    bare = needs.processes + needs.engine
+    lines = _Lines()
+    for free, kv_tokens, refused, warned in (
+        (needs.total, None, False, False),
+        (needs.total - 1, None, False, True),
+        (bare + 31 * per_token, None, True, False),
+        (bare + 1024 * per_token, 1000, False, False),
+        (bare + 1023 * per_token, 1000, True, False),
+    ):
+        monkeypatch.setattr(FREE, lambda free=free: free)
+        monkeypatch.setattr("trtserve.capacity.serving.free_memory", lambda free=free: free)
+        lines.warnings.clear()
+        if refused:
+            with pytest.raises(MemoryLimitError, match="Serving m takes") as caught:
+                require_servable(_served(kv_tokens=kv_tokens), "m", lines)
+            hint = str(caught.value.hint)
+            assert ("--max-tokens-in-paged-kv-cache 992 " in hint) == (kv_tokens is not None)
+        else:
+            require_servable(_served(kv_tokens=kv_tokens), "m", lines)
+        assert bool(lines.warnings) == warned
+
+
+def test_fitting_tokens_fit() -> None:
+    needs = server_needs(_engine())
+    assert fitting_tokens(needs, 1000, needs.processes + needs.engine + 65_999) == 64
+    assert fitting_tokens(needs, 1000, 0) == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_convert_and_build_refuse_before_they_write(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_conversion(Model(path=folder), ConvertSpec())
+    assert plan.memory_bytes == convert_memory(plan.moves, "float16") > 2**20
+    monkeypatch.setattr(FREE, lambda: plan.memory_bytes - 1)
+    with pytest.raises(MemoryLimitError, match=r"needs \d+ MiB of memory; \d+ MiB are free"):
+        convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
+    monkeypatch.setattr(FREE, lambda: GIB)
+    monkeypatch.setattr("trtserve.capacity.room.free_disk", lambda _: 2**20)
+    with pytest.raises(DiskSpaceError, match="The checkpoint would take"):
+        convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
+    monkeypatch.undo()
+    checkpoint = convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
+    monkeypatch.setattr(FREE, lambda: 2**20)
+    with pytest.raises(MemoryLimitError, match="Building this engine needs") as caught:
+        build_engine(checkpoint, BuildSpec(runtime="openvino"), out=tmp_path / "engine")
+    assert "No setting" in str(caught.value.hint)
+
+
+def test_the_limit_of_a_cgroup_counts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.max").write_text(f"{64 * 2**20}\n")
+    (tmp_path / "memory.current").write_text(f"{60 * 2**20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {10 * 2**20}\n")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    with pytest.raises(MemoryLimitError, match="14 MiB are free"):
+        convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
+
+
+def test_build_advises_narrower_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtserve.build import _advice
+    from trtserve.runtimes import RUNTIMES
+
+    runtime, spec = RUNTIMES["openvino"], BuildSpec()
+    wide = runtime.plan(_config("float32"), spec)
+    half, packed = (runtime.plan(_config(*how), spec) for how in (("bfloat16",), ("bfloat16", "int8")))
+    assert _advice(wide, spec, runtime, half.memory_bytes).startswith("Convert with --dtype bfloat16: ")
+    assert "--dtype bfloat16 --quantize int8" in _advice(wide, spec, runtime, packed.memory_bytes)
+    assert "No setting" in _advice(wide, spec, runtime, GIB)
+
+
+def test_rates_are_measured_never_invented(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert expected_seconds(read_rates(store), "convert", 100) is None
+    with timed(store, "convert", 100):
+        pass
+    with pytest.raises(ValueError, match="stopped"), timed(store, "build", 100):
+        raise ValueError("stopped")
+    assert list(read_rates(store)) == ["convert"]
+    runs = {"convert": [{"bytes": 100, "seconds": 2.0}, {"bytes": 10_000, "seconds": 50.0}]}
+    assert expected_seconds(runs, "convert", 200) == 4.0
+    assert expected_seconds(runs, "convert", 20_000) == 100.0
+    assert expected_seconds(runs, "start", 200) is None
+    (tmp_path / "rates.json").write_text("{")
+    assert read_rates(store) == {}
+
+
+def test_gpus_by_name_and_size() -> None:
+    assert find_gpu("H100-80GB").memory == 81559 * 2**20
+    assert find_gpu("l40s") == GPUS["l40s-48gb"]
+    with pytest.raises(UsageError, match="not one GPU") as caught:
+        find_gpu("a100")
+    assert "a100-40gb or a100-80gb" in str(caught.value.hint)
+    assert parse_size("80GB", "--gpu-memory") == 80 * 10**9
+    assert parse_size("1.5 GiB", "--gpu-memory") == 3 * 2**29
+    for wrong in ("80 boxes", "0GB", "-1", ""):
+        with pytest.raises(UsageError, match="--gpu-memory"):
+            parse_size(wrong, "--gpu-memory")
+
+
+def test_llama_2_7b_on_gpus() -> None:
+    config = _config()
+    fit = fit_gpu(config, BuildSpec(), find_gpu("h100-80gb"))
+    assert fit.weights == pytest.approx(2 * 6.74e9, rel=0.01)
+    assert fit.kv_per_token == 2 * 32 * 32 * 128 * 2
+    assert fit.fits
+    assert fit.tokens % 32 == 0
+    small = find_gpu("t4")
+    assert not fit_gpu(config, BuildSpec(), small).fits
+    smallest = smallest_fit(config, BuildSpec(), small)
+    assert smallest is not None
+    assert (smallest.tp_size, smallest.pp_size) == (2, 1)
+    assert smallest.weights == pytest.approx(6.74e9 + 0.13e9, rel=0.01)  # the embedding is whole on both ranks
+    assert fit_gpu(_config(quantize="int8"), BuildSpec(), small).weights == pytest.approx(7e9, rel=0.02)
+    assert smallest_fit(config, BuildSpec(), Gpu(name="tiny", memory=2**30)) is None
+
+
+def test_a_shorter_sequence_is_the_nearest_that_fits() -> None:
+    config = _config()
+    gpu = Gpu(name="16GB", memory=16_700_000_000)
+    longest = shorter_fit(config, BuildSpec(max_batch_size=8), gpu)
+    assert longest is not None
+    assert 32 <= longest < 4096
+    assert fit_gpu(config, BuildSpec(max_batch_size=8, max_seq_len=longest), gpu).fits
+    assert not fit_gpu(config, BuildSpec(max_batch_size=8, max_seq_len=longest + 32), gpu).fits

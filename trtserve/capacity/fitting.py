@@ -1,0 +1,157 @@
+"""How a model fits NVIDIA GPUs under TensorRT-LLM: weights of a rank, its KV cache, and the smallest tp and pp.
+
+Estimates from shapes: nothing here was measured on a GPU. Weights and KV cache follow from the checkpoint's format
+(convert-and-build, section 3); values between operations are those of the widest layer, which TensorRT reuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from trtserve.architectures import family
+from trtserve.architectures.base import Target
+from trtserve.architectures.sharding import check_parallel_sizes, matrix, shard, stage_layers, stage_of
+from trtserve.capacity.gpus import Gpu
+from trtserve.errors import UsageError
+from trtserve.runtimes.base import WEIGHT_ONLY_INT8, CheckpointConfig, Limits, longest_sequence
+from trtserve.specs import BuildSpec
+
+# Set aside for the CUDA context, libraries and NCCL's buffers: an allowance, not a measurement.
+RESERVE = 2**30
+# TensorRT-LLM's default of kv_cache_free_gpu_mem_fraction: its part of what is free after the engine was loaded.
+FREE_FRACTION = 0.9
+# trtllm-build's defaults (convert-and-build, section 4).
+_MAX_BATCH_SIZE = 2048
+_MAX_NUM_TOKENS = 8192
+_BLOCK = 32
+_GPUS_PER_NODE = 8
+_MOST_GPUS = 64
+
+_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_KV_ITEM_SIZE = {"f32": 4, "f16": 2, "u8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFit:
+    """One rank of the largest need: bytes of `weights` and `activations`, `kv_per_token`, and the tokens that fit.
+
+    `sequences` are those of `limits.max_seq_len` tokens. The cache of all ranks holds the same tokens.
+    """
+
+    gpu: Gpu
+    tp_size: int
+    pp_size: int
+    limits: Limits
+    weights: int
+    activations: int
+    kv_per_token: int
+    tokens: int
+
+    @property
+    def sequences(self) -> int:
+        """Longest sequences that the cache holds at once."""
+        return self.tokens // self.limits.max_seq_len
+
+    @property
+    def fits(self) -> bool:
+        """True when at least one longest sequence fits."""
+        return self.sequences > 0
+
+
+def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
+    """What a model whose checkpoint has `config`, its mapping included, takes of each of its GPUs."""
+    tp_size, pp_size = int(config["mapping"]["tp_size"]), int(config["mapping"]["pp_size"])
+    limits = _limits(config, spec)
+    weights = _rank_weights(config, tp_size, pp_size)
+    activations = _activations(config, limits, tp_size)
+    per_token = _kv_per_token(config, spec, tp_size, pp_size)
+    free = gpu.memory - RESERVE - weights - activations
+    return GpuFit(
+        gpu=gpu,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        limits=limits,
+        weights=weights,
+        activations=activations,
+        kv_per_token=per_token,
+        tokens=max(0, int(FREE_FRACTION * free)) // per_token // _BLOCK * _BLOCK,
+    )
+
+
+def smallest_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit | None:
+    """The fewest GPUs that serve one longest sequence; of equally many the most tensor-parallel, within a node."""
+    for tp_size, pp_size in _parallel_sizes():
+        try:
+            check_parallel_sizes(config, tp_size, pp_size)
+        except UsageError:
+            continue
+        mapping = {**config["mapping"], "tp_size": tp_size, "pp_size": pp_size, "world_size": tp_size * pp_size}
+        fit = fit_gpu({**config, "mapping": mapping}, spec, gpu)
+        if fit.fits:
+            return fit
+    return None
+
+
+def shorter_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> int | None:
+    """The longest --max-seq-len with which one sequence fits the GPUs of `config`; None when not even a block does."""
+    fit = fit_gpu(config, replace(spec, max_seq_len=None, max_input_len=None), gpu)
+    return min(fit.tokens, fit.limits.max_seq_len) or None
+
+
+def _parallel_sizes() -> Iterator[tuple[int, int]]:
+    worlds = [2**power for power in range(int(math.log2(_MOST_GPUS)) + 1)]
+    for world in worlds:
+        for tp_size in (size for size in reversed(worlds) if size <= min(world, _GPUS_PER_NODE)):
+            yield tp_size, world // tp_size
+
+
+def _limits(config: CheckpointConfig, spec: BuildSpec) -> Limits:
+    longest = longest_sequence(config)
+    max_seq_len = spec.max_seq_len or longest
+    if max_seq_len > longest:
+        raise UsageError(
+            f"--max-seq-len is {max_seq_len}; the model knows {longest} positions.",
+            hint=f"Choose --max-seq-len {longest} or less.",
+        )
+    return Limits(
+        max_batch_size=spec.max_batch_size or _MAX_BATCH_SIZE,
+        max_input_len=spec.max_input_len or max_seq_len,
+        max_seq_len=max_seq_len,
+        max_num_tokens=spec.max_num_tokens or _MAX_NUM_TOKENS,
+    )
+
+
+def _rank_weights(config: CheckpointConfig, tp_size: int, pp_size: int) -> int:
+    """Bytes of the weights of the rank that has most, as the engine keeps them."""
+    stages = stage_layers(config["num_hidden_layers"], pp_size)
+    totals = [0] * pp_size
+    for target in family(config["architecture"]).targets(config):
+        totals[stage_of(target, stages)] += _rank_bytes(target, config, tp_size)
+    return max(totals)
+
+
+def _rank_bytes(target: Target, config: CheckpointConfig, tp_size: int) -> int:
+    item = _ITEM_SIZE[config["dtype"]]
+    shape = shard(target, tp_size, 0).shape
+    quantised = (config.get("quantization") or {}).get("quant_algo") == WEIGHT_ONLY_INT8
+    if quantised and target.layer is not None and len(shape) > 1:
+        return math.prod(shape) + matrix(shape)[0] * item
+    return math.prod(shape) * item
+
+
+def _kv_per_token(config: CheckpointConfig, spec: BuildSpec, tp_size: int, pp_size: int) -> int:
+    layers = max(len(stage) for stage in stage_layers(config["num_hidden_layers"], pp_size))
+    heads = max(1, int(config["num_key_value_heads"]) // tp_size)
+    item = _KV_ITEM_SIZE.get(spec.kv_precision, _ITEM_SIZE[config["dtype"]])
+    return layers * heads * int(config["head_size"]) * 2 * item
+
+
+def _activations(config: CheckpointConfig, limits: Limits, tp_size: int) -> int:
+    """Values of the widest layer for a step of max_num_tokens, and float32 logits of every sequence."""
+    inner = 2 * int(config["intermediate_size"]) // tp_size
+    heads = int(config["num_attention_heads"]) + 2 * int(config["num_key_value_heads"])
+    width = 2 * int(config["hidden_size"]) + max(inner, heads * int(config["head_size"]) // tp_size)
+    logits = limits.max_batch_size * int(config["vocab_size"]) * 4
+    return limits.max_num_tokens * width * _ITEM_SIZE[config["dtype"]] + logits

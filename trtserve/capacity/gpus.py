@@ -1,0 +1,72 @@
+"""Common NVIDIA GPUs and their memory, as `nvidia-smi` reports it, and sizes that the user writes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from trtserve.errors import UsageError
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of GPU: `memory` is the whole memory in bytes that programs can use, ECC subtracted."""
+
+    name: str
+    memory: int
+
+
+# MiB of `memory.total` in nvidia-smi; less than the advertised size where ECC or the driver keeps a part.
+_MEMORY = {
+    "t4-16gb": 15360,
+    "v100-16gb": 16384,
+    "v100-32gb": 32768,
+    "a10-24gb": 23028,
+    "a10g-24gb": 23028,
+    "l4-24gb": 23034,
+    "a30-24gb": 24576,
+    "rtx3090-24gb": 24576,
+    "rtx4090-24gb": 24564,
+    "rtx5090-32gb": 32607,
+    "a40-48gb": 46068,
+    "l40-48gb": 46068,
+    "l40s-48gb": 46068,
+    "rtxa6000-48gb": 49140,
+    "rtx6000ada-48gb": 49140,
+    "a100-40gb": 40960,
+    "a100-80gb": 81920,
+    "h100-80gb": 81559,
+    "h100nvl-94gb": 95830,
+    "gh200-96gb": 97871,
+    "h200-141gb": 143771,
+    "b200-180gb": 183359,
+}
+GPUS = {name: Gpu(name=name, memory=mebibytes * _MIB) for name, mebibytes in _MEMORY.items()}
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of a name of the table, also without its size where there is one such; UsageError naming close ones."""
+    key = name.lower().replace(" ", "-")
+    found = [gpu for gpu in GPUS.values() if gpu.name == key or gpu.name.partition("-")[0] == key]
+    if len(found) == 1:
+        return found[0]
+    close = [gpu.name for gpu in found] or difflib.get_close_matches(key, GPUS, n=3, cutoff=0.4)
+    raise UsageError(
+        f"--gpu {name} is not one GPU of the table.",
+        hint=f"{'Did you mean ' + ' or '.join(close) + '? ' if close else ''}Known: {', '.join(GPUS)}; any other: "
+        "--gpu-memory 80GB.",
+    )
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Bytes of a size such as 80GB (10^9), 79.6GiB (2^30) or a plain number; UsageError for anything else."""
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise UsageError(f"{flag} is {text!r}; expected a size such as 80GB or 79.6GiB.")
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,43 @@
+"""A model's tensors without its weights: headers come by range request and lie before holes in files of no size."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from trtserve import hub
+from trtserve.errors import CorruptFileError
+from trtserve.import_.plan import CONFIG, INDEX, ModelPlan, is_weights
+from trtserve.progress import SILENT, Progress
+
+
+def outline_model(plan: ModelPlan, folder: Path, *, token: str | None = None, progress: Progress = SILENT) -> None:
+    """Fill `folder` with what `plan_conversion` reads of a model on the hub: config, index, and headers.
+
+    The files of weights have the sizes that their headers call for and take no room: they are holes.
+    """
+    revision = plan.revision
+    assert revision is not None, "a model on this machine needs no outline"
+    places: dict[str, str] = {}
+    weights = [file for file in plan.files if is_weights(file.name)]
+    with progress.task(f"Reading {len(weights)} headers of {revision.repository}", total=len(weights)) as task:
+        for file in weights:
+            table = hub.tensor_table(revision, file, token=token)
+            places |= dict.fromkeys(table, file.name)
+            _write_outline(folder / file.name, table)
+            task.advance(1)
+    (folder / CONFIG).write_text(json.dumps(dict(plan.config)), encoding="utf-8")
+    if any(file.name == INDEX for file in plan.files):
+        (folder / INDEX).write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+
+
+def _write_outline(path: Path, table: dict[str, dict[str, Any]]) -> None:
+    text = json.dumps(table).encode()
+    size = max((int(entry["data_offsets"][1]) for entry in table.values()), default=0)
+    if size < 0:
+        raise CorruptFileError(f"The header of {path.name} names negative offsets.")
+    with path.open("wb") as handle:
+        handle.write(struct.pack("<Q", len(text)) + text)
+        handle.truncate(8 + len(text) + size)

@@ -1,0 +1,260 @@
+"""What a model takes, before anything starts: bytes, memory, disk and time of every stage, and what fits where.
+
+Config and headers of the safetensors files are all that is read; those of the hub come by range request.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trtserve.artifacts import Manifest, Model
+from trtserve.capacity.fitting import GpuFit, fit_gpu, shorter_fit, smallest_fit
+from trtserve.capacity.gpus import Gpu
+from trtserve.capacity.needs import import_memory
+from trtserve.capacity.rates import Runs, expected_seconds, read_rates
+from trtserve.capacity.serving import fitting_tokens
+from trtserve.capacity.wishes import Need, Wish, advice, need_of
+from trtserve.convert import Plan as Conversion
+from trtserve.convert import plan_conversion
+from trtserve.errors import TrtserveError, UsageError
+from trtserve.import_ import ModelPlan, missing_bytes, plan_model
+from trtserve.import_.headers import outline_model
+from trtserve.import_.plan import is_weights
+from trtserve.machine import free_disk, free_memory
+from trtserve.progress import SILENT, Progress
+from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.store import Store
+
+StageName = Literal["import", "convert", "build", "repo", "start"]
+
+_MANIFESTS = 64 * 2**10
+_REPOSITORY = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNeed:
+    """Bytes of disk that a stage adds and of memory at its peak; None where this machine does not carry it out.
+
+    `seconds` follow from runs measured here; None before the first.
+    """
+
+    stage: StageName
+    disk: int | None
+    memory: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFit:
+    """This machine: free bytes, and the tokens of KV cache that they hold beside engine and server.
+
+    `sequences` are those of `max_seq_len` tokens; `hint` says what would fit when nothing does.
+    """
+
+    free_memory: int
+    free_disk: int
+    max_seq_len: int
+    tokens: int
+    fits: bool
+    hint: str | None
+
+    @property
+    def sequences(self) -> int:
+        """Longest sequences that the cache holds at once."""
+        return self.tokens // self.max_seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuAnswer:
+    """The GPUs that were asked for, the smallest tp × pp that fits them, and the longest sequence that would."""
+
+    asked: GpuFit
+    smallest: GpuFit | None
+    longest: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelNeed:
+    """Everything that is known of a model beforehand; sizes are bytes.
+
+    `source_bytes` are those of its tensors, `pull_bytes` those that are not on this machine yet. `engine_bytes` and
+    `kv_bytes_per_token` are of the whole engine on this machine, None where the plan is for GPUs, `machine` likewise;
+    `problem` is why this machine cannot build it.
+    """
+
+    name: str
+    source: str
+    architecture: str
+    parameters: int
+    source_bytes: int
+    pull_bytes: int
+    dtype: str
+    quantization: str | None
+    precision: str | None
+    engine_bytes: int | None
+    kv_bytes_per_token: int | None
+    stages: tuple[StageNeed, ...]
+    machine: MachineFit | None
+    gpu: GpuAnswer | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked: the options of the stages, an explicit size of the KV cache in tokens, and a GPU, if any."""
+
+    convert: ConvertSpec
+    build: BuildSpec
+    kv_tokens: int | None = None
+    gpu: Gpu | None = None
+
+
+def plan_needs(
+    source: str,
+    question: Question,
+    *,
+    store: Store | None = None,
+    token: str | None = None,
+    progress: Progress = SILENT,
+) -> ModelNeed:
+    """Plan a model: a folder, the name of an import, an alias, or a hub id; no weights are read or pulled.
+
+    Raises what planning an import and a conversion raise, for models that cannot be converted, and UsageError for
+    settings that the model does not allow.
+    """
+    store = store or Store()
+    location, name = _location(source, store)
+    model = plan_model(location, name=name, store=store, token=token, own_tokenizer=False, progress=progress)
+    with tempfile.TemporaryDirectory(prefix="trtserve-plan-") as folder:
+        conversion = plan_conversion(_readable(model, Path(folder), token, progress), question.convert)
+    missing = missing_bytes(model, store=store)
+    need, problem = _engine_need(model, question)
+    runs = read_rates(store)
+    serving = question.gpu is None and need is not None
+    return ModelNeed(
+        name=model.name,
+        source=model.source.location,
+        architecture=model.architecture,
+        parameters=sum(math.prod(move.source.entry.shape) for move in conversion.moves),
+        source_bytes=conversion.source_bytes,
+        pull_bytes=missing,
+        dtype=conversion.spec.dtype,
+        quantization=conversion.config["quantization"]["quant_algo"],
+        precision=need.engine.precision if serving and need else None,
+        engine_bytes=need.engine.disk_bytes if serving and need else None,
+        kv_bytes_per_token=need.engine.kv_bytes_per_token if serving and need else None,
+        stages=_stages(model, conversion, missing, need if serving else None, runs),
+        machine=_machine(model, question, need, store) if serving and need else None,
+        gpu=_gpu_answer(conversion, question),
+        problem=problem if question.gpu is None else None,
+    )
+
+
+def _location(source: str, store: Store) -> tuple[str, str | None]:
+    """Folder and name of a model that was imported under this name; anything else as it was given, without a name."""
+    for record in store.recorded():
+        if record.name == source and not Path(source).is_dir():
+            return record.model, record.name
+    return source, None
+
+
+def _readable(model: ModelPlan, folder: Path, token: str | None, progress: Progress) -> Model:
+    """A folder with the model's config and headers: its own where it is on this machine."""
+    manifest: Manifest = model.manifest()
+    if model.folder is not None:
+        return Model(path=model.folder, manifest=manifest)
+    outline_model(model, folder, token=token, progress=progress)
+    return Model(path=folder, manifest=manifest)
+
+
+def _wish(model: ModelPlan, question: Question) -> Wish:
+    tokenizer = next((file.size for file in model.files if file.name == "tokenizer.json"), 0)
+    return Wish(
+        hf=model.config,
+        convert=question.convert,
+        build=question.build,
+        kv_tokens=question.kv_tokens,
+        tokenizer_bytes=tokenizer,
+    )
+
+
+def _engine_need(model: ModelPlan, question: Question) -> tuple[Need | None, str | None]:
+    """None with the reason when this machine's runtime cannot build the model; a plan for GPUs does not ask it."""
+    if question.gpu is not None:
+        return None, None
+    try:
+        return need_of(_wish(model, question)), None
+    except TrtserveError as error:
+        if isinstance(error, UsageError):
+            raise
+        return None, error.message
+
+
+def _stages(
+    model: ModelPlan, conversion: Conversion, missing: int, need: Need | None, runs: Runs
+) -> tuple[StageNeed, ...]:
+    convert = StageNeed(
+        stage="convert",
+        disk=conversion.total_bytes + _MANIFESTS,
+        memory=conversion.memory_bytes,
+        seconds=expected_seconds(runs, "convert", conversion.source_bytes),
+    )
+    pull = StageNeed(
+        stage="import",
+        disk=missing + _MANIFESTS,
+        memory=import_memory(need.engine) if need else None,
+        seconds=expected_seconds(runs, "pull", missing),
+    )
+    if need is None:
+        return pull, convert
+    small = sum(file.size for file in model.files if not is_weights(file.name))
+    engine = need.engine
+    return (
+        pull,
+        convert,
+        StageNeed(
+            stage="build",
+            disk=engine.disk_bytes + _MANIFESTS,
+            memory=engine.memory_bytes,
+            seconds=expected_seconds(runs, "build", engine.disk_bytes),
+        ),
+        # Engine files are hard links; both processing models have the tokenizer.
+        StageNeed(stage="repo", disk=_REPOSITORY + 2 * small, memory=None, seconds=None),
+        StageNeed(
+            stage="start",
+            disk=0,
+            memory=need.server.total,
+            seconds=expected_seconds(runs, "start", engine.disk_bytes),
+        ),
+    )
+
+
+def _machine(model: ModelPlan, question: Question, need: Need, store: Store) -> MachineFit:
+    free = free_memory()
+    tokens = fitting_tokens(need.server, need.engine.kv_bytes_per_token, free)
+    fits = need.total <= free
+    return MachineFit(
+        free_memory=free,
+        free_disk=free_disk(store.root),
+        max_seq_len=need.engine.limits.max_seq_len,
+        tokens=min(tokens, question.kv_tokens or tokens),
+        fits=fits,
+        hint=None if fits else advice(_wish(model, question), free),
+    )
+
+
+def _gpu_answer(conversion: Conversion, question: Question) -> GpuAnswer | None:
+    gpu = question.gpu
+    if gpu is None:
+        return None
+    asked = fit_gpu(conversion.config, question.build, gpu)
+    smallest = asked if asked.fits and asked.tp_size * asked.pp_size == 1 else None
+    return GpuAnswer(
+        asked=asked,
+        smallest=smallest or smallest_fit(conversion.config, question.build, gpu),
+        longest=None if asked.fits else shorter_fit(conversion.config, question.build, gpu),
+    )

@@ -1,0 +1,173 @@
+"""What an engine of OpenVINO takes of memory and disk, from its config alone: what is held when.
+
+Memory is anonymous memory (RssAnon + RssShmem); pages of the engine's file are the kernel's to drop and do not count.
+Figures in comments were measured with OpenVINO 2026.4 on a CPU with AVX-512 and bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trtserve.architectures import family
+from trtserve.architectures.base import Target
+from trtserve.architectures.checkpoint import with_defaults
+from trtserve.architectures.sharding import matrix
+from trtserve.runtimes.base import CheckpointConfig, Limits
+
+# Interpreter, trtserve, NumPy and OpenVINO before the first weight: a build's process, and the executor's in Triton.
+BUILD_PROCESS = 38 * 2**20
+SERVING_PROCESS = 30 * 2**20
+
+# Each layer of the graph while it is built: nodes, names, and the holes that copies of its weights leave in the heap.
+_GRAPH_LAYER = int(0.6 * 2**20)
+# The compiled graph without its weights: the plugin, its kernels, and what each layer has of them.
+_COMPILED = 14 * 2**20
+_COMPILED_LAYER = int(1.05 * 2**20)
+# Text of one layer in rank0.xml.
+_XML_LAYER = 75_000
+
+_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_SCALE_SIZE = 4
+_QUANTISED = "W8A16"
+_EMBEDDINGS = frozenset({"transformer.vocab_embedding.weight", "transformer.position_embedding.weight"})
+_HEAD = "lm_head.weight"
+
+# The uint8 caches keep a scale and a zero point (8 bytes): keys for each channel of a block of 32 tokens,
+# [heads, 32 + 8, size]; values for each token, [heads, 32, size + 8].
+_U8_EXTRA = 8
+_U8_BLOCK = 32
+_KV_ITEM_SIZE = {"f32": 4, "f16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineNeeds:
+    """Bytes: `disk` of the engine's files, `build` the peak of the process that builds it.
+
+    `serving` is the peak of the process that serves it, after a step of the most tokens and without its KV cache, of
+    which each token takes `kv_per_token`.
+    """
+
+    disk: int
+    build: int
+    serving: int
+    kv_per_token: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weight:
+    """A tensor on its way into the graph: numbers, bytes as read, and bytes as the engine keeps it.
+
+    `transient` are bytes that are held while it is made what the engine keeps; `multiplied` tells a matrix that the
+    kernels multiply with from a table and from vectors.
+    """
+
+    name: str
+    count: int
+    read: int
+    kept: int
+    transient: int
+    multiplied: bool
+    in_layer: bool
+
+
+def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: str, rows: int) -> EngineNeeds:
+    """Needs of an engine of a checkpoint with `config`; `compute` and `kv` are precisions (f32, bf16; f32, f16, u8).
+
+    `rows` is the largest number of tokens of a step whose logits are calculated.
+    """
+    config = with_defaults(dict(config))
+    weights = list(_weights(config))
+    layers = int(config["num_hidden_layers"])
+    held = SERVING_PROCESS + _COMPILED + layers * _COMPILED_LAYER + _packed(weights, compute)
+    return EngineNeeds(
+        disk=_file_bytes(weights, config) + layers * _XML_LAYER,
+        build=BUILD_PROCESS + max(_graph_peak(weights, layers), held - SERVING_PROCESS),
+        serving=held + _step_bytes(config, limits.max_num_tokens, rows, compute),
+        kv_per_token=kv_bytes_per_token(config, kv),
+    )
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], precision: str) -> int:
+    """Bytes of keys and values of all layers for one token, from a checkpoint's config."""
+    size = int(config["head_size"])
+    keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
+    if precision == "u8":
+        keys, values = size * (_U8_BLOCK + _U8_EXTRA) // _U8_BLOCK, size + _U8_EXTRA
+    return int(config["num_hidden_layers"]) * int(config["num_key_value_heads"]) * (keys + values)
+
+
+def weight_bytes(config: CheckpointConfig) -> int:
+    """Bytes of all weights in the engine's file; equal constants, such as a tied output head, are written once."""
+    return _file_bytes(list(_weights(config)), config)
+
+
+def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
+    """In the order in which the graph takes them."""
+    quantised = (config.get("quantization") or {}).get("quant_algo") == _QUANTISED
+    for target in family(config["architecture"]).targets(config):
+        yield _weight(target, _ITEM_SIZE[config["dtype"]], quantised=quantised)
+
+
+def _weight(target: Target, item: int, *, quantised: bool) -> _Weight:
+    count = math.prod(target.shape)
+    is_matrix, in_layer = len(target.shape) > 1, target.layer is not None
+    read = kept = transient = count * item
+    if quantised and is_matrix and in_layer:
+        kept = count + matrix(target.shape)[0] * _SCALE_SIZE
+        # Beside the tensor as it was read: as float32, divided by its scales, and rounded.
+        transient = read + 3 * count * 4
+    return _Weight(
+        name=target.name,
+        count=count,
+        read=read,
+        kept=kept,
+        transient=transient,
+        multiplied=is_matrix and target.name not in _EMBEDDINGS,
+        in_layer=in_layer,
+    )
+
+
+def _file_bytes(weights: list[_Weight], config: CheckpointConfig) -> int:
+    total = sum(weight.kept for weight in weights)
+    tied = config.get("tie_word_embeddings", family(config["architecture"]).TIED)
+    return total - (next(weight.kept for weight in weights if weight.name == _HEAD) if tied else 0)
+
+
+def _graph_peak(weights: list[_Weight], layers: int) -> int:
+    """The graph owns a copy of every weight; while one is copied or quantised, it is there as it was read too."""
+    held = peak = 0
+    for weight in weights:
+        peak = max(peak, held + max(weight.transient, weight.read + weight.kept))
+        held += weight.kept
+    return peak + layers * _GRAPH_LAYER
+
+
+def _packed(weights: list[_Weight], compute: str) -> int:
+    """Matrices are packed for the kernels when they are first multiplied; embeddings stay in the mapped file.
+
+    float32 arithmetic packs some twice, for steps of one token and for those of more: the layers' matrices where they
+    are narrower than float32, else only the one at the end of each MLP.
+    """
+    multiplied = [weight for weight in weights if weight.multiplied]
+    total = sum(weight.kept for weight in multiplied)
+    if compute != "f32":
+        return total
+    narrow = (weight for weight in multiplied if weight.in_layer and weight.kept < 4 * weight.count)
+    wide = (weight for weight in multiplied if weight.kept == 4 * weight.count and ".mlp.proj." in weight.name)
+    return total + sum(weight.kept for weight in (*narrow, *wide))
+
+
+def _step_bytes(config: CheckpointConfig, tokens: int, rows: int, compute: str) -> int:
+    """What the plugin keeps for the values between operations, as wide as its arithmetic, and the logits in float32.
+
+    Per token four values as wide as the MLP's inner part, four as wide as the model, and two (three in bfloat16) as
+    wide as q, k and v together: blocks are shared between operations, but never given back.
+    """
+    head = int(config["head_size"])
+    fused = head * (int(config["num_attention_heads"]) + 2 * int(config["num_key_value_heads"]))
+    wide = 4 * int(config["intermediate_size"]) + 4 * int(config["hidden_size"])
+    numbers, item = (wide + 2 * fused, 4) if compute == "f32" else (wide + 3 * fused, 2)
+    return tokens * numbers * item + rows * int(config["vocab_size"]) * 4
