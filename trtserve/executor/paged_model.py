@@ -40,6 +40,10 @@ _STEP_INPUTS: tuple[tuple[str, type[np.generic]], ...] = (
     ("rows", np.int32),
 )
 _CACHE_LINE = 64
+# The plugin keeps the kernels of every shape it has met, 5000 by default, each with memory of its own: a server whose
+# steps differ in size grew by hundreds of megabytes for minutes. The layers share kernels, so that a few dozen are
+# those of the last handful of shapes; steps of equal size look nothing up.
+_KERNELS_KEPT = 64
 
 
 @functools.cache
@@ -107,6 +111,7 @@ class PagedModel:
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": self.compute_precision,
             "KV_CACHE_PRECISION": self.kv_precision,
+            "CPU_RUNTIME_CACHE_CAPACITY": _KERNELS_KEPT,
         }
         if self.compute_precision == "f32":
             # Otherwise the plugin rounds activations to int8 in front of int8 weights.
