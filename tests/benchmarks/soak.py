@@ -1,8 +1,9 @@
 """`make soak`: 64 streams for ten minutes with random cancels on a real Triton; memory and KV blocks must stay flat.
 
 Run as `python -m tests.benchmarks.soak --work FOLDER --minutes 10`. Every stream sends one random request after the
-other (model, length, sampling, sequences, stop words) and gives up a third of them at a random moment, by cancelling
-the call. The demo model is served with prefix reuse and a KV cache smaller than the load, so that blocks are
+other (model, length, sampling, sequences, stop words) and gives up a third of them at a random moment: by a stop request
+with the same id, or with `--grpc-cancels SHARE` that share of them by cancelling the call, which can crash the gRPC front
+end of Triton 2.51 (its pull requests 7840 and 8078 came later). The demo model is served with prefix reuse and a KV cache smaller than the load, so that blocks are
 reused, evicted and waited for. Memory is what belongs to the server's processes alone (USS) plus its shared memory.
 """
 
@@ -61,6 +62,8 @@ class Soak:
     ended: Counter[str] = field(default_factory=Counter)
     longest: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)
+    grpc_cancels: float = 0.0
+    core: ModelDescription | None = None
 
 
 @contextmanager
@@ -74,7 +77,7 @@ def served(work: Path) -> Iterator[Server]:
         yield server
 
 
-async def drive(server: Server, seconds: float, seed: int) -> Soak:
+async def drive(server: Server, seconds: float, *, seed: int, grpc_cancels: float) -> Soak:
     """All streams for `seconds`, and a sample of the server every few seconds."""
     import grpc
     from tritonclient.grpc import service_pb2_grpc
@@ -83,7 +86,7 @@ async def drive(server: Server, seconds: float, seed: int) -> Soak:
     client = GrpcClient(endpoint, timeout=10)
     models = [client.describe(name) for name in (server.model, "ensemble", CORE)]
     client.close()
-    soak, begin = Soak(), time.monotonic()
+    soak, begin = Soak(grpc_cancels=grpc_cancels, core=models[-1]), time.monotonic()
     async with grpc.aio.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         streams = [_stream(stub, models, random.Random(seed + i), begin + seconds, soak) for i in range(STREAMS)]
@@ -111,6 +114,7 @@ async def _request(stub: Any, model: ModelDescription, choice: random.Random, so
     tensors = [model.tensor(name, value) for name, value in values.items() if name in model.inputs]
     number = f"soak-{choice.getrandbits(64):x}"
     left = choice.randrange(0, 40) if choice.random() < CANCELLED else None
+    stopped = False
     call = stub.ModelStreamInfer(_once(infer_request(model.name, tensors, request_id=number)), timeout=ANSWER_TIMEOUT)
     try:
         async for response in call:
@@ -119,12 +123,27 @@ async def _request(stub: Any, model: ModelDescription, choice: random.Random, so
                 return "failed"
             left = None if left is None else left - 1
             if left is not None and left < 0:
-                call.cancel()
-                return "cancelled"
+                left = None
+                if choice.random() < soak.grpc_cancels:
+                    call.cancel()
+                    return "cancelled"
+                await _stop(stub, number, soak)
+                stopped = True
     except grpc.aio.AioRpcError as error:
         soak.errors[f"{model.name}: {error.code()}"] += 1
         return "failed"
-    return "completed"
+    return "stopped" if stopped else "completed"
+
+
+async def _stop(stub: Any, number: str, soak: Soak) -> None:
+    """Stop a request in the engine; its stream ends by itself then."""
+    assert soak.core is not None
+    values: dict[str, list[Any]] = {"input_ids": [0], "input_lengths": [0], "request_output_len": [0], "stop": [True]}
+    tensors = [soak.core.tensor(name, value) for name, value in values.items()]
+    request = infer_request(soak.core.name, tensors, request_id=number)
+    async for response in stub.ModelStreamInfer(_once(request), timeout=ANSWER_TIMEOUT):
+        if response.error_message:
+            soak.errors[f"stop: {response.error_message}"] += 1
 
 
 async def _once(request: Any) -> Any:
@@ -222,13 +241,16 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grpc-cancels", type=float, default=0.0, help="share of the cancels that cancel the call")
     arguments = parser.parse_args()
     if arguments.minutes < 3:
         parser.error("--minutes must be at least 3: the second minute is compared with the last")
     work = arguments.work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     with served(work) as server:
-        soak = asyncio.run(drive(server, arguments.minutes * 60, arguments.seed))
+        soak = asyncio.run(
+            drive(server, arguments.minutes * 60, seed=arguments.seed, grpc_cancels=arguments.grpc_cancels)
+        )
     figures, wrong = judge(soak)
     print(json.dumps(figures, indent=2))
     samples = [asdict(each) for each in soak.samples]
