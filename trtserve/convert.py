@@ -15,7 +15,7 @@ from typing import Any, Literal
 from trtserve import architectures
 from trtserve.architectures.checkpoint import complete_config
 from trtserve.architectures.placement import Placement, match, moves
-from trtserve.architectures.sharding import check_parallel_sizes
+from trtserve.architectures.sharding import check_parallel_sizes, moe_parallel_sizes
 from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move, carry_out, created
 from trtserve.architectures.tensor_files import TensorFile
@@ -24,7 +24,7 @@ from trtserve.capacity.needs import convert_memory
 from trtserve.capacity.rates import timed
 from trtserve.capacity.room import require_disk, require_memory
 from trtserve.check import CheckPlan, Stage, plan_check, require_passed, run_check
-from trtserve.errors import ConversionError, TrtserveError
+from trtserve.errors import ConversionError, TrtserveError, UsageError
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import CheckSpec, ConvertSpec
@@ -90,16 +90,26 @@ def _own_dtype(hf: Mapping[str, Any]) -> str:
 
 def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
     """`config.json` of the checkpoint that `spec` makes of a model with this Hugging Face config; needs no weights."""
+    own = architectures.supported(hf).checkpoint_config(hf)
+    ep_size = _expert_parallel_size(own, spec)
     config = complete_config(
-        architectures.supported(hf).checkpoint_config(hf),
+        own,
         architecture=architectures.architecture_of(hf),
         dtype=resolve_dtype(spec, hf),
         tp_size=spec.tp_size,
         pp_size=spec.pp_size,
         quant_algo=_QUANT_ALGO[spec.quantize],
+        ep_size=ep_size,
     )
-    check_parallel_sizes(config, spec.tp_size, spec.pp_size)
+    check_parallel_sizes(config, spec.tp_size, spec.pp_size, ep_size)
     return config
+
+
+def _expert_parallel_size(config: Mapping[str, Any], spec: ConvertSpec) -> int:
+    has_experts = bool((config.get("moe") or {}).get("num_experts"))
+    if not has_experts and (spec.moe_tp_size, spec.moe_ep_size) != (None, None):
+        raise UsageError("--moe-tp-size and --moe-ep-size are for models with experts, which this one has not.")
+    return moe_parallel_sizes(spec.tp_size, spec.moe_tp_size, spec.moe_ep_size)[1]
 
 
 def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
@@ -117,6 +127,7 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
         tp_size=spec.tp_size,
         pp_size=spec.pp_size,
         dtype=spec.dtype,
+        ep_size=config["mapping"]["moe_ep_size"],
     )
     uses = match(targets, sources, family.unused(described))
     return Plan(

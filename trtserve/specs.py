@@ -58,15 +58,20 @@ def _require_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertSpec:
-    """How a Hugging Face model becomes a TensorRT-LLM checkpoint."""
+    """How a Hugging Face model becomes a TensorRT-LLM checkpoint.
+
+    `moe_tp_size` × `moe_ep_size` is `tp_size`: how many ranks split each expert, and how many share the experts out.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
+    moe_tp_size: int | None = None
+    moe_ep_size: int | None = None
     dtype: DType = "auto"
     quantize: Quantization = "none"
 
     def __post_init__(self) -> None:
-        _require_positive(self, "tp_size", "pp_size")
+        _require_positive(self, "tp_size", "pp_size", "moe_tp_size", "moe_ep_size")
         _require_choice("--dtype", self.dtype, get_args(DType))
         _require_choice("--quantize", self.quantize, get_args(Quantization))
 

@@ -67,7 +67,7 @@ COMMON = {
     },
 }
 
-QWEN = {
+QWEN: dict[str, Any] = {
     **COMMON,
     "num_key_value_heads": 2,
     "intermediate_size": 128,
@@ -84,6 +84,16 @@ QWEN = {
     "moe": DENSE | {"normalization_mode": 0},
     "moe_intermediate_size": 0,
     "moe_shared_expert_intermediate_size": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
+QWEN_MOE: dict[str, Any] = {
+    **QWEN,
+    "hidden_act": "swiglu",
+    "moe": DENSE | {"num_experts": 8, "top_k": 3, "normalization_mode": 0},
+    "moe_intermediate_size": 32,
+    "tie_word_embeddings": False,
 }
 
 GEMMA = {
@@ -155,6 +165,32 @@ EXPECTED_CONFIGS: dict[str, dict[str, Any]] = {
         "head_size": 32,
         "rotary_embedding_dim": 32,
         "tie_word_embeddings": True,
+    },
+    "mixtral": {
+        **LLAMA,
+        "architecture": "MixtralForCausalLM",
+        "hidden_act": "swiglu",
+        "rotary_base": 10000.0,
+        "rotary_scaling": None,
+        "tie_word_embeddings": False,
+        "moe": DENSE | {"num_experts": 8, "top_k": 2, "normalization_mode": 1},
+    },
+    "qwen2_moe": {
+        **QWEN_MOE,
+        "architecture": "Qwen2MoeForCausalLM",
+        "qwen_type": "qwen2_moe",
+        "attn_bias": True,
+        "moe": QWEN_MOE["moe"] | {"shared_expert_intermediate_size": 96},
+        "moe_shared_expert_intermediate_size": 96,
+    },
+    "qwen3_moe": {
+        **QWEN_MOE,
+        "architecture": "Qwen3MoeForCausalLM",
+        "qwen_type": "qwen3_moe",
+        "attn_bias": False,
+        "head_size": 32,
+        "rotary_embedding_dim": 32,
+        "moe": QWEN_MOE["moe"] | {"normalization_mode": 1},  # ours: upstream's mode is 0 for every Qwen
     },
     "gemma": {
         **GEMMA,

@@ -38,8 +38,8 @@ def split_qkv(q: Array, k: Array, v: Array, head_size: int, tp: int) -> list[Arr
     return [np.concatenate(rank) for rank in zip(*parts, strict=True)]
 
 
-def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int) -> list[Tensors]:
-    """The checkpoint of a model whose tensors are named like Llama's, for tp ranks."""
+def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> list[Tensors]:
+    """The checkpoint of a model whose tensors are named like Llama's, for tp ranks, ep of which share experts out."""
     head_size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     gemma = hf["model_type"].startswith("gemma")
     ranks: list[Tensors] = [{} for _ in range(tp)]
@@ -65,7 +65,39 @@ def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int) -> list[Tensors]:
         for kind in _kinds(source, f"{theirs}mlp.up_proj"):
             put(f"{ours}mlp.fc.{kind}", split_rows(source[f"{theirs}mlp.gate_proj.{kind}"], tp))
             put(f"{ours}mlp.gate.{kind}", split_rows(source[f"{theirs}mlp.up_proj.{kind}"], tp))
+        for name, parts in expert_parts(source, hf, theirs, tp, ep).items():
+            put(ours + name, parts)
     return ranks
+
+
+def expert_parts(source: Tensors, hf: dict[str, Any], prefix: str, tp: int, ep: int) -> dict[str, list[Array]]:
+    """The tensors of a layer's experts by rank; rank r is expert-parallel rank r % ep."""
+    count = hf.get("num_local_experts") or hf.get("num_experts") or 0
+    if not count:
+        return {}
+    mixtral = hf["model_type"] == "mixtral"
+    prefix += "block_sparse_moe." if mixtral else "mlp."
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (
+        np.stack([source[f"{prefix}experts.{expert}.{name}.weight"] for expert in range(count)]) for name in names
+    )
+
+    def part(stack: Array, axis: int, rank: int) -> Array:
+        held: Array = np.split(stack, ep)[rank % ep]
+        return np.split(held, tp // ep, axis=axis)[rank // ep]
+
+    found = {
+        "mlp.router.weight": [source[f"{prefix}gate.weight"].astype(np.float32)] * tp,
+        "mlp.fc.weight": [np.concatenate([part(up, 1, r), part(gate, 1, r)], axis=1) for r in range(tp)],
+        "mlp.proj.weight": [part(down, 2, r) for r in range(tp)],
+    }
+    shared = f"{prefix}shared_expert"
+    if f"{shared}_gate.weight" in source:
+        halves = [split_rows(source[f"{shared}.{name}.weight"], tp) for name in ("up_proj", "gate_proj")]
+        found["mlp.shared_expert.fc.weight"] = [np.concatenate(pair) for pair in zip(*halves, strict=True)]
+        found["mlp.shared_expert.proj.weight"] = np.split(source[f"{shared}.down_proj.weight"], tp, axis=1)
+        found["mlp.shared_expert_gate.weight"] = [source[f"{shared}_gate.weight"]] * tp
+    return found
 
 
 def _norms(source: Tensors, layers: int, *, offset: int) -> Tensors:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.architectures.base import Decoder
+from trtserve.architectures.base import Decoder, Experts
 from trtserve.executor.graph import Sizes
 
 Array = npt.NDArray[Any]
@@ -36,7 +36,7 @@ class ReferenceDecoder:
         self._sizes = sizes
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
         if int8:
-            inside = [name for name in weights if ".layers." in name and weights[name].ndim == 2]
+            inside = [name for name in weights if ".layers." in name and weights[name].ndim > 1 and not _routes(name)]
             self._weights |= {name: _rounded_to_int8(self._weights[name]) for name in inside}
 
     def logits(self, token_ids: npt.ArrayLike) -> Floats:
@@ -126,7 +126,28 @@ class ReferenceDecoder:
         turned = (states[..., :half] + 1j * states[..., half:]) * np.exp(1j * angles)
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
+    def _experts(self, hidden: Floats, name: str, experts: Experts) -> Floats:
+        """Token by token: the chosen experts one after another, then the shared one."""
+        activate = _ACTIVATIONS[self._decoder.activation]
+        summed = np.zeros_like(hidden)
+        for token, row in enumerate(hidden):
+            scores = self._weights[f"{name}router.weight"] @ row
+            shares = np.exp(scores - scores.max())
+            chosen = np.argsort(-scores)[: experts.chosen]
+            total = shares[chosen].sum() if experts.renormalized else shares.sum()
+            for expert in chosen:
+                up, gate = np.split(self._weights[f"{name}fc.weight"][expert] @ row, 2)
+                output = self._weights[f"{name}proj.weight"][expert] @ (up * activate(gate))
+                summed[token] += shares[expert] / total * output
+        if experts.shared:
+            up, gate = np.split(self._linear(hidden, f"{name}shared_expert.fc"), 2, axis=-1)
+            share = 1 / (1 + np.exp(-self._linear(hidden, f"{name}shared_expert_gate")))
+            summed += share * self._linear(up * activate(gate), f"{name}shared_expert.proj")
+        return summed
+
     def _mlp(self, hidden: Floats, name: str) -> Floats:
+        if self._decoder.experts is not None:
+            return self._experts(hidden, name, self._decoder.experts)
         inner, activate = self._linear(hidden, name + "fc"), _ACTIVATIONS[self._decoder.activation]
         if self._decoder.mlp == "fused":
             factor, gate = np.split(inner, 2, axis=-1)
@@ -166,8 +187,13 @@ def _relu(values: Floats) -> Floats:
 _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _relu}
 
 
+def _routes(name: str) -> bool:
+    """What decides about experts stays as it is."""
+    return name.endswith(("router.weight", "shared_expert_gate.weight"))
+
+
 def _rounded_to_int8(weight: Floats) -> Floats:
-    """What is left of a matrix [out, in] after symmetric int8 per output channel."""
-    scales: Floats = np.abs(weight).max(axis=1, keepdims=True) / 127
+    """What is left of a matrix [..., out, in] after symmetric int8 per output channel."""
+    scales: Floats = np.abs(weight).max(axis=-1, keepdims=True) / 127
     rounded: Floats = np.rint(weight / scales)
     return rounded * scales

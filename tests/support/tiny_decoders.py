@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.architectures.base import Decoder
+from trtserve.architectures.base import Decoder, Experts
 from trtserve.executor.graph import Sizes
 
 Array = npt.NDArray[Any]
@@ -43,6 +43,8 @@ GPTJ = replace(
     rope_inv_freq=tuple(float(10000 ** (-index / 4)) for index in range(4)),
     rope_interleaved=True,
 )
+MIXTRAL = replace(LLAMA, mlp="experts", experts=Experts(count=6, chosen=2, renormalized=True))
+QWEN2_MOE = replace(MIXTRAL, experts=Experts(count=4, chosen=3, renormalized=False, shared=True))
 ALIBI = replace(GPT2, positions="alibi", alibi_slopes=(0.25, 0.0625, 0.015625, 0.00390625))
 GROUPED = Sizes(vocab=320, hidden=64, layers=2, heads=4, kv_heads=2, head=16, epsilon=1e-5)
 INNER = 96
@@ -114,14 +116,32 @@ def tiny_decoder(
         rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head
         add(f"{name}.attention.qkv", rows, sizes.hidden, bias=decoder.attention_bias)
         add(f"{name}.attention.dense", sizes.hidden, sizes.heads * sizes.head, bias=decoder.dense_bias)
-        for part in ("fc", "gate") if decoder.mlp == "gated" else ("fc",):
-            inner = 2 * INNER if decoder.mlp == "fused" else INNER
-            add(f"{name}.mlp.{part}", inner, sizes.hidden, bias=decoder.mlp_bias)
-        add(f"{name}.mlp.proj", sizes.hidden, INNER, bias=decoder.mlp_bias)
+        for part, shape in _mlp_shapes(decoder, sizes.hidden).items():
+            add(f"{name}.mlp.{part}", *shape, bias=decoder.mlp_bias)
     if decoder.block != "post":
         add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
     add("lm_head", sizes.vocab, sizes.hidden, bias=head_bias)
     return TinyDecoder(decoder=decoder, sizes=sizes, tensors=tensors, int8=int8)
+
+
+def _mlp_shapes(decoder: Decoder, hidden: int) -> dict[str, tuple[int, ...]]:
+    if decoder.experts is not None:
+        return _expert_shapes(decoder.experts, hidden)
+    parts = ("fc", "gate") if decoder.mlp == "gated" else ("fc",)
+    inner = 2 * INNER if decoder.mlp == "fused" else INNER
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(parts, (inner, hidden))
+    return shapes | {"proj": (hidden, INNER)}
+
+
+def _expert_shapes(experts: Experts, hidden: int) -> dict[str, tuple[int, ...]]:
+    count, shared = experts.count, {"fc": (2 * INNER, hidden), "proj": (hidden, INNER)}
+    return {
+        "router": (count, hidden),
+        "fc": (count, 2 * INNER, hidden),
+        "proj": (count, hidden, INNER),
+        **({f"shared_expert.{part}": shape for part, shape in shared.items()} if experts.shared else {}),
+        **({"shared_expert_gate": (1, hidden)} if experts.shared else {}),
+    }
 
 
 def _mlp_norms(decoder: Decoder) -> list[str]:
@@ -160,5 +180,10 @@ DECODERS: dict[str, TinyDecoder] = {
     ),
     "opt, norms behind": tiny_decoder(replace(GPT2, block="post", activation="relu"), replace(GROUPED, kv_heads=4)),
     "phi3, fused halves": tiny_decoder(replace(LLAMA, mlp="fused")),
+    "mixtral": tiny_decoder(MIXTRAL),
+    "mixtral, int8": tiny_decoder(MIXTRAL, int8=True),
+    "mixtral, float16": tiny_decoder(MIXTRAL, dtype=np.float16),
+    "qwen2_moe, shared expert": tiny_decoder(QWEN2_MOE),
+    "qwen2_moe, shared expert, int8": tiny_decoder(QWEN2_MOE, int8=True),
     "gpt2, relu, int8": tiny_decoder(replace(GPT2, activation="relu"), replace(GROUPED, kv_heads=4), int8=True),
 }

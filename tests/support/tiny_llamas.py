@@ -1,4 +1,4 @@
-"""Configs and tensors of random models whose layers are named like Llama's: Llama, Mistral, Qwen, Gemma."""
+"""Configs and tensors of random models whose layers are named like Llama's: Llama, Mistral, Mixtral, Qwen, Gemma."""
 
 from __future__ import annotations
 
@@ -66,6 +66,32 @@ _QWEN3: dict[str, Any] = _QWEN2 | {
     "tie_word_embeddings": True,
 }
 
+_MIXTRAL: dict[str, Any] = _MISTRAL | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+_QWEN2_MOE: dict[str, Any] = _QWEN2 | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 96,
+    "norm_topk_prob": False,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+
+_QWEN3_MOE: dict[str, Any] = _QWEN2_MOE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "norm_topk_prob": True,
+}
+
 _GEMMA: dict[str, Any] = _LLAMA | {
     "architectures": ["GemmaForCausalLM"],
     "model_type": "gemma",
@@ -114,10 +140,31 @@ def _shapes(config: Mapping[str, Any]) -> Shapes:
             yield prefix + "pre_feedforward_layernorm.weight", (hidden,)
             yield prefix + "post_feedforward_layernorm.weight", (hidden,)
         yield from _attention(config, prefix)
-        yield from _linears(prefix, mlp, bias=config.get("mlp_bias", False))
+        if "num_experts_per_tok" in config:
+            yield from _experts(config, prefix)
+        else:
+            yield from _linears(prefix, mlp, bias=config.get("mlp_bias", False))
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (vocab, hidden)
+
+
+def _experts(config: Mapping[str, Any], prefix: str) -> Shapes:
+    hidden, mixtral = config["hidden_size"], config["model_type"] == "mixtral"
+    count = config["num_local_experts" if mixtral else "num_experts"]
+    inner = config["intermediate_size" if mixtral else "moe_intermediate_size"]
+    prefix += "block_sparse_moe." if mixtral else "mlp."
+    yield f"{prefix}gate.weight", (count, hidden)
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for expert in range(count):
+        yield f"{prefix}experts.{expert}.{gate}.weight", (inner, hidden)
+        yield f"{prefix}experts.{expert}.{up}.weight", (inner, hidden)
+        yield f"{prefix}experts.{expert}.{down}.weight", (hidden, inner)
+    if config["model_type"] == "qwen2_moe":
+        shared = config["shared_expert_intermediate_size"]
+        parts = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)}
+        yield from _linears(f"{prefix}shared_expert.", parts, bias=False)
+        yield f"{prefix}shared_expert_gate.weight", (1, hidden)
 
 
 def _attention(config: Mapping[str, Any], prefix: str) -> Shapes:
@@ -126,9 +173,9 @@ def _attention(config: Mapping[str, Any], prefix: str) -> Shapes:
     rows = {"q": heads * size, "k": config["num_key_value_heads"] * size, "v": config["num_key_value_heads"] * size}
     bias = config.get("attention_bias", False)
     fused = {f"self_attn.{part}_proj": (count, hidden) for part, count in rows.items()}
-    yield from _linears(prefix, fused, bias=bias or kind == "qwen2")
+    yield from _linears(prefix, fused, bias=bias or kind == "qwen2" or config.get("qkv_bias", kind == "qwen2_moe"))
     yield from _linears(prefix, {"self_attn.o_proj": (hidden, heads * size)}, bias=bias)
-    if kind in ("qwen3", "gemma3_text"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
         yield prefix + "self_attn.q_norm.weight", (size,)
         yield prefix + "self_attn.k_norm.weight", (size,)
 
@@ -148,6 +195,9 @@ LLAMAS: Families = {
     "mistral": (_MISTRAL, _shapes),
     "qwen2": (_QWEN2, _shapes),
     "qwen3": (_QWEN3, _shapes),
+    "mixtral": (_MIXTRAL, _shapes),
+    "qwen2_moe": (_QWEN2_MOE, _shapes),
+    "qwen3_moe": (_QWEN3_MOE, _shapes),
     "gemma": (_GEMMA, _shapes),
     "gemma2": (_GEMMA2, _shapes),
     "gemma3": (_GEMMA3, _shapes),

@@ -38,7 +38,11 @@ def test_config_has_the_keys_of_release_1_2(tmp_path: Path, family: str) -> None
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"]
+    "family",
+    [
+        *("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gpt2"),
+        *("mixtral", "qwen2_moe", "qwen3_moe"),
+    ],
 )
 def test_parameter_count_needs_the_config_only(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path, family)

@@ -341,7 +341,14 @@ def test_the_manifest_says_what_was_made(tmp_path: Path) -> None:
     checkpoint = convert(folder, tmp_path / "out", tp_size=2)
     manifest = json.loads((checkpoint.path / MANIFEST).read_text())
     assert manifest["kind"] == "checkpoint"
-    assert manifest["spec"] == {"tp_size": 2, "pp_size": 1, "dtype": "float16", "quantize": "none"}
+    assert manifest["spec"] == {
+        "tp_size": 2,
+        "pp_size": 1,
+        "moe_tp_size": None,
+        "moe_ep_size": None,
+        "dtype": "float16",
+        "quantize": "none",
+    }
     assert manifest["facts"]["model"] == str(folder)
     sizes = [path.stat().st_size for path in checkpoint.path.glob("*.safetensors")]
     assert manifest["facts"]["bytes"] == sum(sizes)

@@ -40,6 +40,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("qwen3", {"vocab_size": 323}),
     ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
+    ("mixtral", {"vocab_size": 323}),
+    ("mixtral", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("qwen2_moe", {"vocab_size": 323}),
+    ("qwen2_moe", {"tie_word_embeddings": True, "num_key_value_heads": 4, "qkv_bias": False}),
+    ("qwen3_moe", {"vocab_size": 323}),
+    ("qwen3_moe", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("gemma", {"vocab_size": 323}),
     ("gemma", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
     ("gemma2", {"vocab_size": 323}),
@@ -65,7 +71,7 @@ def test_each_rank_holds_exactly_its_part(tmp_path: Path, family: str, overrides
             np.testing.assert_array_equal(actual[name], values, err_msg=name)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3"])
 def test_two_stages_hold_what_one_does(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path / "hf", family, num_hidden_layers=3)
     whole = read_ranks(convert(folder, tmp_path / "one", dtype="float32").path, 1)[0]

@@ -15,11 +15,14 @@ from trtserve.architectures import (
     gptj,
     llama,
     mistral,
+    mixtral,
     opt,
     phi,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     starcoder2,
 )
 from trtserve.architectures.base import Architecture, CheckpointConfig, Decoder, HfConfig, Target, require_sizes
@@ -37,7 +40,7 @@ __all__ = [
 ]
 
 _MODULES: tuple[Architecture, ...] = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3),
+    *(llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3),
     *(phi, phi3, gpt2, gptj, gpt_neox, opt, starcoder2, bloom, falcon),
 )
 

@@ -15,8 +15,8 @@ Norm = Literal["rms", "layer"]
 Positions = Literal["rope", "learned", "alibi"]
 
 # How the MLP is made: fc → activation → proj; gated: the activation is multiplied with gate; fused: fc holds both, the
-# factor before what is activated (TensorRT-LLM's swiglu).
-Mlp = Literal["gated", "plain", "fused"]
+# factor before what is activated (TensorRT-LLM's swiglu); experts: several fused ones, of which each token takes some.
+Mlp = Literal["gated", "plain", "fused", "experts"]
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -28,14 +28,16 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Block = Literal["sequential", "sandwich", "parallel", "post"]
 
 # How a tensor of the whole model is split over tensor-parallel ranks (convert-and-build, "Sharding rules"):
-#   replicated  every rank holds it whole
-#   column      split on dimension 0 (output features)
-#   row         split on dimension 1 (input features)
-#   qkv         [q; k; v] joined on dimension 0 per rank; a key/value head is repeated when there are fewer than ranks
-#   fused       `parts` joined on dimension 0 per rank, each split on dimension 0
-#   first_rank  rank 0 holds it whole and the others hold zeros: a bias that the sum over ranks must have once
-#   vocab       split on dimension 0 after padding with zero rows to a multiple of the number of ranks
-Split = Literal["replicated", "column", "row", "qkv", "fused", "first_rank", "vocab"]
+#   replicated     every rank holds it whole
+#   column         split on dimension 0 (output features)
+#   row            split on dimension 1 (input features)
+#   qkv            [q; k; v] joined on dimension 0 per rank; key/value heads are repeated when they are too few
+#   fused          `parts` joined on dimension 0 per rank, each split on dimension 0
+#   first_rank     rank 0 holds it whole and the others hold zeros: a bias that the sum over ranks must have once
+#   vocab          split on dimension 0 after padding with zero rows to a multiple of the number of ranks
+#   expert_column  [experts, out, in]: experts split over expert-parallel ranks, then each of their `parts` as `fused`
+#   expert_row     [experts, out, in]: experts split over expert-parallel ranks, then the input features of each
+Split = Literal["replicated", "column", "row", "qkv", "fused", "first_rank", "vocab", "expert_column", "expert_row"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,11 @@ class Target:
     of a gated MLP) and `head_size` the rows of q, k and v that stay together. `order` are runs (first row, rows) of
     the one source in the order in which the target has them; empty when it has them all as they lie. `transpose` is
     set for Conv1D weights, stored [in, out]. `offset` is added to all values. `layer` is the global layer index; a
-    tensor outside the layers belongs to the first pipeline stage, or to the last one.
+    tensor outside the layers belongs to the first pipeline stage, or to the last one. `dtype` is its type where that
+    is not the checkpoint's.
+
+    A tensor of experts has three dimensions and counts as a matrix of its last one: its sources, and `parts`, are
+    those of the first expert, then those of the next one.
     """
 
     name: str
@@ -61,6 +67,7 @@ class Target:
     offset: float = 0.0
     layer: int | None = None
     last_stage: bool = False
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +76,20 @@ class LongRope:
 
     inv_freq: tuple[float, ...]
     beyond: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A layer has `count` experts; a token takes the `chosen` ones that the router finds most probable.
+
+    Their outputs are weighted by these probabilities, which are made to sum to 1 when `renormalized`. A `shared` expert
+    works on every token besides, weighted by the sigmoid of its gate.
+    """
+
+    count: int
+    chosen: int
+    renormalized: bool
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +105,7 @@ class Decoder:
     scores s to c·tanh(s / c), `logits_softcap` the same with logits. `qk_norm` tells that queries and keys of each
     head are normed, before they are rotated. `embedding_scale` multiplies embeddings, `embedding_norm` tells that they
     are normed. `mlp_norm` is the name of the norm before the MLP; None when a parallel MLP takes what attention takes.
+    `experts` describes the experts of an MLP of that kind.
     """
 
     norm: Norm
@@ -108,6 +130,7 @@ class Decoder:
     embedding_norm: bool = False
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+    experts: Experts | None = None
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens; None when it sees all tokens before it."""
@@ -183,12 +206,24 @@ def fused_qkv(config: CheckpointConfig) -> tuple[int, int, int]:
     return config["num_attention_heads"] * config["head_size"], keys, keys
 
 
+def expert_size(config: CheckpointConfig) -> int:
+    """Width of one expert: where there is no key for it (Mixtral), the intermediate size is that of an expert."""
+    return int(config.get("moe_intermediate_size") or config["intermediate_size"])
+
+
 def dense_moe(*, normalization_mode: int | None) -> dict[str, Any]:
     """TensorRT-LLM's `moe` object of a model without experts; upstream's Llama converter leaves the mode null."""
+    return moe_object(normalization_mode=normalization_mode)
+
+
+def moe_object(
+    *, num_experts: int = 0, top_k: int = 0, normalization_mode: int | None, shared_size: int = 0
+) -> dict[str, Any]:
+    """TensorRT-LLM's `moe` object (MoeConfig)."""
     return {
-        "num_experts": 0,
-        "shared_expert_intermediate_size": 0,
-        "top_k": 0,
+        "num_experts": num_experts,
+        "shared_expert_intermediate_size": shared_size,
+        "top_k": top_k,
         "normalization_mode": normalization_mode,
         "sparse_mixer_epsilon": 0.01,
         "tp_mode": 0,

@@ -21,7 +21,14 @@ _HEAD = "lm_head.weight"
 
 
 def complete_config(
-    sizes: Mapping[str, Any], *, architecture: str, dtype: str, tp_size: int, pp_size: int, quant_algo: str | None
+    sizes: Mapping[str, Any],
+    *,
+    architecture: str,
+    dtype: str,
+    tp_size: int,
+    pp_size: int,
+    quant_algo: str | None,
+    ep_size: int = 1,
 ) -> dict[str, Any]:
     """`config.json` of a checkpoint with the keys of TensorRT-LLM 1.2, around a family's own part.
 
@@ -37,12 +44,12 @@ def complete_config(
         "qk_layernorm": False,
         **sizes,
         "use_parallel_embedding": bool(sizes.get("use_parallel_embedding")) and tp_size > 1,
-        "mapping": _mapping(tp_size, pp_size),
+        "mapping": _mapping(tp_size, pp_size, ep_size),
         "quantization": _quantization(quant_algo),
     }
 
 
-def _mapping(tp_size: int, pp_size: int) -> dict[str, Any]:
+def _mapping(tp_size: int, pp_size: int, ep_size: int) -> dict[str, Any]:
     """The keys that release 1.2 takes and no other: its loader hands them on as keyword arguments.
 
     `auto_parallel` of 1.1 and before is gone there (TensorRT-LLM pull request 8329), so it would stop the loader.
@@ -53,9 +60,9 @@ def _mapping(tp_size: int, pp_size: int) -> dict[str, Any]:
         "cp_size": 1,
         "tp_size": tp_size,
         "pp_size": pp_size,
-        "moe_tp_size": tp_size,
+        "moe_tp_size": tp_size // ep_size,
         "moe_cluster_size": 1,
-        "moe_ep_size": 1,
+        "moe_ep_size": ep_size,
         "attn_tp_size": tp_size,
         "attn_cp_size": 1,
         "cp_config": {},
@@ -109,6 +116,7 @@ class CheckpointReader:
         mapping = self.config.get("mapping") or {}
         self.tp_size = int(mapping.get("tp_size", 1))
         self.pp_size = int(mapping.get("pp_size", 1))
+        self._ep_size = int(mapping.get("moe_ep_size", 1))
         self._stages = stage_layers(self.config["num_hidden_layers"], self.pp_size)
         listed = family(self.config["architecture"]).targets(self.config)
         self._targets = {target.name: target for target in listed}
@@ -142,7 +150,7 @@ class CheckpointReader:
     def _place(self, whole: npt.NDArray[Any], target: Target, tp_rank: int) -> None:
         """Copy a rank's pieces to where they belong; a repeated key/value head is written by each of its holders."""
         file = self._file(target, tp_rank)
-        name, part = self._local_name(target, file), shard(target, self.tp_size, tp_rank)
+        name, part = self._local_name(target, file), shard(target, self.tp_size, tp_rank, self._ep_size)
         _check_shape(file, name, part.shape)
         values = file.tensor(name).reshape(matrix(part.shape))
         row = 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trtserve.architectures.base import CheckpointConfig, Target, embedding_split, fused_qkv
+from trtserve.architectures.expert_tensors import ExpertNames, expert_targets
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -14,7 +15,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 class Parts:
     """What the layers of a family have: biases, norms of queries and keys, norms on both sides of the MLP.
 
-    `norm_offset` is added to the weights of all norms.
+    `norm_offset` is added to the weights of all norms. `experts` are the names of experts in place of the MLP.
     """
 
     qkv_bias: bool = False
@@ -23,6 +24,7 @@ class Parts:
     head_norms: bool = False
     feedforward_norms: bool = False
     norm_offset: float = 0.0
+    experts: ExpertNames | None = None
 
 
 def llama_targets(config: CheckpointConfig, parts: Parts) -> list[Target]:
@@ -60,7 +62,10 @@ def _layer(config: CheckpointConfig, parts: Parts, layer: int) -> Iterator[Targe
     yield _norm("post_layernorm", "post_attention_layernorm", hidden, parts, layer)
     if parts.feedforward_norms:
         yield _norm("pre_feedforward_layernorm", "pre_feedforward_layernorm", hidden, parts, layer)
-    yield from _mlp(config, parts, layer)
+    if parts.experts is None:
+        yield from _mlp(config, parts, layer)
+    else:
+        yield from expert_targets(config, parts.experts, layer)
     if parts.feedforward_norms:
         yield _norm("post_feedforward_layernorm", "post_feedforward_layernorm", hidden, parts, layer)
 

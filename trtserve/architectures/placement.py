@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import fnmatch
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +31,18 @@ class Use:
 class Placement:
     """Where every target lies in the rank files of a checkpoint."""
 
-    def __init__(self, targets: Sequence[Target], *, layers: int, tp_size: int, pp_size: int, dtype: str) -> None:
+    def __init__(
+        self, targets: Sequence[Target], *, layers: int, tp_size: int, pp_size: int, dtype: str, ep_size: int = 1
+    ) -> None:
         self._tp_size = tp_size
+        self._ep_size = ep_size
         self._stages = stage_layers(layers, pp_size)
-        self._item = numpy_dtype(CODES[dtype]).itemsize
-        laid_out = [layout(self._shapes(targets, rank), dtype) for rank in range(tp_size * pp_size)]
+        self._dtype = dtype
+        own = {name_in_stage(target, self._stages): target.dtype for target in targets if target.dtype}
+        laid_out = [layout(self._shapes(targets, rank), dtype, own) for rank in range(tp_size * pp_size)]
         self.headers: list[bytes] = [header for header, _ in laid_out]
         self._entries: list[dict[str, Entry]] = [entries for _, entries in laid_out]
+        self._placed: dict[str, dict[int, list[_Place]]] = {}
 
     @property
     def sizes(self) -> list[int]:
@@ -48,37 +55,62 @@ class Placement:
     def _shapes(self, targets: Sequence[Target], rank: int) -> dict[str, tuple[int, ...]]:
         stage, tp_rank = divmod(rank, self._tp_size)
         return {
-            name_in_stage(target, self._stages): shard(target, self._tp_size, tp_rank).shape
+            name_in_stage(target, self._stages): shard(target, self._tp_size, tp_rank, self._ep_size).shape
             for target in targets
             if stage_of(target, self._stages) == stage
         }
 
     def blocks(self, use: Use) -> Iterator[Block]:
         """All places of a source tensor, in all ranks of its stage."""
-        stage, name = stage_of(use.target, self._stages), name_in_stage(use.target, self._stages)
-        for tp_rank in range(self._tp_size):
-            rank = stage * self._tp_size + tp_rank
-            offset = self._entries[rank][name].begin
-            for piece in shard(use.target, self._tp_size, tp_rank).pieces:
-                block = self._block(use, piece, rank, offset)
-                if block is not None:
-                    yield block
-                offset += piece.rows * piece.columns * self._item
+        for rank, places in self._places(use.target).items():
+            # Pieces come by their rows; a tensor of experts has hundreds of them, and as many sources.
+            first = bisect.bisect_right(
+                places, use.first_row, key=lambda place: place.piece.first_row + place.piece.rows
+            )
+            for place in itertools.islice(places, first, None):
+                if place.piece.first_row >= use.first_row + use.rows:
+                    break
+                yield _block(use, place, rank)
 
-    def _block(self, use: Use, piece: Piece, rank: int, offset: int) -> Block | None:
-        """The rows of `piece` that this source provides; `offset` is where the piece begins in its file."""
-        start = max(piece.first_row, use.first_row)
-        stop = min(piece.first_row + piece.rows, use.first_row + use.rows)
-        if start >= stop:
-            return None
-        return Block(
-            rank=rank,
-            offset=offset + (start - piece.first_row) * piece.columns * self._item,
-            first_row=use.source_row + start - use.first_row,
-            rows=stop - start,
-            first_column=piece.first_column,
-            columns=piece.columns,
-        )
+    def _places(self, target: Target) -> dict[int, list[_Place]]:
+        """The pieces of a target on each rank that has it."""
+        if target.name not in self._placed:
+            first = stage_of(target, self._stages) * self._tp_size
+            self._placed[target.name] = {first + rank: self._pieces(target, rank) for rank in range(self._tp_size)}
+        return self._placed[target.name]
+
+    def _pieces(self, target: Target, tp_rank: int) -> list[_Place]:
+        rank = stage_of(target, self._stages) * self._tp_size + tp_rank
+        item = numpy_dtype(CODES[target.dtype or self._dtype]).itemsize
+        pieces = shard(target, self._tp_size, tp_rank, self._ep_size).pieces
+        sizes = [piece.rows * piece.columns * item for piece in pieces]
+        begin = self._entries[rank][name_in_stage(target, self._stages)].begin
+        offsets = itertools.accumulate(sizes, initial=begin)
+        return [_Place(piece=piece, offset=offset, item=item) for piece, offset in zip(pieces, offsets, strict=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A piece that begins at byte `offset` of its file and has `item` bytes for each number."""
+
+    piece: Piece
+    offset: int
+    item: int
+
+
+def _block(use: Use, place: _Place, rank: int) -> Block:
+    """The rows of a piece that this source provides."""
+    piece = place.piece
+    start = max(piece.first_row, use.first_row)
+    stop = min(piece.first_row + piece.rows, use.first_row + use.rows)
+    return Block(
+        rank=rank,
+        offset=place.offset + (start - piece.first_row) * piece.columns * place.item,
+        first_row=use.source_row + start - use.first_row,
+        rows=stop - start,
+        first_column=piece.first_column,
+        columns=piece.columns,
+    )
 
 
 def moves(uses: Iterable[Use], placement: Placement, order: Iterable[str]) -> list[Move]:
@@ -97,6 +129,7 @@ def _move(uses: Sequence[Use], placement: Placement) -> Move:
         shape=(source.entry.shape[-1 if target.transpose else 0], columns),
         transpose=target.transpose,
         offset=target.offset,
+        dtype=target.dtype,
         blocks=[block for use in uses for block in placement.blocks(use)],
     )
 
@@ -154,7 +187,7 @@ def _misshaped(uses: Iterable[Use]) -> list[str]:
         needed[use.source.name] = use, rows
     problems = []
     for use, rows in needed.values():
-        expected = (rows, *use.target.shape[1:])
+        expected = (rows, *use.target.shape[1:][-1:])
         expected = expected[::-1] if use.target.transpose else expected
         if use.source.entry.shape != expected:
             problems.append(f"{use.source.name} is {list(use.source.entry.shape)}, expected {list(expected)}")

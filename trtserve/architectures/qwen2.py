@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,13 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     return qwen_config(hf, qwen_type="qwen2", attn_bias=True)
 
 
-def qwen_config(hf: HfConfig, *, qwen_type: str, attn_bias: bool) -> dict[str, Any]:
-    """The config of any dense Qwen; absent keys have the defaults of transformers' Qwen2Config."""
+def qwen_config(
+    hf: HfConfig, *, qwen_type: str, attn_bias: bool, windows: Sequence[int | None] | None = None
+) -> dict[str, Any]:
+    """The config of any dense Qwen; absent keys have the defaults of transformers' Qwen2Config.
+
+    `windows` are those of the layers where a family has its own rule.
+    """
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     heads = sizes["num_attention_heads"]
     head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
@@ -46,7 +52,7 @@ def qwen_config(hf: HfConfig, *, qwen_type: str, attn_bias: bool) -> dict[str, A
         "qwen_type": qwen_type,
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
         **_constants(),
-        **window_keys(_windows(hf)),
+        **window_keys(_windows(hf) if windows is None else windows),
     }
 
 
@@ -61,6 +67,8 @@ def _constants() -> dict[str, Any]:
         "moe": dense_moe(normalization_mode=0),
         "moe_intermediate_size": 0,
         "moe_shared_expert_intermediate_size": 0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
     }
 
 

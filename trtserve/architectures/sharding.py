@@ -6,11 +6,12 @@ Rules: TensorRT-LLM's unified checkpoint (convert-and-build, sections 2 and 3). 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtserve.architectures.base import CheckpointConfig, Target
+from trtserve.architectures.base import CheckpointConfig, Target, expert_size
 from trtserve.errors import UsageError
 
 
@@ -36,17 +37,15 @@ class Shard:
 
 
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor seen as a matrix."""
-    rows, *rest = shape
-    columns = 1
-    for size in rest:
-        columns *= size
-    return rows, columns
+    """Rows and columns of a tensor seen as a matrix: those of all experts are rows one after another."""
+    return (shape[0], 1) if len(shape) == 1 else (math.prod(shape[:-1]), shape[-1])
 
 
-def shard(target: Target, tp_size: int, tp_rank: int) -> Shard:
-    """The part of `target` that belongs to a tensor-parallel rank."""
+def shard(target: Target, tp_size: int, tp_rank: int, ep_size: int = 1) -> Shard:
+    """The part of `target` that belongs to a tensor-parallel rank; `ep_size` of these ranks share out experts."""
     rows, columns = matrix(target.shape)
+    if target.split in ("expert_column", "expert_row"):
+        return _experts(target, tp_size // ep_size, ep_size, tp_rank)
     if target.split in ("qkv", "fused"):
         return _fused(target, tp_size, tp_rank)
     if target.split == "vocab":
@@ -91,6 +90,46 @@ def _fused(target: Target, tp_size: int, tp_rank: int) -> Shard:
     return Shard(shape=(sum(piece.rows for piece in pieces), *target.shape[1:]), pieces=pieces)
 
 
+def _experts(target: Target, moe_tp_size: int, ep_size: int, tp_rank: int) -> Shard:
+    """The rank's experts, and of each of them the rank's part; ranks next to each other hold different experts.
+
+    Numbers of the ranks: TensorRT-LLM's `Mapping.moe_tp_rank` and `moe_ep_rank`.
+    """
+    moe_tp_rank, ep_rank = divmod(tp_rank, ep_size)
+    count, outputs, columns = target.shape
+    held = count // ep_size
+    if target.split == "expert_row":
+        width = columns // moe_tp_size
+        rows = held * outputs
+        piece = Piece(first_row=ep_rank * rows, rows=rows, first_column=moe_tp_rank * width, columns=width)
+        return Shard(shape=(held, outputs, width), pieces=(piece,))
+    offset, pieces = ep_rank * held * outputs, []
+    each = len(target.parts) // count
+    for part in target.parts[ep_rank * held * each : (ep_rank + 1) * held * each]:
+        rows = part // moe_tp_size
+        pieces.append(Piece(first_row=offset + moe_tp_rank * rows, rows=rows, first_column=0, columns=columns))
+        offset += part
+    return Shard(shape=(held, outputs // moe_tp_size, columns), pieces=pieces)
+
+
+def moe_parallel_sizes(tp_size: int, moe_tp_size: int | None, moe_ep_size: int | None) -> tuple[int, int]:
+    """How the tensor-parallel ranks share the experts: over how many each is split, and how many share them out.
+
+    TensorRT-LLM's `Mapping`: one that is not given follows from the other, and neither means that each expert is
+    split over all ranks. UsageError when their product is not `tp_size`.
+    """
+    if moe_tp_size is None:
+        moe_tp_size = tp_size if moe_ep_size is None else tp_size // moe_ep_size
+    if moe_ep_size is None:
+        moe_ep_size = tp_size // moe_tp_size
+    if moe_tp_size * moe_ep_size != tp_size:
+        raise UsageError(
+            f"--tp-size {tp_size} must equal --moe-tp-size × --moe-ep-size, which are {moe_tp_size} × {moe_ep_size}.",
+            hint="Give one of the two; the other follows.",
+        )
+    return moe_tp_size, moe_ep_size
+
+
 def stage_layers(layers: int, pp_size: int) -> list[range]:
     """Layers of each pipeline stage; the first (layers mod pp) stages have one more (TensorRT-LLM ≥ 1.0)."""
     each, extra = divmod(layers, pp_size)
@@ -113,11 +152,12 @@ def name_in_stage(target: Target, stages: Sequence[range]) -> str:
     return target.name.replace(f".layers.{target.layer}.", f".layers.{local}.", 1)
 
 
-def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int) -> None:
+def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int, ep_size: int = 1) -> None:
     """UsageError, with the numbers and the sizes that work, when the model cannot be split so."""
-    problem = _tensor_parallel_problem(config, tp_size)
+    problem = _tensor_parallel_problem(config, tp_size, ep_size)
     if problem:
-        working = [size for size in range(1, tp_size * 2) if not _tensor_parallel_problem(config, size)]
+        sizes = range(ep_size, tp_size * 2, ep_size)
+        working = [size for size in sizes if not _tensor_parallel_problem(config, size, ep_size)]
         raise UsageError(
             f"--tp-size {tp_size} does not fit this model: {problem}.",
             hint=f"Sizes that fit: {', '.join(map(str, working))}.",
@@ -127,18 +167,25 @@ def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int) -
         raise UsageError(f"--pp-size {pp_size} does not fit this model: it has {layers} layers.")
 
 
-def _tensor_parallel_problem(config: Mapping[str, Any], tp_size: int) -> str | None:
-    heads, kv_heads, inner = (
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-        config["intermediate_size"],
-    )
+def _tensor_parallel_problem(config: Mapping[str, Any], tp_size: int, ep_size: int) -> str | None:
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if heads % tp_size:
         return f"its {heads} attention heads do not divide by {tp_size}"
     if kv_heads >= tp_size and kv_heads % tp_size:
         return f"its {kv_heads} key/value heads do not divide by {tp_size}"
     if kv_heads < tp_size and tp_size % kv_heads:
         return f"its {kv_heads} key/value heads cannot be repeated evenly over {tp_size} ranks"
-    if inner % tp_size:
-        return f"its intermediate size {inner} does not divide by {tp_size}"
-    return None
+    if (config.get("moe") or {}).get("num_experts"):
+        return _experts_problem(config, tp_size, ep_size)
+    inner = config["intermediate_size"]
+    return f"its intermediate size {inner} does not divide by {tp_size}" if inner % tp_size else None
+
+
+def _experts_problem(config: Mapping[str, Any], tp_size: int, ep_size: int) -> str | None:
+    count, inner, moe_tp_size = config["moe"]["num_experts"], expert_size(config), tp_size // ep_size
+    if count % ep_size:
+        return f"its {count} experts do not divide by --moe-ep-size {ep_size}"
+    if inner % moe_tp_size:
+        return f"its experts' intermediate size {inner} does not divide by --moe-tp-size {moe_tp_size}"
+    shared = config.get("moe_shared_expert_intermediate_size") or 0
+    return f"its shared expert's intermediate size {shared} does not divide by {tp_size}" if shared % tp_size else None

@@ -47,7 +47,7 @@ class Block:
 class Move:
     """One source tensor and all the blocks that are cut from it; `shape` is [out, in].
 
-    `offset` is added to all values.
+    `offset` is added to all values. `dtype` is what it becomes where that is not the checkpoint's type.
     """
 
     source: SourceTensor
@@ -55,6 +55,7 @@ class Move:
     transpose: bool
     blocks: Sequence[Block]
     offset: float = 0.0
+    dtype: str | None = None
 
 
 class RankFiles:
@@ -82,10 +83,11 @@ def created(folder: Path, headers: Sequence[bytes], sizes: Sequence[int]) -> Ite
 
 
 def carry_out(move: Move, files: RankFiles, dtype: str) -> None:
-    """Write all blocks of a source tensor as `dtype` (float32, float16 or bfloat16).
+    """Write all blocks of a source tensor as `dtype` (float32, float16 or bfloat16), or as its own type.
 
     ConversionError names the tensor when a value is not finite in `dtype`.
     """
+    dtype = move.dtype or dtype
     with move.source.file.opened() as descriptor:
         rest = []
         unchanged = move.source.entry.code == CODES[dtype] and not move.transpose and not move.offset

@@ -145,12 +145,17 @@ def _corrupt(path: Path, what: str) -> CorruptFileError:
     )
 
 
-def layout(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, Entry]]:
-    """Header bytes of a file that holds tensors of these shapes in this order, and where each will lie."""
-    code = CODES[dtype]
+def layout(
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, own: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Entry]]:
+    """Header bytes of a file that holds tensors of these shapes in this order, and where each will lie.
+
+    `own` are the types of tensors that are not of `dtype`.
+    """
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
+        code = CODES[(own or {}).get(name, dtype)]
         size = math.prod(shape) * _WIDTHS[code]
         described[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size

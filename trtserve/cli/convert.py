@@ -10,6 +10,8 @@ from trtserve.cli.options import (
     DryRunOption,
     DtypeOption,
     JsonOption,
+    MoeEpSizeOption,
+    MoeTpSizeOption,
     OutOption,
     PpSizeOption,
     QuantizeOption,
@@ -28,6 +30,8 @@ def convert(
     ],
     tp_size: TpSizeOption = 1,
     pp_size: PpSizeOption = 1,
+    moe_tp_size: MoeTpSizeOption = None,
+    moe_ep_size: MoeEpSizeOption = None,
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "none",
     name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
@@ -42,7 +46,12 @@ def convert(
 ) -> None:
     """Convert a Hugging Face model to a TensorRT-LLM checkpoint and print its path."""
     spec = ConvertSpec(
-        tp_size=tp_size, pp_size=pp_size, dtype=cast(DType, dtype), quantize=cast(Quantization, quantize)
+        tp_size=tp_size,
+        pp_size=pp_size,
+        moe_tp_size=moe_tp_size,
+        moe_ep_size=moe_ep_size,
+        dtype=cast(DType, dtype),
+        quantize=cast(Quantization, quantize),
     )
     progress = TerminalProgress(quiet=quiet)
     source = find_model(model, progress=progress)

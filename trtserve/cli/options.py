@@ -16,6 +16,13 @@ OutOption = Annotated[
 
 # Options of convert, build and repo that `import` takes too.
 TpSizeOption = Annotated[int, typer.Option("--tp-size", help="Tensor-parallel size: GPUs that share every layer.")]
+MoeTpSizeOption = Annotated[
+    int | None,
+    typer.Option("--moe-tp-size", help="GPUs that share every expert; times --moe-ep-size this is --tp-size."),
+]
+MoeEpSizeOption = Annotated[
+    int | None, typer.Option("--moe-ep-size", help="GPUs among which the experts are dealt out; default: 1.")
+]
 PpSizeOption = Annotated[int, typer.Option("--pp-size", help="Pipeline-parallel size: groups of layers.")]
 DtypeOption = Annotated[
     str,

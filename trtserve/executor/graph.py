@@ -6,7 +6,7 @@ position_ids, beam_idx → logits), which is what OpenVINO's paged-attention tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +16,10 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13 as ops
 
-from trtserve.architectures.base import Decoder, LongRope
+from trtserve.architectures.base import Decoder, Experts, LongRope
 from trtserve.errors import BuildError
 from trtserve.executor.attention_limits import require_paged_attention
+from trtserve.executor.graph_experts import columns_of_experts, rows_of_experts, token_weights
 from trtserve.executor.graph_operations import add, constant, decompressed, dimension, gather, integers, parameter
 from trtserve.executor.graph_rotation import Rotation
 
@@ -96,12 +97,12 @@ def save_graph(graph: ov.Model, path: Path) -> None:
 
 
 def quantize_per_channel(weight: Array) -> tuple[Array, Array]:
-    """Symmetric int8 of `weight` [out, in]: (values i8[out, in], scales f32[out, 1]), weight ≈ values × scales.
+    """Symmetric int8 of `weight` [..., in]: (values i8[..., in], scales f32[..., 1]), weight ≈ values × scales.
 
     The largest absolute value of a row becomes 127, as in TensorRT-LLM's weight-only quantisation.
     """
     wide = weight.astype(np.float32)
-    scales = np.abs(wide).max(axis=1, keepdims=True) / 127.0
+    scales = np.abs(wide).max(axis=-1, keepdims=True) / 127.0
     scales[scales == 0.0] = 1.0
     return np.rint(wide / scales).astype(np.int8), scales
 
@@ -291,15 +292,38 @@ class _GraphBuilder:
         return ops.multiply(normal, weight).output(0)
 
     def _mlp(self, hidden: Any, name: str, *, mark: str | None = None) -> Any:
+        if self._decoder.experts is not None:
+            return self._experts(hidden, name, self._decoder.experts)
         inner = self._linear(hidden, f"{name}.fc", int8=self._int8, mark=mark)
-        if self._decoder.mlp == "fused":
-            halves = ops.split(inner, ops.constant(np.int64(-1)), 2)
-            inner = ops.multiply(halves.output(0), self._activate(halves.output(1))).output(0)
-        else:
-            inner = self._activate(inner)
+        inner = self._activate_half(inner) if self._decoder.mlp == "fused" else self._activate(inner)
         if self._decoder.mlp == "gated":
             inner = ops.multiply(inner, self._linear(hidden, f"{name}.gate", int8=self._int8)).output(0)
         return self._linear(inner, f"{name}.proj", int8=self._int8)
+
+    def _experts(self, hidden: Any, name: str, experts: Experts) -> Any:
+        """All experts as one wide MLP, in the middle of which each token weights them: 0 for those it does not take.
+
+        Exact, with two products on packed matrices, and every step reads and multiplies with all experts: for a token
+        that takes k of n that is n / k times the arithmetic of its own experts, and as much memory traffic as a step
+        of many tokens has anyway.
+        """
+        weights = token_weights(hidden, self._weight(f"{name}.router.weight"), experts)
+        outer = self._stacked(f"{name}.fc.weight", rows_of_experts)
+        inner = ops.reshape(ops.matmul(hidden, outer, False, True), integers(0, 0, experts.count, -1), True)
+        weighted = ops.multiply(self._activate_half(inner), ops.unsqueeze(weights, integers(-1)))
+        joined = ops.reshape(weighted, integers(0, 0, -1), special_zero=True)
+        output = ops.matmul(joined, self._stacked(f"{name}.proj.weight", columns_of_experts), False, True).output(0)
+        return add(output, self._shared_expert(hidden, f"{name}.shared_expert")) if experts.shared else output
+
+    def _shared_expert(self, hidden: Any, name: str) -> Any:
+        inner = self._activate_half(self._linear(hidden, f"{name}.fc", int8=self._int8))
+        gate = ops.sigmoid(self._linear(hidden, f"{name}_gate", int8=False))
+        return ops.multiply(self._linear(inner, f"{name}.proj", int8=self._int8), gate).output(0)
+
+    def _activate_half(self, joined: Any) -> Any:
+        """The first half of the numbers times the second, which is activated."""
+        halves = ops.split(joined, ops.constant(np.int64(-1)), 2)
+        return ops.multiply(halves.output(0), self._activate(halves.output(1))).output(0)
 
     def _activate(self, states: Any) -> Any:
         activation = self._decoder.activation
@@ -326,6 +350,18 @@ class _GraphBuilder:
         return ops.multiply(ops.tanh(ops.divide(logits, cap)), cap)
 
     # Weights
+
+    def _stacked(self, name: str, arranged: Callable[[Array], Array]) -> Any:
+        """The matrices of all experts as one [out, in]; in int8 each row of each expert has its own scale."""
+        values = arranged(self._weights.merged(name))
+        matrix = integers(values.shape[0], -1)
+        if self._int8:
+            quantised, scales = quantize_per_channel(values)
+            widened = ops.convert(constant(quantised, name), "f32")
+            scaled = ops.multiply(widened, constant(scales, f"{name}.per_channel_scale"))
+            return scaled if values.ndim == 2 else ops.reshape(scaled, matrix, False)
+        stored = constant(values.reshape(values.shape[0], -1), name)
+        return decompressed(stored) if stored.get_element_type() != ov.Type.f32 else stored
 
     def _weight(self, name: str) -> Any:
         stored = constant(self._weights.merged(name), name)

@@ -156,8 +156,14 @@ def _split(words: Iterable[str]) -> list[str]:
 
 
 def _require_module(config: CheckpointConfig, name: str) -> None:
+    mlp = family(config["architecture"]).decoder(config).mlp
+    if mlp == "experts" and name.startswith(("mlp_", "moe_")):
+        raise UsageError(
+            f"--lora-target-modules {name}: adapters of experts are done by TensorRT-LLM's GPU engines only.",
+            hint=f"Choose of {', '.join(module for module in MODULE_IDS if module.startswith('attn_'))}.",
+        )
     if name in MODULE_IDS:
-        if name == "mlp_gate" and family(config["architecture"]).decoder(config).mlp != "gated":
+        if name == "mlp_gate" and mlp != "gated":
             raise UsageError(
                 f"--lora-target-modules mlp_gate: {config['architecture']} has no gate.",
                 hint="Choose mlp_h_to_4h and mlp_4h_to_h for its MLP.",

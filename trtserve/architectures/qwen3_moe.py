@@ -1,0 +1,38 @@
+"""Qwen3-MoE: a Qwen3 with experts in place of the MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtserve.architectures import qwen3
+from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target
+from trtserve.architectures.expert_tensors import experts_of
+from trtserve.architectures.llama import unused
+from trtserve.architectures.llama_tensors import Parts, llama_targets
+from trtserve.architectures.qwen_experts import NAMES, qwen_moe_config
+from trtserve.errors import UnsupportedModelError
+
+__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+
+HF_ARCHITECTURES: tuple[str, ...] = ("Qwen3MoeForCausalLM",)
+BASE_PREFIX = "model."
+TIED = False
+
+
+def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
+    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig, and the window of all layers."""
+    if hf.get("attention_bias"):
+        raise UnsupportedModelError("This Qwen3 sets attention_bias, which a TensorRT-LLM checkpoint cannot express.")
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    return qwen_moe_config(hf, qwen_type="qwen3_moe", attn_bias=False, shared_size=0, windows=[window])
+
+
+def targets(config: CheckpointConfig) -> list[Target]:
+    """Every tensor of the checkpoint of the whole model, in file order."""
+    return llama_targets(config, Parts(head_norms=True, experts=NAMES))
+
+
+def decoder(config: CheckpointConfig) -> Decoder:
+    """What the decoder is made of."""
+    return replace(qwen3.decoder({**config, "hidden_act": "silu"}), mlp="experts", experts=experts_of(config))

@@ -1,0 +1,39 @@
+"""Experts as parts of a graph: how much each of them counts for a token, and their matrices side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from openvino import opset13 as ops
+
+from trtserve.architectures.base import Experts
+from trtserve.executor.graph_operations import integers
+
+Array = npt.NDArray[Any]
+
+
+def token_weights(hidden: Any, router: Any, experts: Experts) -> Any:
+    """Weights [b, l, experts] of the experts' outputs: the probability of each that a token takes, 0 of the others.
+
+    The probabilities are the softmax over all experts (transformers' MixtralTopKRouter and Qwen2MoeTopKRouter).
+    Dividing those of the chosen by their sum is the same as a softmax over the chosen (TensorRT-LLM's RENORMALIZE).
+    """
+    probabilities = ops.softmax(ops.matmul(hidden, router, False, True), -1)
+    best = ops.topk(probabilities, ops.constant(np.int64(experts.chosen)), -1, "max", "value", index_element_type="i64")
+    weights = best.output(0)
+    if experts.renormalized:
+        weights = ops.divide(weights, ops.reduce_sum(weights, integers(-1), keep_dims=True))
+    none = ops.broadcast(ops.constant(np.float32(0)), ops.shape_of(probabilities))
+    return ops.scatter_elements_update(none, best.output(1), weights, ops.constant(np.int64(-1))).output(0)
+
+
+def rows_of_experts(weight: Array) -> Array:
+    """[experts, out, in] → [experts · out, in]: one product gives the outputs of all experts."""
+    return weight.reshape(-1, weight.shape[-1])
+
+
+def columns_of_experts(weight: Array) -> Array:
+    """[experts, out, in] → [out, experts, in]: a product with its rows sums over all experts."""
+    return np.ascontiguousarray(weight.transpose(1, 0, 2))
