@@ -1,10 +1,11 @@
 """`make soak`: 64 streams for ten minutes with random cancels on a real Triton; memory and KV blocks must stay flat.
 
 Run as `python -m tests.benchmarks.soak --work FOLDER --minutes 10`. Every stream sends one random request after the
-other (model, length, sampling, sequences, stop words) and gives up a third of them at a random moment: by a stop request
-with the same id, or with `--grpc-cancels SHARE` that share of them by cancelling the call, which can crash the gRPC front
-end of Triton 2.51 (its pull requests 7840 and 8078 came later). The demo model is served with prefix reuse and a KV cache smaller than the load, so that blocks are
-reused, evicted and waited for. Memory is what belongs to the server's processes alone (USS) plus its shared memory.
+other (model, length, sampling, sequences, stop words) and gives up a third of them at a random moment: by a stop
+request with the same id, or, for the share `--grpc-cancels`, by cancelling the call. That can crash the gRPC front end
+of Triton 2.51, whatever the model (the server's pull requests 7840 and 8078 came later). The demo model is served with
+prefix reuse and a KV cache smaller than the load, so that blocks are reused, evicted and waited for. Memory is what
+belongs to the server's processes alone (USS).
 """
 
 from __future__ import annotations
