@@ -27,6 +27,7 @@ STEP, WINDOW = 64, 48
 LONG = [1, *range(20, 220)]
 """Longer than a step of the engine, and than its attention sees."""
 WITHOUT_MEANING = {"gpu_device_ids": "0,1", "cuda_graph_mode": "true"}
+UNKNOWN_WORD = 'parameters { key: "batch_scheduler_policy" value { string_value: "first_come" } }\n'
 EFFECTIVE = {
     "enable_chunked_context": "true",
     "max_attention_window_size": str(WINDOW),
@@ -60,7 +61,11 @@ def repository(root: Path, features_checkpoint: Checkpoint, features_model: Path
         postprocessing_instance_count=2,
         settings=WITHOUT_MEANING | EFFECTIVE,
     )
-    return assemble_repository(engine, features_model, spec, out=root / "repository").path
+    made = assemble_repository(engine, features_model, spec, out=root / "repository").path
+    # `repo` refuses what is no such word; NVIDIA's tool fills in anything.
+    config = made / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(config.read_text() + UNKNOWN_WORD)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,12 @@ def test_what_has_no_meaning_is_listed_once(root: Path) -> None:
     assert log.count("Parameters without meaning on this runtime: gpu_device_ids, cuda_graph_mode") == 1
     (listed,) = [line for line in log.splitlines() if "without meaning" in line]
     assert "executor_worker_path" not in listed
+
+
+@pytest.mark.usefixtures("server")
+def test_an_unknown_word_is_a_warning_as_upstream(root: Path) -> None:
+    log = (root / "server" / "triton.log").read_text()
+    assert "Parameter batch_scheduler_policy is 'first_come'" in log
 
 
 def test_long_prompts_go_in_chunks_through_a_sliding_window(
