@@ -35,7 +35,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 323},
 }
 # Rounding sends some tokens to other experts, which the bounds of a precision do not allow for.
-CHECKED = [name for name in FAMILIES if name not in ("mixtral", "qwen2_moe", "qwen3_moe")]
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+CHECKED = [name for name in FAMILIES if name not in EXPERTS]
 # The others of Llama's family differ from it in numbers alone.
 FAULTY = [name for name in CHECKED if name not in ("llama3", "llama_linear", "llama_dynamic", "mistral")]
 GOOD: list[dict[str, Any]] = [
@@ -113,6 +114,19 @@ def test_good_conversions_pass(name: str, prompts: CheckSpec, tmp_path: Path) ->
         assert report.passed, report.described()
         assert report.stages[0].differences.relative < 1e-5
         assert [stage.name for stage in report.stages] == ["conversion", "precision"][: 1 if number == 0 else 2]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_conversions_with_experts_are_told_from_faulty_ones(name: str, prompts: CheckSpec, tmp_path: Path) -> None:
+    case = make_case(name, prompts, tmp_path, dtype="bfloat16", tp_size=2, moe_ep_size=2)
+
+    def difference(checkpoint: Path) -> float:
+        return compare_checkpoint(case.plan, case.said, checkpoint)[0].differences.relative
+
+    assert difference(case.checkpoint) < 1e-5
+    found = {fault: difference(copy) for fault, copy in faulty_copies(case.checkpoint, tmp_path / "faulty")}
+    assert {"gate and up swapped", "experts in another order", "ranks swapped"} <= found.keys()
+    assert [fault for fault, share in found.items() if share < 1e-3 and "epsilon" not in fault] == []
 
 
 def test_a_model_that_int8_cannot_hold_fails_for_its_precision_alone(prompts: CheckSpec, tmp_path: Path) -> None:

@@ -57,6 +57,10 @@ def _mlp_faults(config: Mapping[str, Any]) -> dict[str, Fault]:
     if mlp == "fused":
         halves = _mapped("mlp.fc.weight", lambda values: np.concatenate(np.split(values, 2)[::-1]))
         return {"gate and up swapped": _in_files(halves)}
+    if mlp == "experts":
+        halves = _mapped("mlp.fc.weight", lambda values: np.concatenate(np.split(values, 2, axis=1)[::-1], axis=1))
+        order = _mapped("mlp.proj.weight", lambda values: values[::-1])
+        return {"gate and up swapped": _in_files(halves), "experts in another order": _in_files(order)}
     return {}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve.architectures import family
+from trtserve.architectures.base import Target
 from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.architectures.source import read_source
 from trtserve.architectures.tensor_files import DTYPES
@@ -73,11 +74,17 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
     return Changes(
         precision=_QUANTISED.get(algorithm, dtype if rounded else "float32"),
         reason=reason,
-        rounding=Rounding(dtype=dtype, offsets=offsets) if rounded else None,
+        rounding=Rounding(dtype=dtype, offsets=offsets, kept=_kept(targets)) if rounded else None,
         quantised=bool(algorithm),
         # transformers multiplies slopes and positions of Falcon's alibi in bfloat16; TensorRT-LLM and we do not.
         conversion="bfloat16" if config["position_embedding_type"] == "alibi_with_scale" else "float32",
     )
+
+
+def _kept(targets: Sequence[Target]) -> frozenset[str]:
+    """Weights that are float32 in every checkpoint, as transformers calls them: its Mixtral renames what it reads."""
+    names = {name for target in targets if target.dtype == "float32" for name in target.sources}
+    return frozenset(name.replace(".block_sparse_moe.", ".mlp.") for name in names)
 
 
 def _source_types(config: Mapping[str, Any], model: Path) -> set[str]:

@@ -45,10 +45,14 @@ class Original:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """How the checkpoint rounds weights: to `dtype`, those named in `offsets` after this number was added."""
+    """How the checkpoint rounds weights: to `dtype`, those named in `offsets` after this number was added.
+
+    Those in `kept` are not rounded.
+    """
 
     dtype: str
     offsets: Mapping[str, float]
+    kept: frozenset[str] = frozenset()
 
 
 def run_original(
@@ -88,6 +92,8 @@ def _round(model: Any, rounding: Rounding) -> None:
 
     with torch.no_grad():
         for name, values in model.named_parameters():
+            if name in rounding.kept:
+                continue
             offset = rounding.offsets.get(name, 0.0)
             values.copy_((values + offset).to(getattr(torch, rounding.dtype)).float() - offset)
 

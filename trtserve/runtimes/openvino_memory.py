@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtserve.architectures import family
-from trtserve.architectures.base import Target
+from trtserve.architectures.base import Target, expert_size
 from trtserve.architectures.checkpoint import with_defaults
 from trtserve.architectures.sharding import matrix
 from trtserve.runtimes.base import CheckpointConfig, Limits
@@ -34,6 +34,8 @@ _SCALE_SIZE = 4
 _QUANTISED = "W8A16"
 _EMBEDDINGS = frozenset({"transformer.vocab_embedding.weight", "transformer.position_embedding.weight"})
 _HEAD = "lm_head.weight"
+# What decides which experts work, and how much the shared one counts, stays as it is.
+_NEVER_QUANTISED = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 
 # The uint8 caches keep a scale and a zero point (8 bytes): keys for each channel of a block of 32 tokens,
 # [heads, 32 + 8, size]; values for each token, [heads, 32, size + 8].
@@ -108,7 +110,8 @@ def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
     """In the order in which the graph takes them."""
     quantised = (config.get("quantization") or {}).get("quant_algo") == _QUANTISED
     for target in family(config["architecture"]).targets(config):
-        yield _weight(target, _ITEM_SIZE[config["dtype"]], quantised=quantised)
+        item = _ITEM_SIZE[target.dtype or config["dtype"]]
+        yield _weight(target, item, quantised=quantised and not target.name.endswith(_NEVER_QUANTISED))
 
 
 def _weight(target: Target, item: int, *, quantised: bool) -> _Weight:
@@ -119,6 +122,9 @@ def _weight(target: Target, item: int, *, quantised: bool) -> _Weight:
         kept = count + matrix(target.shape)[0] * _SCALE_SIZE
         # Beside the tensor as it was read: as float32, divided by its scales, and rounded.
         transient = read + 3 * count * 4
+    if target.split == "expert_row":
+        # The matrices of the experts are laid side by side in a copy.
+        transient += read
     return _Weight(
         name=target.name,
         count=count,
@@ -160,6 +166,14 @@ def _packed(weights: list[_Weight], compute: str) -> int:
     return total + sum(weight.kept for weight in (*narrow, *wide))
 
 
+def _inner_width(config: CheckpointConfig) -> int:
+    """Width of the MLP's inner part: with experts that of all of them, since a step calculates all."""
+    experts = int((config.get("moe") or {}).get("num_experts") or 0)
+    if not experts:
+        return int(config["intermediate_size"])
+    return experts * expert_size(config) + int(config.get("moe_shared_expert_intermediate_size") or 0)
+
+
 def _step_bytes(config: CheckpointConfig, tokens: int, rows: int, compute: str) -> int:
     """What the plugin keeps for the values between operations, as wide as its arithmetic, and the logits in float32.
 
@@ -168,6 +182,6 @@ def _step_bytes(config: CheckpointConfig, tokens: int, rows: int, compute: str) 
     """
     head = int(config["head_size"])
     fused = head * (int(config["num_attention_heads"]) + 2 * int(config["num_key_value_heads"]))
-    wide = 4 * int(config["intermediate_size"]) + 4 * int(config["hidden_size"])
+    wide = 4 * _inner_width(config) + 4 * int(config["hidden_size"])
     numbers, item = (wide + 2 * fused, 4) if compute == "f32" else (wide + 3 * fused, 2)
     return tokens * numbers * item + rows * int(config["vocab_size"]) * 4
