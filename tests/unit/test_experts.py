@@ -169,6 +169,9 @@ def test_decoders_say_how_tokens_choose(tmp_path: Path, family: str, changes: di
     assert (decoder.mlp, decoder.activation, decoder.experts) == ("experts", "silu", experts)
     assert decoder.attention_bias == (family == "qwen2_moe")
     assert decoder.qk_norm == (family == "qwen3_moe")
+    flat = {key: value for key, value in config.items() if key != "moe"} | {"moe_num_experts": 8, "moe_top_k": 2}
+    with pytest.raises(UnsupportedModelError, match="has no `moe` object"):
+        architectures.family(config["architecture"]).decoder(flat)
     config["moe"]["normalization_mode"] = 2
     with pytest.raises(UnsupportedModelError, match="normalization_mode 2"):
         architectures.family(config["architecture"]).decoder(config)

@@ -36,7 +36,7 @@ def expert_targets(config: CheckpointConfig, names: ExpertNames, layer: int) -> 
 
     The router is float32 in every checkpoint: which experts work on a token hangs on small differences.
     """
-    hidden, inner, count = config["hidden_size"], expert_size(config), config["moe"]["num_experts"]
+    hidden, inner, count = config["hidden_size"], expert_size(config), _moe(config)["num_experts"]
     ours, theirs = f"transformer.layers.{layer}.mlp.", f"model.layers.{layer}."
     yield Target(
         name=f"{ours}router.weight",
@@ -99,9 +99,21 @@ def expert_counts(hf: HfConfig, count: str) -> tuple[int, int]:
     return experts, chosen
 
 
+def _moe(config: CheckpointConfig) -> dict[str, Any]:
+    """The `moe` object; UnsupportedModelError for checkpoints of TensorRT-LLM ≤ 0.9, which had flat keys instead."""
+    moe: dict[str, Any] = config.get("moe") or {}
+    if not moe.get("num_experts") or not moe.get("top_k"):
+        raise UnsupportedModelError(
+            f"The config of this {config['architecture']} checkpoint has no `moe` object with num_experts and top_k; "
+            "TensorRT-LLM up to 0.9 named experts in another way.",
+            hint="Convert the original model again.",
+        )
+    return moe
+
+
 def experts_of(config: CheckpointConfig) -> Experts:
     """The experts by a checkpoint's config; UnsupportedModelError for a normalisation that no family here has."""
-    moe: dict[str, Any] = config["moe"]
+    moe = _moe(config)
     mode = moe.get("normalization_mode")
     if mode not in (NOT_NORMALIZED, RENORMALIZED):
         raise UnsupportedModelError(
