@@ -1,0 +1,238 @@
+"""Memory and disk as `trtserve plan` foresees them, beside what the processes of the stages really take.
+
+Run as `python -m tests.benchmarks.bench_plan --work FOLDER`. Every case converts, builds and serves a random Llama with
+the real commands; memory is RssAnon + RssShmem of their processes, sampled. Memory is taken when it is first used: the
+server is asked with prompts of several lengths, one of which fills a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MODELS: dict[str, dict[str, int]] = {
+    "30m": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
+            "intermediate_size": 1024},
+    "130m": {"hidden_size": 640, "num_hidden_layers": 20, "num_attention_heads": 10, "num_key_value_heads": 5,
+             "intermediate_size": 1728},
+    "290m": {"hidden_size": 1024, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,
+             "intermediate_size": 2816},
+    "1.1b": {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
+             "intermediate_size": 5632},
+}  # fmt: skip
+CASES = (
+    ("30m", "float32", "none"),
+    ("30m", "float16", "int8"),
+    ("130m", "bfloat16", "none"),
+    ("130m", "float32", "none"),
+    ("290m", "float16", "none"),
+    ("290m", "float32", "none"),
+    ("290m", "bfloat16", "int8"),
+    ("1.1b", "float16", "none"),
+    ("1.1b", "bfloat16", "int8"),
+)
+TOKENS = 1024
+LENGTHS = (16, 64, 256)
+BOUND = 0.10
+TIMEOUT = 900.0
+SAMPLE_SECONDS = 0.004
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of one case: bytes foreseen and measured, and the relative error."""
+
+    case: str
+    stage: str
+    what: str
+    planned: int
+    measured: int
+
+    @property
+    def error(self) -> float:
+        """Deviation of the plan, as a part of what was measured."""
+        return self.planned / self.measured - 1
+
+
+def generate(folder: Path, model: str) -> None:
+    """Write a random float16 Llama."""
+    from tests.support.tiny_models import write_tiny_model
+
+    sizes = MODELS[model] | {"vocab_size": 32000, "max_position_embeddings": 2048}
+    write_tiny_model(folder, "llama", dtype="float16", gain=0.05, **sizes)
+
+
+class Watched:
+    """A command and its children while they run; `peak` is the largest sum of their RssAnon + RssShmem."""
+
+    def __init__(self, environment: dict[str, str], *arguments: str) -> None:
+        self._began = time.monotonic()
+        self.peak = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trtserve", *arguments],
+            env=environment, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def sample(self) -> None:
+        """Read the memory of all processes once."""
+        self.peak = max(self.peak, sum(map(_private_bytes, _tree(self._process.pid))))
+        if time.monotonic() - self._began > TIMEOUT:
+            self._process.kill()
+            raise SystemExit("a stage did not come to its end")
+        time.sleep(SAMPLE_SECONDS)
+
+    def line(self) -> str:
+        """The first line of its output."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def wait(self) -> int:
+        """The peak, when the command has ended well."""
+        while self._process.poll() is None:
+            self.sample()
+        if self._process.returncode:
+            raise SystemExit(f"{self._process.args!r} ended with code {self._process.returncode}")
+        return self.peak
+
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def interrupt(self) -> None:
+        """End it as Ctrl-C does."""
+        import signal
+
+        self._process.send_signal(signal.SIGINT)
+        self._process.communicate(timeout=60)
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants, without those that are copies of their parent for a moment (fork before exec)."""
+    import psutil
+
+    try:
+        root = psutil.Process(pid)
+        children = root.children(recursive=True)
+        return [pid, *(child.pid for child in children if child.cmdline() != psutil.Process(child.ppid()).cmdline())]
+    except psutil.Error:
+        return [pid]
+
+
+def _private_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def run_case(work: Path, model: str, dtype: str, quantize: str) -> list[Row]:
+    """Plan, then convert, build and serve, and compare."""
+    source, home = work / f"plan-{model}", work / "plan-home"
+    if not (source / "config.json").exists():
+        generate(source, model)
+    shutil.rmtree(home, ignore_errors=True)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRTSERVE_")} | {"TRTSERVE_HOME": str(home)}
+    case = f"{model} {dtype}" + (f" {quantize}" if quantize != "none" else "")
+    convert, build = ("--dtype", dtype, "--quantize", quantize), ("--max-seq-len", "2048", "--max-num-tokens", "1024")
+    cache = ("--max-tokens-in-paged-kv-cache", str(2 * TOKENS))
+    planned = _planned(environment, str(source), *convert, *build, *cache)
+
+    def row(stage: str, what: str, measured: int) -> Row:
+        return Row(case=case, stage=stage, what=what, planned=planned[stage][what], measured=measured)
+
+    def made(stage: str, *arguments: str) -> tuple[Path, list[Row]]:
+        watched = Watched(environment, *arguments, "--quiet")
+        peak = watched.wait()
+        folder = Path(watched.line().strip())
+        return folder, [row(stage, "memory", peak), row(stage, "disk", _size(folder))]
+
+    checkpoint, rows = made("convert", "convert", str(source), *convert, "--name", "bench")
+    engine, more = made("build", "build", str(checkpoint), *build, "--name", "bench")
+    repository = Watched(environment, "repo", str(engine), "--tokenizer", str(source), *cache, "--quiet")
+    repository.wait()
+    folder = repository.line().strip()
+    peak = serve(environment, folder, vocab=32000)
+    shutil.rmtree(home)
+    return [*rows, *more, row("start", "memory", peak)]
+
+
+def _planned(environment: dict[str, str], *arguments: str) -> dict[str, dict[str, Any]]:
+    command = [sys.executable, "-m", "trtserve", "plan", *arguments, "--json", "--quiet"]
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, timeout=TIMEOUT).stdout
+    return {stage["stage"]: stage for stage in json.loads(output)["result"]["stages"]}
+
+
+def serve(environment: dict[str, str], repository: str, *, vocab: int) -> int:
+    """Peak of a server that is asked questions of all lengths, since kernels pack weights by the size of a step."""
+    server = Watched(environment, "start", "--model-repository", repository, "--auto-ports", "--quiet")
+    if not server.line().strip():
+        raise SystemExit("the server did not start")
+    try:
+        _ask(server, environment, ["Hello"])
+        for number, length in enumerate((*LENGTHS, TOKENS - 8, TOKENS - 8)):
+            tokens = [3 + (number + position) % (vocab - 3) for position in range(length)]
+            file = Path(environment["TRTSERVE_HOME"]) / "tokens.csv"
+            file.write_text(",".join(map(str, tokens)) + "\n")
+            _ask(server, environment, ["--model", "tensorrt_llm", "--input-tokens-csv", str(file)])
+    finally:
+        server.interrupt()
+    return server.peak
+
+
+def _ask(server: Watched, environment: dict[str, str], arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "trtserve", "query", "--max-tokens", "8", *arguments]
+    question = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    while question.poll() is None:
+        server.sample()
+    if question.returncode:
+        raise SystemExit("a question was not answered")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown, in MB (10^6 bytes)."""
+    lines = ["| Case | stage | what | planned MB | measured MB | error |", "|---" * 6 + "|"]
+    for row in rows:
+        figures = f"{row.planned / 1e6:.0f} | {row.measured / 1e6:.0f} | {100 * row.error:+.1f} %"
+        lines.append(f"| {row.case} | {row.stage} | {row.what} | {figures} |")
+    worst = max(rows, key=lambda row: abs(row.error))
+    lines.append(
+        f"\nLargest error {100 * worst.error:+.1f} % ({worst.case}, {worst.stage}); allowed {100 * BOUND:.0f} %"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parse, measure, print the table, and write it as JSON; ends with code 1 when an error is beyond the bound."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path(".bench"), help="folder for models and artefacts (8 GB)")
+    parser.add_argument("--out", type=Path, help="folder for plan.json; default: the work folder")
+    parser.add_argument("--pairs", type=int, default=7, help="not used: every case is measured once")
+    parser.add_argument("--case", type=int, action="append", choices=range(len(CASES)), help="only these cases")
+    arguments = parser.parse_args()
+    work = arguments.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for number in arguments.case or range(len(CASES)):
+        rows += run_case(work, *CASES[number])
+        print(table(rows), flush=True)
+    report = {"rows": [{**asdict(row), "error": row.error} for row in rows]}
+    ((arguments.out or work) / "plan.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    sys.exit(any(abs(row.error) > BOUND for row in rows))
+
+
+if __name__ == "__main__":
+    main()
