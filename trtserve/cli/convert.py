@@ -17,6 +17,7 @@ from trtserve.cli.options import (
     QuantizeOption,
     QuietOption,
     TpSizeOption,
+    VerifyOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.convert import Plan, convert_model, destination_of, find_model, plan_conversion
@@ -36,10 +37,7 @@ def convert(
     quantize: QuantizeOption = "none",
     name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
     out: OutOption = None,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="Compare it with the model, as `check` does, and publish it only if it passes."),
-    ] = False,
+    verify: VerifyOption = False,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,

@@ -36,6 +36,7 @@ from trtserve.cli.options import (
     RuntimeOption,
     SpeculativeModeOption,
     TpSizeOption,
+    VerifyOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.cli.repo import (
@@ -59,7 +60,7 @@ from trtserve.cli.repo import (
     repository_spec,
 )
 from trtserve.machine import gibibytes
-from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def import_(
     moe_ep_size: MoeEpSizeOption = None,
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "none",
+    verify: VerifyOption = False,
     max_batch_size: MaxBatchSizeOption = None,
     max_input_len: MaxInputLenOption = None,
     max_seq_len: MaxSeqLenOption = None,
@@ -175,6 +177,7 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
         engine_out=engine_destination(name),
         out=options["out"],
         discard_intermediate=options["discard_intermediate"],
+        verify=CheckSpec() if options["verify"] else None,
     )
 
 

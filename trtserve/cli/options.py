@@ -34,6 +34,12 @@ DtypeOption = Annotated[
 QuantizeOption = Annotated[
     str, typer.Option("--quantize", help="none, or int8 (weight-only; done when the engine is built).")
 ]
+VerifyOption = Annotated[
+    bool,
+    typer.Option(
+        "--verify", help="Compare the checkpoint with the model, as `check` does, and go on only if it passes."
+    ),
+]
 MaxBatchSizeOption = Annotated[
     int | None, typer.Option("--max-batch-size", help="Requests that are served at once; default: 16.")
 ]

@@ -36,7 +36,7 @@ from trtserve.repo import (
     tokenizer_files,
 )
 from trtserve.repo.engine import read_engine
-from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec, RepositorySpec
 from trtserve.store import NameRecord, Store, reusable
 from trtserve.triton.profiles import profile
 from trtserve.triton.settings import resolve_settings
@@ -107,7 +107,8 @@ class ImportSpec:
 
     `tokenizer` is a Hugging Face folder, None for the model's own; `draft` is the engine of a draft model, and
     `draft_tokenizer` its tokenizer's folder where that is known. `engine_out` and `out` are the folders of engine and
-    repository, None for the store; `discard_intermediate` removes the checkpoint when the repository is there.
+    repository, None for the store; `discard_intermediate` removes the checkpoint when the repository is there. With
+    `verify` the checkpoint is compared with the model before it is built, also one that is reused.
     """
 
     source: str
@@ -120,6 +121,7 @@ class ImportSpec:
     engine_out: Path | None = None
     out: Path | None = None
     discard_intermediate: bool = False
+    verify: CheckSpec | None = None
 
     @property
     def name(self) -> str:
@@ -287,14 +289,14 @@ def import_to_repository(
 
 def _make_engine(spec: ImportSpec, model: Model, conversion: Conversion, store: Store, progress: Progress) -> Engine:
     build = _plan_build(spec, conversion, store)
-    if build.reused:
+    if build.reused and spec.verify is None:
         place = destination_of(conversion, spec.name, store=store)
         progress.step(f"Checkpoint {place.path} is reused" if place.reused else "No checkpoint is needed any more")
         progress.step(f"Engine {build.path} is reused")
         return _engine(build)
     # A tokenizer that does not work is told before the long work, not after it.
     check_tokenizer(spec.tokenizer_of(model), conversion.config["vocab_size"])
-    checkpoint = convert_model(model, spec.convert, name=spec.name, store=store, progress=progress)
+    checkpoint = convert_model(model, spec.convert, name=spec.name, store=store, verify=spec.verify, progress=progress)
     return build_engine(checkpoint, spec.build, name=spec.name, out=spec.engine_out, store=store, progress=progress)
 
 
