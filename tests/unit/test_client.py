@@ -138,6 +138,11 @@ def test_generate_body_has_scalars_and_lists() -> None:
         ("[request id: 4f-7] Server is stopping", "Server is stopping"),
         ("prompt too long\n\nAt:\n  /models/1/model.py(3): execute\n", "prompt too long"),
         ("Traceback (most recent call last):\n  File x\nValueError: too long\n", "ValueError: too long"),
+        (
+            "An error occurred when processing the input values for request id r-1, the error was 'seed is 'x'; wrong'",
+            "seed is 'x'; wrong",
+        ),
+        ("An error occurred when processing the input values, the error was 'no stream'", "no stream"),
     ],
 )
 def test_server_texts_lose_their_stack(message: str, expected: str) -> None:
@@ -154,6 +159,21 @@ def test_prompt_that_is_too_long_has_a_hint() -> None:
     error = refused(f"Encountered an error when fetching new request: {words}")
     assert error.message == words
     assert "--max-input-len" in str(error.hint)
+
+
+@pytest.mark.parametrize(
+    ("message", "flag"),
+    [
+        ("Requested beam width 9 is larger than configured max beam width 4", "--max-beam-width"),
+        ("return_context_logits needs an engine that was built with gather_context_logits", "--gather-context-logits"),
+        ("Invalid low_rank (32). low_rank must be smaller than mMaxLowRank (8)", "--max-lora-rank"),
+        ("LoRA task 9 not found in cache. Please send LoRA weights with request", "--lora-path"),
+        ("Draft tokens length (40) exceeds maximum draft tokens length (4).", "--max-draft-len"),
+        ("cannot perform speculative decoding without draft model", "--draft-engine"),
+    ],
+)
+def test_refusals_name_the_flag_that_helps(message: str, flag: str) -> None:
+    assert flag in str(refused(message).hint)
 
 
 def test_http_port_for_the_grpc_port_is_told() -> None:

@@ -17,8 +17,37 @@ _REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
 _OTHER_PROTOCOL = re.compile(r"socket closed|http1|parsing http", re.IGNORECASE)
 _HANDSHAKE_FAILED = re.compile(r"ssl|handshake|certificate", re.IGNORECASE)
 _FETCHING = "Encountered an error when fetching new request: "
-_TOO_LONG = re.compile(r"exceeds maximum input length", re.IGNORECASE)
-_STUB_DEAD = re.compile(r"Stub process '[^']*' is not healthy")
+# The preprocessing and BLS models' preamble of a wrong input.
+_WRONG_INPUT = re.compile(
+    r"^An error occurred when processing the input values(?: for request id \S+)?, the error was '(.*)'$", re.DOTALL
+)
+# What the server refuses a request with → what to do.
+_HINTS = (
+    (
+        re.compile(r"Stub process '[^']*' is not healthy"),
+        "A process of the server has died; `trtserve status` names the server: stop it and start it again.",
+    ),
+    (
+        re.compile("exceeds maximum input length", re.IGNORECASE),
+        "Shorten the prompt, or build with a larger --max-input-len.",
+    ),
+    (
+        re.compile("larger than configured max beam width"),
+        "Ask for fewer beams, or build with a larger --max-beam-width.",
+    ),
+    (re.compile("built with gather_context_logits"), "Build it again with --gather-context-logits."),
+    (re.compile("built with gather_generation_logits"), "Build it again with --gather-generation-logits."),
+    (re.compile("mMaxLowRank"), "Build the engine again with a larger --max-lora-rank."),
+    (re.compile("LoRA task .* not found in cache"), "Give the weights again: --lora-path, or --lora NAME."),
+    (
+        re.compile("exceeds maximum draft tokens length"),
+        "Propose fewer tokens, or build with a larger --max-draft-len.",
+    ),
+    (
+        re.compile("speculative decoding without draft model"),
+        "Give the repository one: trtserve repo … --draft-engine ENGINE.",
+    ),
+)
 
 
 class RequestCancelledError(RequestError):
@@ -41,8 +70,8 @@ def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableErr
 
 
 def plain(message: str) -> str:
-    """The server's error text without its request id, the executor's preamble and the python backend's stack."""
-    message = _REQUEST_ID.sub("", message).removeprefix(_FETCHING)
+    """The server's error text without its request id, the models' preambles and the python backend's stack."""
+    message = _WRONG_INPUT.sub(r"\1", _REQUEST_ID.sub("", message).removeprefix(_FETCHING))
     if "Traceback (most recent call last)" in message:
         return message.strip().splitlines()[-1].strip()
     return message.split("\n\nAt:\n", maxsplit=1)[0].strip()
@@ -50,11 +79,7 @@ def plain(message: str) -> str:
 
 def refused(message: str) -> RequestError:
     """Error for a request that the server answered with an error text."""
-    hint = None
-    if _STUB_DEAD.search(message):
-        hint = "A process of the server has died; `trtserve status` names the server: stop it and start it again."
-    elif _TOO_LONG.search(message):
-        hint = "Shorten the prompt, or build with a larger --max-input-len."
+    hint = next((hint for pattern, hint in _HINTS if pattern.search(message)), None)
     return RequestError(plain(message), hint=hint)
 
 

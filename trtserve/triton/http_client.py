@@ -180,6 +180,9 @@ class HttpClient:
             return RequestError(message, hint="Raise the bound with --timeout.")
         if isinstance(error, http.client.IncompleteRead):
             return unreachable(self._where, "the connection ended in the middle of the answer")
+        if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
+            hint = "If that is the gRPC port, use --protocol grpc (query) or give the HTTP port."
+            return unreachable(self._where, "what answers there does not speak HTTP", hint=hint)
         hint = ""
         if isinstance(error, ssl.SSLCertVerificationError):
             hint = "--root-certificates names the roots that this server's certificate is signed with."
