@@ -11,7 +11,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtserve.artifacts import MANIFEST, Adapter, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
+from trtserve.artifacts import (
+    KINDS,
+    MANIFEST,
+    Adapter,
+    Artifact,
+    Checkpoint,
+    Engine,
+    Manifest,
+    Model,
+    ModelRepository,
+)
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.servers import Server, list_servers
 from trtserve.store import NameRecord, Store, locked, writing
@@ -24,8 +34,9 @@ class Entry:
     """One name in the store.
 
     `size` counts bytes on disk, older builds of the name included, a file with several hard links once. `precision`
-    describes the engine; `repository` and `imported` are empty for a name that was pulled only. `server` is the running
-    server's name; `older_build` is True when it serves a repository that the name meant before.
+    describes the engine; `imported` is empty for a name that `import` brought to no repository, `repository` for one
+    that has none. `server` is the running server's name; `older_build` is True when it serves a repository that the
+    name meant before.
     """
 
     name: str
@@ -58,7 +69,7 @@ def list_imported(store: Store | None = None) -> list[Entry]:
     servers = list_servers(store)
     folders = _names_in_store(store)
     entries = [_recorded_entry(record, folders.pop(record.name, []), servers) for record in records]
-    return entries + [_loose_entry(name, folders[name]) for name in sorted(folders)]
+    return entries + [_loose_entry(name, folders[name], servers) for name in sorted(folders)]
 
 
 def plan_removal(names: Collection[str], *, everything: bool = False, store: Store | None = None) -> Removal:
@@ -148,7 +159,7 @@ def _unfinished(store: Store) -> Iterator[Path]:
 
 
 def _recorded_entry(record: NameRecord, folders: list[Path], servers: list[Server]) -> Entry:
-    server, older = _server_of(record, servers)
+    server, older = _server_of(record.name, record.repository, servers)
     return Entry(
         name=record.name,
         source=record.source,
@@ -161,25 +172,36 @@ def _recorded_entry(record: NameRecord, folders: list[Path], servers: list[Serve
     )
 
 
-def _server_of(record: NameRecord, servers: Iterable[Server]) -> tuple[str | None, bool]:
+def _server_of(name: str, repository: str, servers: Iterable[Server]) -> tuple[str | None, bool]:
     """The server of a name, and whether it serves an older build: the newest build's server comes first."""
     older = None
     for server in servers:
-        if server.repository.resolve() == Path(record.repository).resolve():
+        if server.repository.resolve() == Path(repository).resolve():
             return server.name, False
         with suppress(ArtifactError):
-            if Manifest.read(server.repository).name == record.name:
+            if Manifest.read(server.repository).name == name:
                 older = server.name
     return older, older is not None
 
 
-def _loose_entry(name: str, folders: list[Path]) -> Entry:
-    specs = [Manifest.read(folder).spec for folder in folders]
+def _loose_entry(name: str, folders: list[Path], servers: Iterable[Server]) -> Entry:
+    manifests = {folder: Manifest.read(folder) for folder in folders}
+    specs = [manifest.spec for manifest in manifests.values()]
     # A folder may have been typed relative to another working directory.
     keys = [(spec, "location" if spec.get("kind") == "folder" else "source") for spec in specs]
     source = next((str(spec[key]) for spec, key in keys if spec.get(key)), "")
+    repositories = [folder for folder in folders if manifests[folder].kind == KINDS[ModelRepository]]
+    repository = max(repositories, key=lambda folder: manifests[folder].created, default=None)
+    server, older = (None, False) if repository is None else _server_of(name, str(repository), servers)
     return Entry(
-        name=name, source=source, size=disk_usage(folders), precision="", repository="", imported="", server=None
+        name=name,
+        source=source,
+        size=disk_usage(folders),
+        precision="",
+        repository=str(repository or ""),
+        imported="",
+        server=server,
+        older_build=older,
     )
 
 

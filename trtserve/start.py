@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,27 +93,33 @@ class Plan:
 def find_repository(
     name: str | None = None, *, path: Path | None = None, store: Store | None = None
 ) -> ModelRepository:
-    """The model repository at `path`, or of the import `name`, or of the last import.
+    """The model repository at `path`, or of the import or repository `name`, or of the last import.
 
-    ModelNotFoundError when nothing was imported (under that name).
+    ModelNotFoundError when nothing was imported or made (under that name).
     """
     if path is not None:
         if name is not None:
             raise UsageError(f"Both a name ({name}) and --model-repository were given; give one.")
         return _open(path)
-    records = (store or Store()).recorded()
+    store = store or Store()
+    records = store.recorded()
     chosen = [record for record in records if name is None or record.name == name]
     if chosen:
         return _open(Path(chosen[0].repository))
+    made = store.made(ModelRepository)
+    if name in made:
+        return _open(made[name].path)
     if name is not None and (os.sep in name or Path(name).is_dir()):
         raise _folder_for_name(name)
     what = "Nothing has been imported yet." if name is None else f"Nothing was imported under the name {name}."
-    known = (
-        f"Imported: {', '.join(record.name for record in records)}."
-        if records
-        else "Import a model: trtserve import demo"
-    )
-    raise ModelNotFoundError(what, hint=known)
+    raise ModelNotFoundError(what, hint=_known_names([record.name for record in records], made))
+
+
+def _known_names(imported: list[str], made: Collection[str]) -> str:
+    others = sorted(set(made) - set(imported))
+    known = [f"Imported: {', '.join(imported)}."] if imported else []
+    known += [f"Made by `trtserve repo`: {', '.join(others)}."] if others else []
+    return " ".join(known) or "Import a model: trtserve import demo"
 
 
 def _folder_for_name(folder: str) -> ModelNotFoundError:

@@ -279,7 +279,7 @@ class Store:
         """
         folder = Path(text).expanduser()
         fits = folder.is_dir() and (folder.name != text or looks_like(kind, folder))
-        made = {} if fits else self._made(kind)
+        made = {} if fits else self.made(kind)
         if folder.is_dir() and text not in made:
             return kind(path=folder.absolute(), manifest=load_artifact(kind, folder).manifest)
         if folder.is_dir():
@@ -289,11 +289,11 @@ class Store:
         close = difflib.get_close_matches(text, made, n=3, cutoff=0.5)
         known = f"Did you mean {' or '.join(close)}?" if close else f"Names here: {', '.join(sorted(made)) or 'none'}."
         raise ModelNotFoundError(
-            f"{text} is neither a folder nor the name of a {KINDS[kind]} that was made here.",
+            f"{text} is neither a folder nor the name of {_article(KINDS[kind])} that was made here.",
             hint=f"{known} To make one: trtserve {_MADE_BY[kind].format(name=text)}",
         )
 
-    def _made(self, kind: type[A]) -> dict[str, A]:
+    def made(self, kind: type[A]) -> dict[str, A]:
         """Complete artefacts of `kind` by name: the recorded one of each name, else the newest."""
         found = []
         for path in self.folder(kind).glob(f"[!.]*/{MANIFEST}"):
@@ -325,6 +325,10 @@ class Store:
         """All imported names, newest first."""
         records = [_read_record(path) for path in self.names.glob("*.json") if not path.name.startswith(".")]
         return sorted(records, key=lambda record: record.imported, reverse=True)
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def _created(artefact: Artifact) -> str:

@@ -89,6 +89,14 @@ def _serving(name: str, repository: Path) -> None:
     write_state(server, Store())
 
 
+def test_a_repository_without_an_import_is_listed_with_its_server() -> None:
+    made = _artifact(ModelRepository, "made", "1")
+    _serving("elsewhere", made)
+    assert [(e.name, e.repository, e.server, e.imported) for e in list_imported()] == [
+        ("made", str(made), "elsewhere", "")
+    ]
+
+
 def test_a_server_of_an_older_build_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     older = _imported("mine", mark="1")
     newer = _imported("mine", mark="2", at="2026-02-01")

@@ -12,11 +12,13 @@ import pytest
 
 from tests.support.model_modules import load
 from tests.support.tiny_models import write_tiny_model
-from trtserve.artifacts import Engine
+from trtserve.artifacts import Adapter, Engine, Manifest
 from trtserve.cli.app import run
+from trtserve.cli.repo import parse_adapters
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
+from trtserve.store import Store
 
 SPEC = RepositorySpec(name="tiny")
 Q, V = 1, 3
@@ -136,3 +138,15 @@ def test_command(engine: Engine, tokenizer: Path, tmp_path: Path, capsys: pytest
     assert "is not NAME=FOLDER" in capsys.readouterr().err
     assert run([*arguments, given, given]) == UsageError.code
     assert "gives poet twice" in capsys.readouterr().err
+
+
+def test_a_converted_adapter_has_precedence_over_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "poet").mkdir()
+    (tmp_path / "poet" / "adapter_config.json").write_text("{}")
+    store = Store(tmp_path / "home")
+    assert parse_adapters(["x=poet"], store) == {"x": tmp_path / "poet"}
+    converted = write_adapter(store.folder(Adapter) / "poet-1")
+    Manifest(kind="adapter", name="poet", fingerprint="1" * 64).write(converted)
+    assert parse_adapters(["x=poet"], store) == {"x": converted}
+    assert parse_adapters(["x=./poet"], store) == {"x": tmp_path / "poet"}

@@ -126,3 +126,9 @@ def test_what_the_core_model_needs_cannot_be_emptied() -> None:
 def test_release_decides_what_is_known() -> None:
     with pytest.raises(UsageError, match=r"release 0\.12"):
         resolve_settings({"cuda_graph_mode": "true"}, profile("0.12"))
+
+
+def test_a_parameter_of_other_releases_is_told() -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve_settings({"guided_decoding_backend": "xgrammar"}, profile("0.12"))
+    assert caught.value.hint == "Releases that have it: 0.19 – 0.21, 1.0 –."

@@ -66,6 +66,17 @@ def test_the_last_import_is_the_default(tmp_path: Path) -> None:
     assert caught.value.hint == "Imported: second, first."
 
 
+def test_a_repository_that_was_made_has_a_name_too(tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    for mark, created in (("1", "2026-01-02"), ("2", "2026-01-01")):
+        path = write_probe_repository(store.folder(ModelRepository) / f"fast-{mark}")
+        Manifest(kind="repository", name="fast", fingerprint=mark * 64, created=created).write(path)
+    assert find_repository("fast", store=store).path.name == "fast-1"
+    with pytest.raises(ModelNotFoundError) as caught:
+        find_repository("third", store=store)
+    assert caught.value.hint == "Made by `trtserve repo`: fast."
+
+
 def test_without_an_import_it_is_said_how_to_import(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         find_repository(store=Store(tmp_path))

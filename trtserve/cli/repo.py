@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trtserve.artifacts import Adapter, Engine, Model
+from trtserve.artifacts import Adapter, Engine, Model, looks_like
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.errors import TrtserveError, UsageError
@@ -188,9 +188,16 @@ def parse_adapters(texts: Sequence[str], store: Store) -> dict[str, Path]:
             raise UsageError(f"--lora {text!r} is not NAME=FOLDER.", hint="For example: --lora poet=./poet-lora")
         if name in adapters:
             raise UsageError(f"--lora gives {name} twice.")
-        given = Path(folder).expanduser()
-        adapters[name] = given.absolute() if given.is_dir() else store.find(Adapter, folder).path
+        adapters[name] = _adapter_folder(folder, store)
     return adapters
+
+
+def _adapter_folder(text: str, store: Store) -> Path:
+    """A PEFT folder gives way to the converted adapter of the same name: `trtserve lora ./poet`, `--lora poet=poet`."""
+    folder = Path(text).expanduser()
+    if folder.is_dir() and (looks_like(Adapter, folder) or text not in store.made(Adapter)):
+        return folder.absolute()
+    return store.find(Adapter, text).path
 
 
 def find_draft(text: str | None, store: Store, progress: TerminalProgress) -> tuple[Engine | None, Path | None]:

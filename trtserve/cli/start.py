@@ -26,7 +26,9 @@ from trtserve.triton.server import client_host
 
 
 def start(
-    name: Annotated[str | None, typer.Argument(help="Name of an import; default: the last one.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Name of an import or a repository; default: the last import.")
+    ] = None,
     triton_arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- TRITON FLAGS]", help="Flags for tritonserver itself.")
     ] = None,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.triton.parameters import find_parameter
+from trtserve.triton.parameters import PARAMETERS, find_parameter
 from trtserve.triton.profiles import CORE, Profile
 from trtserve.triton.tables.parameters import FIELDS
 
@@ -83,9 +83,18 @@ def _check(key: str, model: str, name: str, table: Profile) -> None:
         return
     others = [f"{other}.{name}" for other, each in table.models.items() if name in [p.name for p in each.parameters]]
     extra = [*_FIELDS, *_RENAMED] if model == CORE else []
+    elsewhere = _releases(model, name)
+    hint = f"Releases that have it: {elsewhere}." if elsewhere else _suggest(name, known + extra)
     raise UsageError(
         f"--set {key}: {model} has no parameter {name!r} in release {table.release}.",
-        hint=f"Did you mean {' or '.join(others)}?" if others else _suggest(name, known + extra),
+        hint=f"Did you mean {' or '.join(others)}?" if others else hint,
+    )
+
+
+def _releases(model: str, name: str) -> str:
+    """The releases that have the parameter, such as `0.19 – 0.21, 1.0 –`; empty when none has."""
+    return ", ".join(
+        f"{row.since} – {row.until or ''}".rstrip() for row in PARAMETERS.get(model, ()) if row.name == name
     )
 
 
