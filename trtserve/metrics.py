@@ -128,5 +128,5 @@ def _silent(source: Source) -> ServerDiedError | ServerUnreachableError:
     port = source.address.metrics_port
     return ServerUnreachableError(
         f"{source.name} does not answer on its metrics port {port}.",
-        hint="It may still be starting (`trtserve status`), or be run with --allow-metrics=false.",
+        hint="It may be starting or be run with --allow-metrics=false, or this is another port: `trtserve status`.",
     )

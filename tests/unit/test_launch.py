@@ -50,3 +50,13 @@ def test_a_port_whose_owner_is_not_visible_is_believed(
         assert identity is not None
         launch.wait_until_ready(identity, address, tmp_path / "log", timeout=1)
         other.communicate(b"\n")
+
+
+def test_a_port_that_was_lost_is_told(tmp_path: Path) -> None:
+    reason = "failed to start GRPC service: Unavailable - Socket '127.0.0.1:1' already in use "
+    line = f'E1120 12:17:16.145471 9428 main.cc:245] "{reason}"'
+    identity = spawn(Command(argv=(sys.executable, "-c", f"import sys; sys.exit({line!r})")), log=tmp_path / "log")
+    nobody = Address(host="127.0.0.1", http_port=1, grpc_port=2, metrics_port=3)
+    with pytest.raises(ServerStartError, match="already in use") as caught:
+        launch.wait_until_ready(identity, nobody, tmp_path / "log", timeout=10)
+    assert "--auto-ports" in str(caught.value.hint)

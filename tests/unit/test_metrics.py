@@ -199,6 +199,7 @@ def test_tables_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: p
         record(port)
         assert run(["metrics", "demo"]) == 0
     text = Text.from_ansi(capsys.readouterr().out).plain
+    assert any(line.strip() == "tensorrt_llm" for line in text.splitlines())
     row = next(line for line in text.splitlines() if line.startswith("│ tensorrt_llm │ 4"))
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
         "tensorrt_llm",

@@ -186,3 +186,13 @@ def test_wrong_use_is_told_before_anything_is_sent(
 ) -> None:
     assert run(["query", *arguments, "--url", "127.0.0.1:1"]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_failed_stream_ends_its_line_if_it_began_one(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = Sink(stream=True, json=False, verbose=False)
+    sink.broken()
+    assert capsys.readouterr().out == ""
+    assert sink.on_text is not None
+    sink.on_text("Mach")
+    sink.broken()
+    assert capsys.readouterr().out == "Mach\n"

@@ -72,8 +72,8 @@ def _described(source: Source, reading: Reading) -> dict[str, object]:
 
 def _print(reading: Reading) -> None:
     """Two tables on a terminal; elsewhere lines of one form: model, family, value of, value."""
-    core = [row for each in reading.core for row in _core_rows(each)]
     if not sys.stdout.isatty():
+        core = [row for each in reading.core for row in _core_rows(each)]
         counted = [
             (each.model, f"nv_inference_{name}", "-", _number(value))
             for each in reading.models
@@ -81,8 +81,9 @@ def _print(reading: Reading) -> None:
         ]
         print_table(_CORE_COLUMNS, [*core, *counted])
         return
-    if core:
-        print_table(_CORE_COLUMNS, core)
+    for each in reading.core:
+        # The model stands above its table, which so fits into 80 columns.
+        print_table(_CORE_COLUMNS[1:], [row[1:] for row in _core_rows(each)], title=each.model)
     print_table(_MODEL_COLUMNS, [_model_row(each) for each in reading.models])
 
 

@@ -71,7 +71,7 @@ class Sink:
 
     def broken(self) -> None:
         """End the line of an answer that does not come to its end."""
-        if self.stream:
+        if self._printed:
             output.print_data("")
 
     def finish(self, spec: QuerySpec, endpoint: Endpoint) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LORA_WEIGHTS = "model.lora_weights.npy"
 LORA_CONFIG = "model.lora_config.npy"
+_WITHOUT_ADAPTERS = "It has none: give it some with `trtserve repo --lora NAME=FOLDER`, or send one with --lora-path."
 _INLINE_IDS = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*,?\s*")
 
 
@@ -62,9 +63,8 @@ def _named_adapter(context: Context, name: str) -> dict[str, Tensor]:
     """By the input `lora_name` where the model resolves names; else from the repository's lora.json."""
     known = _adapters(context.repository)
     if known is not None and name not in known:
-        raise UsageError(
-            f"The repository has no adapter {name!r}.", hint=f"Its adapters: {', '.join(sorted(known)) or 'none'}."
-        )
+        others = f"Its adapters: {', '.join(sorted(known))}." if known else _WITHOUT_ADAPTERS
+        raise UsageError(f"The repository has no adapter {name!r}.", hint=others)
     if context.model.has("lora_name"):
         return context.scalar(name, "lora_name")
     if known is None or context.repository is None:

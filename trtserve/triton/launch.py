@@ -13,6 +13,7 @@ from trtserve.triton.server import EXIT_TIMEOUT, Address, is_ready, sweep_shared
 
 STOP_GRACE = EXIT_TIMEOUT + 4.0
 _READY_POLL = 0.1
+_PORT_LOST = "Another program took the port in the meantime: start again with --auto-ports, or choose ports."
 
 
 def wait_until_ready(
@@ -59,7 +60,8 @@ def _start_error(ending: str, log: Path) -> ServerStartError:
         lines = "\n".join(f"  {line}" for line in server_log.tail(log, 5))
         return ServerStartError(f"tritonserver {ending} before it was ready. Its last lines:\n{lines}", log=log)
     text = "\n".join(f"  {str(reason).replace(chr(10), chr(10) + '  ')}" for reason in reasons)
-    return ServerStartError(f"tritonserver {ending} before it was ready:\n{text}", log=log)
+    hint = _PORT_LOST if "already in use" in text else None
+    return ServerStartError(f"tritonserver {ending} before it was ready:\n{text}", hint=hint, log=log)
 
 
 def _timeout_error(timeout: float, log: Path) -> ServerStartError:
