@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.commands import command_line, environment
 from trtserve.cli import run
+from trtserve.cli.query_output import Sink
 from trtserve.query import QuerySpec
 from trtserve.query.options import REQUEST_OPTIONS
 
