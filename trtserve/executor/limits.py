@@ -190,6 +190,9 @@ def fit_to_cache(limits: Limits, *, cache_tokens: int, tokens_per_block: int, fa
     each = f" of {beams} beams" if beams > 1 else ""
     text = f"The KV cache holds {cache_tokens} tokens, less than one sequence{each} of max_seq_len {limits.max_seq_len}"
     if fail or blocks == 0:
-        raise RuntimeError(text)
+        least = beams * tokens_per_block * (-(-limits.max_seq_len // tokens_per_block) if fail else 1)
+        raise RuntimeError(
+            f"{text}. Raise kv_cache_free_gpu_mem_fraction, or max_tokens_in_paged_kv_cache to {least} or more"
+        )
     logger.warning("%s; max_seq_len becomes %d", text, blocks * tokens_per_block)
     return replace(limits, max_seq_len=blocks * tokens_per_block)

@@ -10,7 +10,12 @@ from typing import Any
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The Hugging Face tokenizer in `folder`, from local files only, running no code of the model's author."""
+    """The Hugging Face tokenizer in `folder`, from local files only, running no code of the model's author.
+
+    FileNotFoundError when there is no such folder, which transformers would take for a hub id.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"tokenizer_dir is {folder}, which is no folder on this machine")
     # transformers imports PyTorch wherever it is installed: seconds and hundreds of megabytes that no tokenizer needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
