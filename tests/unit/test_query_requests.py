@@ -308,3 +308,14 @@ def test_options_are_checked(options: dict[str, Any], words: str) -> None:
 def test_combinations_are_checked(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         QuerySpec(prompts=("p",), **settings)
+
+
+def test_an_output_that_is_none_is_refused_with_the_names() -> None:
+    def ask(*outputs: str) -> None:
+        spec = QuerySpec(prompts=TEXT.texts, outputs=outputs)
+        request_tensors(Context(spec=spec, model=described(BLS), prompts=TEXT, tokenizer=None, repository=None))
+
+    ask("text_output")
+    with pytest.raises(UsageError, match="has no output 'logits'") as caught:
+        ask("text_output", "logits")
+    assert "generation_logits" in str(caught.value.hint)

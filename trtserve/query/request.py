@@ -85,9 +85,18 @@ def require_tokenizer(files: TokenizerFiles | None, model: ModelDescription, wha
 
 
 def request_tensors(context: Context) -> list[Tensor]:
-    """The inputs of one request; UsageError for an option or --input that the model does not have."""
+    """The inputs of one request; UsageError for an option, --input or requested output that the model does not have."""
+    _require_outputs(context)
     chosen = {**_prompt(context), **_options(context)}
     return list({**_defaults(context, chosen), **chosen, **_further_inputs(context, chosen)}.values())
+
+
+def _require_outputs(context: Context) -> None:
+    model = context.model
+    for name in context.spec.outputs:
+        if name not in model.outputs:
+            known = ", ".join(sorted(model.outputs))
+            raise UsageError(f"The model {model.name!r} has no output {name!r}.", hint=f"Its outputs: {known}.")
 
 
 def _prompt(context: Context) -> Values:
