@@ -223,7 +223,7 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_full_disk_is_told_before_the_first_byte(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(ID, tiny)
-    monkeypatch.setattr("trtserve.import_.disk.free_disk", lambda path: 1000)
+    monkeypatch.setattr("trtserve.capacity.room.free_disk", lambda path: 1000)
     with pytest.raises(DiskSpaceError, match="MiB"):
         import_model(ID)
     assert not hub.asked_for("model.safetensors")
