@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.build import Plan, build_engine, find_checkpoint, plan_build
 from trtserve.cli.options import (
     AllLogitsOption,
     ContextLogitsOption,
@@ -34,6 +33,9 @@ from trtserve.cli.options import (
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.machine import gibibytes
 from trtserve.specs import BuildSpec
+
+if TYPE_CHECKING:
+    from trtserve.build import Plan
 
 
 def build(
@@ -64,6 +66,8 @@ def build(
     quiet: QuietOption = False,
 ) -> None:
     """Build an engine from a checkpoint and print its path."""
+    from trtserve.build import build_engine, find_checkpoint, plan_build
+
     options = locals()  # before anything else has a name here; each option has the name of the field that it fills
     spec = BuildSpec(**{field.name: options[field.name] for field in fields(BuildSpec)})
     progress = TerminalProgress(quiet=quiet)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -20,9 +20,11 @@ from trtserve.cli.options import (
     VerifyOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
-from trtserve.convert import Plan, convert_model, destination_of, find_model, plan_conversion
 from trtserve.machine import gibibytes
 from trtserve.specs import CheckSpec, ConvertSpec, DType, Quantization
+
+if TYPE_CHECKING:
+    from trtserve.convert import Plan
 
 
 def convert(
@@ -43,6 +45,8 @@ def convert(
     quiet: QuietOption = False,
 ) -> None:
     """Convert a Hugging Face model to a TensorRT-LLM checkpoint and print its path."""
+    from trtserve.convert import convert_model, destination_of, find_model, plan_conversion
+
     spec = ConvertSpec(
         tp_size=tp_size,
         pp_size=pp_size,

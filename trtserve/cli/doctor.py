@@ -6,13 +6,14 @@ from dataclasses import asdict
 
 from trtserve.cli.options import JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_json, print_table
-from trtserve.doctor import examine, raise_failed
 from trtserve.specs import ServerSpec
-from trtserve.triton.server import Address
 
 
 def doctor(json: JsonOption = False, quiet: QuietOption = False) -> None:
     """Check everything whose lack is silent or cryptic at the first start, and print the fixes."""
+    from trtserve.doctor import examine, raise_failed
+    from trtserve.triton.server import Address
+
     spec = ServerSpec()
     address = Address(
         host=spec.host, http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port

@@ -10,7 +10,6 @@ import typer
 from trtserve.cli.options import JsonOption
 from trtserve.cli.output import print_data, print_json
 from trtserve.errors import UsageError
-from trtserve.start import find_log, follow_log
 from trtserve.triton.server_log import tail
 
 
@@ -21,6 +20,8 @@ def logs(
     json: JsonOption = False,
 ) -> None:
     """Print the end of a server's log, also of one that has ended."""
+    from trtserve.start import find_log, follow_log
+
     if json and follow:
         raise UsageError("--json is one document; it cannot be combined with --follow.")
     log = find_log(name)

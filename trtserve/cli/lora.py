@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json
-from trtserve.lora import AdapterPlan, build_options, carry_out, plan_adapter
+
+if TYPE_CHECKING:
+    from trtserve.lora import AdapterPlan
 
 
 def lora(
@@ -25,6 +27,8 @@ def lora(
     quiet: QuietOption = False,
 ) -> None:
     """Convert a LoRA adapter (as NVIDIA's hf_lora_convert does) and print the folder of its two .npy files."""
+    from trtserve.lora import build_options, carry_out, plan_adapter
+
     progress = TerminalProgress(quiet=quiet)
     plan = plan_adapter(adapter, name=name, out=out, storage_type=storage_type)
     facts: dict[str, object] = {}

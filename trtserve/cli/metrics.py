@@ -14,8 +14,10 @@ from trtserve.cli.options import JsonOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
 from trtserve.errors import UsageError
 from trtserve.machine import gibibytes
-from trtserve.metrics import Reading, Source, find_source, read_metrics, remote_source, watch_metrics
-from trtserve.triton.metrics import KV_BLOCKS, REQUESTS, TOKENS, CoreMetrics, ModelMetrics
+
+if TYPE_CHECKING:
+    from trtserve.metrics import Reading, Source
+    from trtserve.triton.metrics import CoreMetrics, ModelMetrics
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,6 +40,8 @@ def metrics(
     json: JsonOption = False,
 ) -> None:
     """Show the metrics of a running server: the core model's (nv_trt_llm_…) and Triton's (nv_inference_…)."""
+    from trtserve.metrics import read_metrics
+
     if watch and (json or raw):
         raise UsageError("--watch shows one reading after another; it cannot be combined with --json or --raw.")
     source = _source(name, url)
@@ -54,6 +58,8 @@ def metrics(
 
 
 def _source(name: str | None, url: str | None) -> Source:
+    from trtserve.metrics import find_source, remote_source
+
     if url is None:
         return find_source(name)
     if name is not None:
@@ -108,6 +114,9 @@ def _number(value: float) -> str:
 
 
 def _watch(source: Source, interval: float, count: int | None) -> None:
+    from trtserve.metrics import watch_metrics
+    from trtserve.triton.metrics import TOKENS
+
     readings = watch_metrics(source, interval=interval, count=count, pause=time.sleep)
     first = next(readings)
     if not any(each.families.get(TOKENS) for each in first.core):
@@ -160,6 +169,8 @@ def _core_panel(core: CoreMetrics, rates: dict[str, float]) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
+    from trtserve.triton.metrics import KV_BLOCKS
+
     blocks = core.families.get(KV_BLOCKS, {})
     bar = ProgressBar(total=blocks.get("max") or 1, completed=blocks.get("used", 0), width=30)
     usage = Table.grid(padding=(0, 2))
@@ -175,6 +186,8 @@ def _core_panel(core: CoreMetrics, rates: dict[str, float]) -> RenderableType:
 
 
 def _kv_words(core: CoreMetrics) -> str:
+    from trtserve.triton.metrics import KV_BLOCKS
+
     blocks = core.families.get(KV_BLOCKS, {})
     used, most = blocks.get("used", 0), blocks.get("max", 0)
     share = f" ({used / most:.0%})" if most else ""
@@ -182,6 +195,8 @@ def _kv_words(core: CoreMetrics) -> str:
 
 
 def _request_words(core: CoreMetrics) -> str:
+    from trtserve.triton.metrics import REQUESTS
+
     values = core.families.get(REQUESTS, {})
     shown = [f"{_number(values[kind])} {kind}" for kind in ("active", "waiting", "scheduled") if kind in values]
     return ", ".join(shown) + (f" of at most {_number(values['max'])}" if "max" in values else "")

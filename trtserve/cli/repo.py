@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,10 +14,11 @@ from trtserve.artifacts import Adapter, Engine, Model, looks_like
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.errors import TrtserveError, UsageError
-from trtserve.repo import RepositoryPlan, assemble_repository, default_name, plan_repository, tree
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store
-from trtserve.triton.settings import parse_assignments
+
+if TYPE_CHECKING:
+    from trtserve.repo import RepositoryPlan
 
 NameOption = Annotated[
     str | None, typer.Option("--name", help="Name under which the model is served; default: the engine's name.")
@@ -147,6 +148,8 @@ def repo(
     quiet: QuietOption = False,
 ) -> None:
     """Assemble the Triton model repository of an engine and print its path."""
+    from trtserve.repo import assemble_repository, default_name, plan_repository, tree
+
     options = locals()  # before anything else has a name here
     store, progress = Store(), TerminalProgress(quiet=quiet)
     source = store.find(Engine, engine, progress=progress)
@@ -170,6 +173,8 @@ def repo(
 
 def repository_spec(options: Mapping[str, Any], store: Store) -> RepositorySpec:
     """What the options ask for; each option has the name of the field that it fills."""
+    from trtserve.triton.settings import parse_assignments
+
     given = {field.name: options[field.name] for field in fields(RepositorySpec)}
     given["settings"] = parse_assignments(options["settings"] or [])
     given["lora"] = parse_adapters(options["lora"] or [], store)

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.specs import ServerSpec
-from trtserve.start import (
-    Plan,
-    Server,
-    find_repository,
-    list_servers,
-    plan_server,
-    serve_foreground,
-    start_server,
-    transaction_policy,
-    with_free_ports,
-)
-from trtserve.triton.server import client_host
+
+if TYPE_CHECKING:
+    from trtserve.start import Plan, Server
 
 
 def start(
@@ -57,6 +48,8 @@ def start(
     quiet: QuietOption = False,
 ) -> None:
     """Serve a model with Triton, in the foreground until Ctrl-C, or with --detach in the background."""
+    from trtserve.start import find_repository, plan_server, serve_foreground, start_server, with_free_ports
+
     imported, extra = _split_arguments(name, triton_arguments or [])
     spec = ServerSpec(
         name=server_name,
@@ -100,6 +93,8 @@ def _print_plan(plan: Plan, *, json: bool) -> None:
 
 
 def _described(plan: Plan) -> dict[str, Any]:
+    from trtserve.start import transaction_policy
+
     return {
         "name": plan.name,
         "repository": plan.repository,
@@ -111,6 +106,8 @@ def _described(plan: Plan) -> dict[str, Any]:
 
 
 def _print_server(server: Server, *, json: bool, quiet: bool, detached: bool) -> None:
+    from trtserve.triton.server import client_host
+
     url = f"http://{client_host(server.host)}:{server.http_port}"
     if json:
         print_json("start", {**asdict(server), "url": url})
@@ -121,6 +118,8 @@ def _print_server(server: Server, *, json: bool, quiet: bool, detached: bool) ->
 
 
 def _print_hints(server: Server, *, detached: bool) -> None:
+    from trtserve.start import list_servers
+
     say(f"{server.name} is ready: gRPC {server.host}:{server.grpc_port}, metrics {server.host}:{server.metrics_port}")
     which = f" --server {server.name}" if len(list_servers()) > 1 else ""
     say(f'{"Try" if detached else "Try in a second terminal"}: trtserve query "What is ML?"{which}')

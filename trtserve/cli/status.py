@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trtserve.cli.options import JsonOption
 from trtserve.cli.output import TerminalProgress, print_json, print_table
 from trtserve.errors import ServerDiedError
-from trtserve.servers import chosen_store
-from trtserve.start import transaction_policy
-from trtserve.status import Status, server_status
+
+if TYPE_CHECKING:
+    from trtserve.status import Status
 
 _COLUMNS = ("name", "state", "model", "http", "grpc", "metrics", "pid", "policy", "engine", "kv cache")
 
@@ -22,6 +22,9 @@ def status(
     json: JsonOption = False,
 ) -> None:
     """Show the servers started from this store; with a name, exit code 35 when that one has failed."""
+    from trtserve.servers import chosen_store
+    from trtserve.status import server_status
+
     found = server_status(name)
     progress = TerminalProgress()
     if json:
@@ -48,6 +51,8 @@ def _report_failure(one: Status, *, named: bool) -> None:
 
 
 def _row(one: Status) -> tuple[object, ...]:
+    from trtserve.start import transaction_policy
+
     server = one.server
     return (
         server.name,

@@ -9,7 +9,6 @@ import typer
 from trtserve.cli.options import JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.errors import UsageError
-from trtserve.start import recorded_servers, stop_server
 
 
 def stop(
@@ -19,6 +18,8 @@ def stop(
     quiet: QuietOption = False,
 ) -> None:
     """Stop a server, and print its name when no process, port or shared memory of it is left."""
+    from trtserve.start import recorded_servers, stop_server
+
     if everything and name is not None:
         raise UsageError(f"Both a name ({name}) and --all were given; give one.")
     names: list[str | None] = [server.name for server in recorded_servers()] if everything else [name]

@@ -6,12 +6,10 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from trtserve.errors import RequestError, TrtserveError, UsageError
-from trtserve.query.answer import Answer
 from trtserve.query.generation import Generation
-from trtserve.query.prompts import prepare
-from trtserve.query.request import IDS_INPUT, TEXT_INPUT, Context, request_tensors
 from trtserve.query.spec import QuerySpec
 from trtserve.triton.call_errors import RequestCancelledError
 from trtserve.triton.client import (
@@ -23,7 +21,10 @@ from trtserve.triton.client import (
     ModelDescription,
     stop_request,
 )
-from trtserve.triton.http_client import HttpClient
+
+# The rest is imported where it is used: the command line loads this module for every command's help.
+if TYPE_CHECKING:
+    from trtserve.query.request import Context
 
 __all__ = ["Generation", "QuerySpec", "connect", "contexts", "generate", "generate_each"]
 
@@ -63,6 +64,9 @@ def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None =
 
 def contexts(spec: QuerySpec, server: Endpoint, client: Client) -> list[Context]:
     """What each request of `spec` is made of; reads the model's declaration, and of chat models the template."""
+    from trtserve.query.prompts import prepare
+    from trtserve.query.request import Context
+
     model = describe_model(client, spec.model or server.model)
     prompts, tokenizer = prepare(spec, model, server, client)
     return [
@@ -75,6 +79,8 @@ def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) 
     """A client for the protocol that `spec` names."""
     seconds = spec.timeout if timeout is None else timeout
     if spec.protocol == "http":
+        from trtserve.triton.http_client import HttpClient
+
         return HttpClient(server, timeout=seconds)
     compression = None if spec.compression == "none" else spec.compression
     return GrpcClient(server, timeout=seconds, compression=compression)
@@ -82,6 +88,8 @@ def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) 
 
 def describe_model(client: Client, name: str | None) -> ModelDescription:
     """The model to ask; without a name the alias, else the BLS model, else the ensemble of the server."""
+    from trtserve.query.request import IDS_INPUT, TEXT_INPUT
+
     model = client.describe(name if name is not None else _default_model(client.model_names()))
     if not model.has(TEXT_INPUT, IDS_INPUT):
         raise RequestError(
@@ -102,6 +110,9 @@ def _default_model(names: Sequence[str]) -> str:
 
 
 def _ask(context: Context, server: Endpoint, client: Client, *, number: int, on_text: OnText | None) -> Generation:
+    from trtserve.query.answer import Answer
+    from trtserve.query.request import request_tensors
+
     spec, model = context.spec, context.model
     request_id = _request_id(spec, number)
     tensors = request_tensors(context)
@@ -163,6 +174,8 @@ def _stopping(context: Context, server: Endpoint, client: Client, request_id: st
 
 def _core_name(context: Context) -> str:
     """The model that runs the engine for the one that is asked."""
+    from trtserve.query.request import IDS_INPUT
+
     if context.model.has(IDS_INPUT):
         return context.model.name
     return context.model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL
