@@ -212,9 +212,7 @@ def _used_blocks(server: Server) -> int:
 def judge(soak: Soak) -> tuple[dict[str, Any], list[str]]:
     """The figures, and what is wrong with them."""
     last = soak.samples[-1].seconds
-    second = [each.memory for each in soak.samples if WARM <= each.seconds < 2 * WARM]
-    final = [each.memory for each in soak.samples[:-1] if each.seconds >= last - WARM]
-    before, after = statistics.median(second), statistics.median(final)
+    before, after = _median_between(soak, WARM, 2 * WARM), _median_between(soak, last - WARM, last)
     growth = after / before - 1
     figures = {
         "minutes": last / 60,
@@ -223,6 +221,7 @@ def judge(soak: Soak) -> tuple[dict[str, Any], list[str]]:
         "memory_second_minute": before,
         "memory_last_minute": after,
         "growth": growth,
+        "growth_second_half": after / _median_between(soak, last / 2 - WARM / 2, last / 2 + WARM / 2) - 1,
         "most_used_blocks": max(each.used_blocks for each in soak.samples),
         "used_blocks_at_the_end": soak.samples[-1].used_blocks,
         "longest_request_s": soak.longest,
@@ -234,6 +233,11 @@ def judge(soak: Soak) -> tuple[dict[str, Any], list[str]]:
     if soak.samples[-1].used_blocks:
         wrong.append(f"{soak.samples[-1].used_blocks} KV blocks are in use after the last request")
     return figures, wrong
+
+
+def _median_between(soak: Soak, first: float, last: float) -> float:
+    """Median of the memory between two moments, in seconds after the start."""
+    return statistics.median(each.memory for each in soak.samples if first <= each.seconds < last)
 
 
 def main() -> int:
