@@ -225,8 +225,7 @@ def test_stopped_request_frees_its_blocks(features: ModelServer, endpoint: Endpo
     assert features.metric("nv_trt_llm_kv_cache_block_metrics", 'type="used"') == 0
 
 
-# Over gRPC in test_demo_answers: a cancelled call can crash Triton 2.51, and this server is that of all other tests.
-@pytest.mark.parametrize(("model", "protocol"), [("tiny", "http")])
+@pytest.mark.parametrize(("model", "protocol"), [("tiny", "grpc"), ("tiny", "http"), ("ensemble", "grpc")])
 def test_ctrl_c_stops_the_engine(features: ModelServer, model: str, protocol: str) -> None:
     address = features.address
     command = [sys.executable, "-m", "trtserve", "query", PROMPT, "--stream", "--max-tokens", "3500", "--end-id", "-1"]

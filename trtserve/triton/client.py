@@ -8,9 +8,10 @@ time per response, and here the end of the stream is the end of the answer, with
 from __future__ import annotations
 
 import os
+import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 CORE_MODEL = "tensorrt_llm"
 STOP_TIMEOUT = 2.0
+END_TIMEOUT = 1.0
 
 # Message limits of gRPC (4 MiB) are smaller than logits; -1 is unlimited.
 CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -185,7 +187,7 @@ class Client(Protocol):
         stream: bool,
         outputs: Sequence[str] = (),
     ) -> Iterator[Reply]:
-        """Send one request and yield its responses; closing the iterator cancels the request.
+        """Send one request and yield its responses; closing the client ends a request that goes on.
 
         `outputs` are those wanted; without any, the server sends what it has.
         """
@@ -259,6 +261,21 @@ def _future_cancelled() -> type[BaseException]:
     return error
 
 
+def _read(call: Any, responses: queue.SimpleQueue[Any]) -> None:
+    """Hand on what comes: responses, the error that ends the call, None at its end."""
+    try:
+        for response in call:
+            responses.put(response)
+    except Exception as error:  # noqa: BLE001 - whoever takes it raises it
+        responses.put(error)
+    responses.put(None)
+
+
+def _settle_unary(call: Any) -> None:
+    with suppress(Exception):  # how it ends is of no interest any more
+        call.result(timeout=END_TIMEOUT)
+
+
 class GrpcClient:
     """Blocking client over gRPC: a stream for decoupled models, a unary call for the others.
 
@@ -279,6 +296,7 @@ class GrpcClient:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._cancelled = threading.Event()
         self._call: Any = None
+        self._settle: Callable[[], None] = lambda: None
 
     def describe(self, model: str) -> ModelDescription:
         import grpc
@@ -322,24 +340,27 @@ class GrpcClient:
 
     def _unary(self, request: Any) -> Iterator[Any]:
         call = self._begun(self._stub.ModelInfer.future(request, timeout=self._timeout, compression=self._compression))
+        self._settle = lambda: _settle_unary(call)
         try:
             yield call.result()
         except _future_cancelled() as error:
             raise RequestCancelledError("The request was cancelled.") from error
-        finally:
-            call.cancel()
 
     def _streamed(self, request: Any) -> Iterator[Any]:
         call = self._begun(
             self._stub.ModelStreamInfer(iter([request]), timeout=self._timeout, compression=self._compression)
         )
-        try:
-            for response in call:
-                if response.error_message:
-                    raise refused(response.error_message)
-                yield response.infer_response
-        finally:
-            call.cancel()
+        responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # An interrupt of the main thread must leave the call as it is, hence it is read by another one.
+        reader = threading.Thread(target=_read, args=(call, responses), daemon=True, name="responses")
+        self._settle = lambda: reader.join(END_TIMEOUT)
+        reader.start()
+        while (response := responses.get()) is not None:
+            if isinstance(response, Exception):
+                raise response
+            if response.error_message:
+                raise refused(response.error_message)
+            yield response.infer_response
 
     def _begun(self, call: Any) -> Any:
         """Remember the call; a cancellation that came before it is done now."""
@@ -358,4 +379,9 @@ class GrpcClient:
             raise explain_rpc_error(error, self._where, tls=self._tls) from error
 
     def close(self) -> None:
+        """End the channel, and with it a call that goes on; one that was stopped gets the time to end by itself.
+
+        A call that is cancelled at the moment its answer ends can crash the gRPC front end of Triton 2.51.
+        """
+        self._settle()
         self._channel.close()
