@@ -1,0 +1,88 @@
+"""The order in which TensorRT-LLM's mixed-precision GEMM kernels read 4-bit weights, there and back.
+
+Such a matrix goes through four steps, from signed codes [in, out] to bytes [in, out / 2]:
+
+1. inside every 32 input rows, the rows are taken in the order in which a tensor core's threads read them;
+2. the matrix is transposed, so that the codes of one output follow each other;
+3. before Hopper only: 64 inputs of one output, then the same 64 of the next three outputs;
+4. codes are made unsigned (+ 8) and inside every 8 of them the even ones come first; two codes make a byte, low first.
+
+Source: `preprocess_weights_for_mixed_gemm` of TensorRT-LLM (quantization/functional.py ≥ 0.17, C++ before).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trtserve.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# Inputs that step 1 rearranges among themselves, and inputs of a tile of step 3.
+_ROWS, _TILE = 32, 64
+_INTERLEAVED = 4
+_HOPPER = 90
+_OLDEST = 75
+
+
+def require_gpu_sm(gpu_sm: int) -> None:
+    """UnsupportedModelError for a compute capability (× 10) whose order of 4-bit weights is not known here."""
+    if not _OLDEST <= gpu_sm <= _HOPPER:
+        raise UnsupportedModelError(
+            f"The order of 4-bit weights for GPUs of compute capability {gpu_sm / 10:g} is not known here "
+            f"(known: --gpu-sm {_OLDEST} … {_HOPPER}); for later ones it differs between releases.",
+            hint="Convert on such a GPU with --converter upstream.",
+        )
+
+
+def divisor_of_inputs() -> int:
+    """The number of inputs of a matrix (per rank) must divide by this."""
+    return _TILE
+
+
+def to_kernel(codes: npt.NDArray[np.int8], gpu_sm: int) -> npt.NDArray[np.uint8]:
+    """Signed codes −8 … 7 [in, out] as the kernels of a GPU read them: bytes [in, out / 2]."""
+    import numpy as np
+
+    require_gpu_sm(gpu_sm)
+    inputs, outputs = codes.shape
+    ordered = codes.reshape(-1, _ROWS, outputs)[:, _row_order()].reshape(inputs, outputs)
+    columns = np.ascontiguousarray(ordered.T)
+    if gpu_sm < _HOPPER:
+        columns = columns.reshape(outputs // _INTERLEAVED, _INTERLEAVED, inputs // _TILE, _TILE).swapaxes(1, 2)
+    unsigned = (columns + 8).astype(np.uint8).reshape(-1, 4, 2)
+    even_first = np.ascontiguousarray(unsigned.swapaxes(1, 2)).reshape(-1, 2)
+    packed: npt.NDArray[np.uint8] = even_first[:, 0] | (even_first[:, 1] << 4)
+    return packed.reshape(inputs, outputs // 2)
+
+
+def from_kernel(packed: npt.NDArray[np.uint8], gpu_sm: int) -> npt.NDArray[np.uint8]:
+    """What `to_kernel` made, as codes 0 … 15 (8 stands for zero) [out, in]."""
+    import numpy as np
+
+    require_gpu_sm(gpu_sm)
+    inputs, outputs = packed.shape[0], packed.shape[1] * 2
+    pairs = nibbles(packed.reshape(-1)).reshape(-1, 2, 4).swapaxes(1, 2)
+    if gpu_sm < _HOPPER:
+        pairs = pairs.reshape(outputs // _INTERLEAVED, inputs // _TILE, _INTERLEAVED, _TILE).swapaxes(1, 2)
+    columns = pairs.reshape(outputs, -1, _ROWS)
+    codes: npt.NDArray[np.uint8] = np.empty((outputs, inputs // _ROWS, _ROWS), dtype=np.uint8)
+    codes[:, :, _row_order()] = columns
+    return codes.reshape(outputs, inputs)
+
+
+def nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """The two 4-bit codes of each byte, low first: [..., n] becomes [..., 2 n]."""
+    import numpy as np
+
+    halves: npt.NDArray[np.uint8] = np.stack([packed & 15, packed >> 4], axis=-1)
+    return halves.reshape(*packed.shape[:-1], -1)
+
+
+def _row_order() -> Any:
+    """0 1 8 9 16 17 24 25, 2 3 10 11 …: which of 32 rows comes where."""
+    import numpy as np
+
+    return (np.arange(0, 8, 2)[:, None, None] + np.arange(0, 32, 8)[:, None] + np.arange(2)).reshape(-1)

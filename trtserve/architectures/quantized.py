@@ -1,0 +1,171 @@
+"""Matrices of a checkpoint that hold 4-bit or FP8 codes in place of floats, and what the codes mean.
+
+Source of the layouts: convert-and-build, "Quantised tensors", and TensorRT-LLM's `postprocess_weight_only_groupwise`
+(W4A16_GPTQ) and `preprocess_perlayer_weights` (W4A16_AWQ, FP8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trtserve.architectures.base import CheckpointConfig
+from trtserve.architectures.kernel_layout import from_kernel, nibbles
+from trtserve.errors import CorruptFileError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+GPTQ, AWQ, FP8 = "W4A16_GPTQ", "W4A16_AWQ", "FP8"
+
+# The order of 4-bit weights in a checkpoint that does not name it: that of Ampere and Ada.
+_DEFAULT_GPU_SM = 80
+_ZERO = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4Weight:
+    """A matrix [out, in] in groups along the inputs: weight = (codes − zero_points) × scales.
+
+    `codes` u8[out, in] are 0 … 15; `scales` f32[out, in / group_size]; `zero_points` u8[out, in / group_size] are
+    0 … 16 (GPTQ stores them less one, so that 16 occurs), None when all are 8. `input_scales` f32[in] multiply what
+    the matrix is applied to (ModelOpt's AWQ); None: nothing does.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float32]
+    zero_points: npt.NDArray[np.uint8] | None
+    group_size: int
+    input_scales: npt.NDArray[np.float32] | None = None
+
+    def dequantized(self) -> npt.NDArray[np.float32]:
+        """The weights f32[out, in], `input_scales` included."""
+        import numpy as np
+
+        groups = self.codes.reshape(len(self.codes), -1, self.group_size).astype(np.float32)
+        zeros = _ZERO if self.zero_points is None else self.zero_points[:, :, None].astype(np.float32)
+        whole: npt.NDArray[np.float32] = ((groups - zeros) * self.scales[:, :, None]).reshape(self.codes.shape)
+        return whole if self.input_scales is None else whole * self.input_scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Weight:
+    """A matrix [out, in] of FP8 numbers (e4m3): weight = codes × scale.
+
+    `codes` u8[out, in] are the bits of the numbers. `input_scale` is the step of the 8-bit activations.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    scale: float
+    input_scale: float | None = None
+
+    def dequantized(self) -> npt.NDArray[np.float32]:
+        """The weights f32[out, in]."""
+        import ml_dtypes
+        import numpy as np
+
+        whole: npt.NDArray[np.float32] = self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return whole * np.float32(self.scale)
+
+
+def quant_algo(config: CheckpointConfig) -> str | None:
+    """TensorRT-LLM's name of the checkpoint's quantisation."""
+    name = (config.get("quantization") or {}).get("quant_algo")
+    return None if name in (None, "NO_QUANT") else str(name)
+
+
+def gpu_sm(config: CheckpointConfig) -> int:
+    """Compute capability (× 10) of the GPU for which 4-bit weights of a checkpoint are in order."""
+    return int((config.get("trtserve") or {}).get("gpu_sm", _DEFAULT_GPU_SM))
+
+
+def unpack_int4(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, config: CheckpointConfig) -> Int4Weight:
+    """The matrix `prefix` (`transformer.layers.0.attention.qkv`) of one rank, from this rank's `tensors`.
+
+    CorruptFileError when a tensor is absent or sizes do not agree.
+    """
+    weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
+    scales = _tensor(tensors, f"{prefix}.weights_scaling_factor")
+    if quant_algo(config) == AWQ:
+        return _modelopt(tensors, prefix, weight, scales)
+    return _gptq(tensors, prefix, weight, scales, gpu_sm(config))
+
+
+def unpack_fp8(tensors: Mapping[str, npt.NDArray[Any]], prefix: str) -> Fp8Weight:
+    """The FP8 matrix `prefix` of one rank, from this rank's `tensors`; CorruptFileError when one is absent."""
+    weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
+    scale, activations = (
+        float(_tensor(tensors, f"{prefix}.{name}").reshape(-1)[0])
+        for name in ("weights_scaling_factor", "activation_scaling_factor")
+    )
+    return Fp8Weight(codes=weight, scale=scale, input_scale=activations)
+
+
+def _gptq(
+    tensors: Mapping[str, npt.NDArray[Any]],
+    prefix: str,
+    weight: npt.NDArray[np.uint8],
+    scales: npt.NDArray[Any],
+    sm: int,
+) -> Int4Weight:
+    """Codes in the kernels' order; `zero` is (8 − zero point) × scale."""
+    import numpy as np
+
+    codes = from_kernel(weight, sm)
+    wide = np.ascontiguousarray(scales.T.astype(np.float32))
+    zeros = _tensor(tensors, f"{prefix}.zero").T.astype(np.float32)
+    steps = np.divide(zeros, wide, out=np.zeros_like(wide), where=wide != 0)
+    points = np.rint(_ZERO - steps).astype(np.uint8)
+    return Int4Weight(
+        codes=codes,
+        scales=wide,
+        zero_points=None if (points == _ZERO).all() else points,
+        group_size=_group_size(prefix, codes, wide),
+    )
+
+
+def _modelopt(
+    tensors: Mapping[str, npt.NDArray[Any]],
+    prefix: str,
+    weight: npt.NDArray[np.uint8],
+    scales: npt.NDArray[Any],
+) -> Int4Weight:
+    """Signed codes [out / 2, in], a pair of outputs in a byte (low first); scales [out, in / group]."""
+    import numpy as np
+
+    signed = np.ascontiguousarray(nibbles(np.ascontiguousarray(weight.T)).T)
+    codes = signed ^ np.uint8(_ZERO)
+    wide = np.ascontiguousarray(scales.astype(np.float32))
+    inputs = _tensor(tensors, f"{prefix}.prequant_scaling_factor").reshape(-1).astype(np.float32)
+    return Int4Weight(
+        codes=codes,
+        scales=wide,
+        zero_points=None,
+        group_size=_group_size(prefix, codes, wide),
+        input_scales=None if (inputs == 1).all() else inputs,
+    )
+
+
+def _group_size(prefix: str, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> int:
+    outputs, inputs = codes.shape
+    if scales.shape[0] != outputs or inputs % scales.shape[1]:
+        raise CorruptFileError(
+            f"{prefix}: {list(scales.shape)} scales do not fit {outputs} outputs and {inputs} inputs.",
+            hint="Convert the model again.",
+        )
+    return inputs // scales.shape[1]
+
+
+def _tensor(tensors: Mapping[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any]:
+    if name not in tensors:
+        raise CorruptFileError(f"The checkpoint lacks the tensor {name}.", hint="Convert the model again.")
+    return tensors[name]
+
+
+def _bytes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The bytes of each row: packed codes are stored under types of any width."""
+    import numpy as np
+
+    return np.ascontiguousarray(values).view(np.uint8)
