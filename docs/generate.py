@@ -15,10 +15,11 @@ import typer
 from trtserve import errors
 from trtserve.cli.app import app
 from trtserve.query.options import REQUEST_OPTIONS, RequestOption
+from trtserve.releases import RELEASES, order
 from trtserve.triton.parameters import PARAMETERS
-from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, RELEASES, profile
+from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, profile
 from trtserve.triton.tables.parameters import FIELDS
-from trtserve.triton.tables.rows import ConfigField, Fate, Parameter, order
+from trtserve.triton.tables.rows import ConfigField, Fate, Parameter
 
 DOCS = Path(__file__).parent
 

@@ -15,10 +15,9 @@ from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Tensors, serving
 from tests.support.release_client import ReleaseClient
 from trtserve.artifacts import Engine
+from trtserve.releases import RELEASES, order
 from trtserve.repo import assemble_repository
 from trtserve.specs import RepositorySpec
-from trtserve.triton.profiles import RELEASES
-from trtserve.triton.tables.rows import order
 
 pytestmark = pytest.mark.triton
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.model_server import Tensors, flags, floats, integers, texts
-from trtserve.triton.tables.rows import order
+from trtserve.releases import order
 
 
 def long_integers(*values: int) -> Any:

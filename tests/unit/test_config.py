@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.model_modules import load
 from trtserve.errors import UsageError
+from trtserve.releases import RELEASES
 from trtserve.triton.config import ConfigOptions, config_text, parse_config
-from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, RELEASES, profile
+from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, profile
 from trtserve.triton.settings import resolve_settings
 
 OPTIONS = ConfigOptions(

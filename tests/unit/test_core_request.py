@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.model_modules import load
-from trtserve.triton.profiles import RELEASES
+from trtserve.releases import RELEASES
 
 ROW = {
     "input_ids": np.array([[1, 5, 6, 7]], dtype=np.int32),

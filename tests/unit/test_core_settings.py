@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.model_modules import load
-from trtserve.triton.profiles import RELEASES
+from trtserve.releases import RELEASES
 
 
 class Core:

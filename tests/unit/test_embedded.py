@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trtserve.errors import UsageError
+from trtserve.releases import RELEASES
 from trtserve.triton.embedded import _core_modules, require_carried_out, require_startable
-from trtserve.triton.profiles import RELEASES
 
 ENGINE: dict[str, Any] = {
     "pretrained_config": {"vocab_size": 320},

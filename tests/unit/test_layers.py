@@ -36,7 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"architectures", "runtimes", "triton", "executor"}),
-    frozenset({"artifacts", "store", "process", "ports"}),
+    frozenset({"releases", "artifacts", "store", "process", "ports"}),
     frozenset({"specs", "progress", "errors", "machine", "__init__"}),
 )
 

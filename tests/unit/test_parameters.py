@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import model_modules
+from trtserve.releases import RELEASES
 from trtserve.triton.parameters import (
     CLASSES_FILE,
     PARAMETERS,
@@ -18,7 +19,7 @@ from trtserve.triton.parameters import (
     parameter_classes,
     set_without_meaning,
 )
-from trtserve.triton.profiles import BLS, CORE, POSTPROCESSING, PREPROCESSING, RELEASES
+from trtserve.triton.profiles import BLS, CORE, POSTPROCESSING, PREPROCESSING
 
 # Of the issue: what changes results and cannot be done on the openvino runtime.
 REFUSED = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trtserve.errors import UsageError
-from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, PREPROCESSING, RELEASES, normalize_release, profile
+from trtserve.releases import RELEASES, normalize_release
+from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, PREPROCESSING, profile
 
 
 def names(release: str | None, model: str, side: str = "inputs") -> set[str]:

@@ -6,12 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from trtserve.errors import UsageError
+from trtserve.releases import NEWEST, RELEASES, Row, normalize_release, order
 from trtserve.triton.tables import bls, core, ensemble, parameters, processing
-from trtserve.triton.tables.rows import Parameter, Row, order
-
-RELEASES = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20", "0.21", "1.0", "1.1", "1.2")
-NEWEST = RELEASES[-1]
+from trtserve.triton.tables.rows import Parameter
 
 CORE = "tensorrt_llm"
 DRAFT = "tensorrt_llm_draft"
@@ -128,17 +125,6 @@ def _of_all(rows: Sequence[R]) -> tuple[R, ...]:
     """The last form of every row that any supported release has, in table order, without what was replaced."""
     newest = {row.name: row for row in rows if _supported(row) and row.name not in _REPLACED}
     return tuple(row for row in rows if newest.get(row.name) is row)
-
-
-def normalize_release(text: str) -> str:
-    """`0.18.2` → `0.18`; UsageError for a release that the table does not cover."""
-    release = ".".join(text.strip().removeprefix("v").split(".")[:2])
-    if release not in RELEASES:
-        raise UsageError(
-            f"--release is {text!r}; the table covers {RELEASES[0]} … {NEWEST}.",
-            hint=f"Use one of {', '.join(RELEASES)}.",
-        )
-    return release
 
 
 def profile(release: str | None = None) -> Profile:

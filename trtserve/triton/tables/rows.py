@@ -5,27 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trtserve.releases import Row
 from trtserve.triton.parameter_values import Kind, Values
 
 Class = Literal["effective", "no meaning", "refused"]
-
-
-def order(release: str) -> tuple[int, int]:
-    """`0.18.2` → (0, 18)."""
-    major, minor = release.split(".")[:2]
-    return int(major), int(minor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Something that exists from release `since` to release `until` (None: still there)."""
-
-    since: str
-    until: str | None = None
-
-    def within(self, release: str) -> bool:
-        """Whether the row is part of `release`."""
-        return order(self.since) <= order(release) and (self.until is None or order(release) <= order(self.until))
 
 
 @dataclass(frozen=True)
@@ -59,7 +42,8 @@ def refused(why: str, *, only: tuple[str, ...] = (), neutral: tuple[str, ...] = 
 class Parameter(Row):
     """One `parameters` entry; `text` is its value when nothing is set, empty for unset.
 
-    `default` says in words what unset means; a `required` parameter cannot be unset.
+    `default` says in words what unset means; a `required` parameter cannot be unset, and NVIDIA's C++ backend does
+    not load a model without the key of one that `needs_key`.
     """
 
     name: str
@@ -69,6 +53,7 @@ class Parameter(Row):
     text: str = ""
     fate: Fate = EFFECTIVE
     required: bool = False
+    needs_key: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

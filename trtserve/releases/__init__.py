@@ -1,0 +1,52 @@
+"""What each release of TensorRT-LLM has: containers, build flags, converters, launcher; facts, and no behaviour.
+
+A release is `major.minor` ("0.18", "1.2"): patch releases changed nothing that a table here holds.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trtserve.errors import UsageError
+
+RELEASES = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20", "0.21", "1.0", "1.1", "1.2")
+NEWEST = RELEASES[-1]
+"""The last release that the tables cover, and the last that builds engines."""
+
+
+def order(release: str) -> tuple[int, int]:
+    """`0.18.2` → (0, 18)."""
+    major, minor = release.split(".")[:2]
+    return int(major), int(minor)
+
+
+def release_of(version: str) -> str:
+    """`1.0.3.2510` → `1.0`, `0.17.0.post1` → `0.17`, whether or not the tables cover it; UsageError for other text."""
+    found = re.fullmatch(r"v?(\d+)\.(\d+)(?:[.\-+]?[0-9A-Za-z]+)*", version.strip())
+    if found is None:
+        raise UsageError(f"{version!r} is no version of TensorRT-LLM.", hint=f"Versions look like {NEWEST}.0.")
+    return f"{int(found[1])}.{int(found[2])}"
+
+
+def normalize_release(text: str, *, option: str = "--release") -> str:
+    """`0.18.2` → `0.18`; UsageError, naming `option`, for a release that the tables do not cover."""
+    release = ".".join(text.strip().removeprefix("v").split(".")[:2])
+    if release not in RELEASES:
+        raise UsageError(
+            f"{option} is {text!r}; the table covers {RELEASES[0]} … {NEWEST}.",
+            hint=f"Use one of {', '.join(RELEASES)}.",
+        )
+    return release
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Something that exists from release `since` to release `until` (None: still there)."""
+
+    since: str
+    until: str | None = None
+
+    def within(self, release: str) -> bool:
+        """Whether the row is part of `release`."""
+        return order(self.since) <= order(release) and (self.until is None or order(release) <= order(self.until))

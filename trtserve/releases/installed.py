@@ -1,0 +1,119 @@
+"""Which TensorRT-LLM is installed, and what its release can do: read from package metadata, nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from shutil import which
+
+from trtserve.errors import UsageError
+from trtserve.releases import NEWEST, RELEASES, order, release_of
+from trtserve.releases.containers import CONTAINERS
+
+OPTION = "--trtllm-version"
+PACKAGE = "tensorrt_llm"
+BUILDER = "trtllm-build"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """A TensorRT-LLM: `version` as its package says it, `release` as the tables name it.
+
+    `tensorrt` is the version of TensorRT: of its package, or what the container of that version has; None: unknown.
+    `environment` is the folder in which the packages lie, None when nobody looked.
+    """
+
+    version: str
+    release: str
+    tensorrt: str | None
+    source: str
+    environment: Path | None = None
+
+
+def installed(override: str | None = None) -> Installed | None:
+    """What `--trtllm-version` says, else the package in this Python or in the one that trtllm-build belongs to."""
+    if override:
+        return Installed(
+            version=override.strip().removeprefix("v"),
+            release=release_of(override),
+            tensorrt=_tensorrt_of_container(override),
+            source=OPTION,
+        )
+    for folders in _environments():
+        found = _version(PACKAGE, folders)
+        if found is not None:
+            version, environment = found
+            tensorrt = _version("tensorrt", folders)
+            return Installed(
+                version=version,
+                release=release_of(version),
+                tensorrt=tensorrt[0] if tensorrt else _tensorrt_of_container(version),
+                source="package metadata",
+                environment=environment,
+            )
+    return None
+
+
+def has_engine_path(release: str) -> bool:
+    """Whether a release still builds and runs TensorRT engines."""
+    return order(release) <= order(NEWEST)
+
+
+def engine_route(release: str) -> str:
+    """The class that builds engines from Python: of `tensorrt_llm` itself until 0.21."""
+    return "tensorrt_llm._tensorrt_engine.LLM" if order(release) >= (1, 0) else "tensorrt_llm.LLM"
+
+
+ENGINE_REMOVED = (
+    f"TensorRT-LLM {{version}} has no TensorRT engines any more: trtllm-build, the converters and the C++ backend of "
+    f"Triton were removed after {NEWEST}."
+)
+ENGINE_REMOVED_HINT = (
+    f"Serve the model with `--runtime llmapi`, or use TensorRT-LLM {NEWEST} (container {CONTAINERS[-1].tag})."
+)
+
+
+def require_engine_path(version: str) -> str:
+    """The release of a version that builds engines; UsageError for one that does not or that the tables lack."""
+    release = release_of(version)
+    if not has_engine_path(release):
+        raise UsageError(ENGINE_REMOVED.format(version=version), hint=ENGINE_REMOVED_HINT)
+    if release not in RELEASES:
+        raise UsageError(
+            f"TensorRT-LLM {version} is older than {RELEASES[0]}, the first release that trtserve knows.",
+            hint=f"Use a container from {CONTAINERS[0].tag} on.",
+        )
+    return release
+
+
+def _environments() -> Iterator[list[str] | None]:
+    """Where packages may lie: None for this interpreter, else folders beside the trtllm-build on PATH."""
+    yield None
+    builder = which(BUILDER)
+    if builder is not None:
+        prefix = Path(builder).parent.parent
+        yield [
+            str(path)
+            for pattern in ("site-packages", "dist-packages")
+            for path in prefix.glob(f"lib/python3*/{pattern}")
+        ]
+
+
+def _version(package: str, folders: list[str] | None) -> tuple[str, Path] | None:
+    """Version and place of an installed package, from its dist-info."""
+    found = metadata.distributions(name=package) if folders is None else _distributions(package, folders)
+    for each in found:
+        return each.version, Path(str(each.locate_file("")))
+    return None
+
+
+def _distributions(package: str, folders: list[str]) -> Iterable[metadata.Distribution]:
+    return metadata.distributions(name=package, path=folders)
+
+
+def _tensorrt_of_container(version: str) -> str | None:
+    """The TensorRT of the containers with a version, when they all have the same."""
+    exact = {each.tensorrt for each in CONTAINERS if each.tensorrt_llm == version}
+    return exact.pop() if len(exact) == 1 else None
