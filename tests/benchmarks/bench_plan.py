@@ -1,6 +1,6 @@
 """Memory and disk as `trtserve plan` foresees them, beside what the processes of the stages really take.
 
-Run as `python -m tests.benchmarks.bench_plan --work FOLDER`. Every case converts, builds and serves a random Llama with
+Run as `python -m tests.benchmarks.bench_plan --work FOLDER`. Every case converts, builds and serves a random model with
 the real commands; memory is RssAnon + RssShmem of their processes, sampled. Memory is taken when it is first used: the
 server is asked with prompts of several lengths, one of which fills a step.
 """
@@ -19,27 +19,39 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-MODELS: dict[str, dict[str, int]] = {
-    "30m": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
-            "intermediate_size": 1024},
-    "130m": {"hidden_size": 640, "num_hidden_layers": 20, "num_attention_heads": 10, "num_key_value_heads": 5,
-             "intermediate_size": 1728},
-    "290m": {"hidden_size": 1024, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,
-             "intermediate_size": 2816},
-    "1.1b": {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
-             "intermediate_size": 5632},
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "llama-30m": ("llama", {
+        "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "intermediate_size": 1024}),
+    "llama-130m": ("llama", {
+        "hidden_size": 640, "num_hidden_layers": 20, "num_attention_heads": 10, "num_key_value_heads": 5,
+        "intermediate_size": 1728}),
+    "llama-290m": ("llama", {
+        "hidden_size": 1024, "num_hidden_layers": 20, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "intermediate_size": 2816}),
+    "llama-1.1b": ("llama", {
+        "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "intermediate_size": 5632}),
+    # q, k and v are one matrix, the output head is the embedding.
+    "gpt2-120m": ("gpt2", {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 2048}),
+    "mixtral-220m": ("mixtral", {
+        "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "intermediate_size": 1792, "num_local_experts": 8, "num_experts_per_tok": 2}),
 }  # fmt: skip
 CASES = (
-    ("30m", "float32", "none"),
-    ("30m", "float16", "int8"),
-    ("130m", "bfloat16", "none"),
-    ("130m", "float32", "none"),
-    ("290m", "float16", "none"),
-    ("290m", "float32", "none"),
-    ("290m", "bfloat16", "int8"),
-    ("1.1b", "float16", "none"),
-    ("1.1b", "bfloat16", "int8"),
+    ("llama-30m", "float32", "none"),
+    ("llama-30m", "float16", "int8"),
+    ("llama-130m", "bfloat16", "none"),
+    ("llama-130m", "float32", "none"),
+    ("llama-290m", "float16", "none"),
+    ("llama-290m", "bfloat16", "int8"),
+    ("gpt2-120m", "float16", "none"),
+    ("mixtral-220m", "bfloat16", "none"),
+    ("mixtral-220m", "float16", "int8"),
+    ("llama-1.1b", "float16", "none"),
+    ("llama-1.1b", "bfloat16", "int8"),
 )
+VOCABULARY = 32000
 TOKENS = 1024
 LENGTHS = (16, 64, 256)
 BOUND = 0.10
@@ -64,11 +76,12 @@ class Row:
 
 
 def generate(folder: Path, model: str) -> None:
-    """Write a random float16 Llama."""
+    """Write a random float16 model."""
     from tests.support.tiny_models import write_tiny_model
 
-    sizes = MODELS[model] | {"vocab_size": 32000, "max_position_embeddings": 2048}
-    write_tiny_model(folder, "llama", dtype="float16", gain=0.05, **sizes)
+    family, sizes = MODELS[model]
+    positions = {} if "n_positions" in sizes else {"max_position_embeddings": 2048}
+    write_tiny_model(folder, family, dtype="float16", gain=0.05, **sizes, **positions, vocab_size=VOCABULARY)
 
 
 class Watched:
@@ -165,7 +178,7 @@ def run_case(work: Path, model: str, dtype: str, quantize: str) -> list[Row]:
     repository = Watched(environment, "repo", str(engine), "--tokenizer", str(source), *cache, "--quiet")
     repository.wait()
     folder = repository.line().strip()
-    peak = serve(environment, folder, vocab=32000)
+    peak = serve(environment, folder, vocab=VOCABULARY)
     shutil.rmtree(home)
     return [*rows, *more, row("start", "memory", peak)]
 

@@ -16,6 +16,7 @@ from trtserve.architectures.sharding import check_parallel_sizes, matrix, shard,
 from trtserve.capacity.gpus import Gpu
 from trtserve.errors import UsageError
 from trtserve.runtimes.base import WEIGHT_ONLY_INT8, CheckpointConfig, Limits, longest_sequence
+from trtserve.runtimes.openvino_memory import is_quantised
 from trtserve.specs import BuildSpec
 
 # Set aside for the CUDA context, libraries and NCCL's buffers: an allowance, not a measurement.
@@ -133,10 +134,10 @@ def _rank_weights(config: CheckpointConfig, tp_size: int, pp_size: int) -> int:
 
 
 def _rank_bytes(target: Target, config: CheckpointConfig, tp_size: int) -> int:
-    item = _ITEM_SIZE[config["dtype"]]
+    item = _ITEM_SIZE[target.dtype or config["dtype"]]
     shape = shard(target, tp_size, 0).shape
     quantised = (config.get("quantization") or {}).get("quant_algo") == WEIGHT_ONLY_INT8
-    if quantised and target.layer is not None and len(shape) > 1:
+    if quantised and is_quantised(target):
         return math.prod(shape) + matrix(shape)[0] * item
     return math.prod(shape) * item
 

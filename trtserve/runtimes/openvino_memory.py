@@ -111,14 +111,19 @@ def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
     quantised = (config.get("quantization") or {}).get("quant_algo") == _QUANTISED
     for target in family(config["architecture"]).targets(config):
         item = _ITEM_SIZE[target.dtype or config["dtype"]]
-        yield _weight(target, item, quantised=quantised and not target.name.endswith(_NEVER_QUANTISED))
+        yield _weight(target, item, quantised=quantised and is_quantised(target))
+
+
+def is_quantised(target: Target) -> bool:
+    """Whether weight-only quantisation takes this weight: the matrices of the layers, but none that choose experts."""
+    return target.layer is not None and len(target.shape) > 1 and not target.name.endswith(_NEVER_QUANTISED)
 
 
 def _weight(target: Target, item: int, *, quantised: bool) -> _Weight:
     count = math.prod(target.shape)
     is_matrix, in_layer = len(target.shape) > 1, target.layer is not None
     read = kept = transient = count * item
-    if quantised and is_matrix and in_layer:
+    if quantised:
         kept = count + matrix(target.shape)[0] * _SCALE_SIZE
         # Beside the tensor as it was read: as float32, divided by its scales, and rounded.
         transient = read + 3 * count * 4
