@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "bench",
         }
     ),
-    frozenset({"architectures", "runtimes", "triton", "executor"}),
+    frozenset({"architectures", "runtimes", "triton", "executor", "launch"}),
     frozenset({"releases", "artifacts", "store", "process", "ports"}),
     frozenset({"specs", "progress", "errors", "machine", "__init__"}),
 )

@@ -1,0 +1,81 @@
+"""Which GPUs this machine has, and which of them each instance of a server gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from trtserve.errors import MachineError, MissingDependencyError, UsageError
+from trtserve.launch.base import VISIBLE_DEVICES
+from trtserve.process import Command, run
+
+_LIST = Command(argv=("nvidia-smi", "--list-gpus"))
+_TIMEOUT = 60.0  # a driver that is not kept loaded starts first
+
+
+def count_gpus() -> int:
+    """GPUs that processes started here may see: $CUDA_VISIBLE_DEVICES where it is set, else what nvidia-smi lists.
+
+    0 without a driver.
+    """
+    visible = os.environ.get(VISIBLE_DEVICES)
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    try:
+        ended = run(_LIST, timeout=_TIMEOUT)
+    except (MissingDependencyError, TimeoutError):
+        return 0
+    return len([line for line in ended.stdout.splitlines() if line.startswith("GPU ")]) if ended.code == 0 else 0
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """`0,1` → (0, 1); UsageError for what is no list of different numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise UsageError(
+            f"--gpus is {text!r}; expected numbers such as 0,1.", hint="nvidia-smi --list-gpus numbers them."
+        )
+    gpus = tuple(int(part) for part in parts)
+    if len(set(gpus)) != len(gpus):
+        raise UsageError(f"--gpus {text} names a GPU twice: two ranks cannot share it.")
+    return gpus
+
+
+def split_gpus(gpus: Sequence[int], *, instances: int, ranks: int) -> list[tuple[int, ...]]:
+    """GPUs of each instance, `ranks` each, in order; without any, one instance sees all, several count from 0.
+
+    UsageError when there are not as many as instances × ranks.
+    """
+    if not gpus and instances == 1:
+        return [()]
+    devices = gpus or range(instances * ranks)
+    if len(devices) != instances * ranks:
+        what = f"{instances} instances of {ranks} rank(s)" if instances > 1 else f"{ranks} rank(s)"
+        raise UsageError(
+            f"--gpus names {len(devices)} GPU(s); {what} need {instances * ranks}.",
+            hint="One GPU per rank of the engine.",
+        )
+    return [tuple(devices[number * ranks : (number + 1) * ranks]) for number in range(instances)]
+
+
+def require_gpus(wanted: int, available: int, gpus: Sequence[int] = ()) -> None:
+    """MachineError when `wanted` ranks do not find a GPU each, or `gpus` names one that is not there."""
+    if available < wanted:
+        raise MachineError(
+            f"{wanted} rank(s) need a GPU each; {_found(available)}.",
+            hint=f"Build the engine for fewer ranks, or start it where {wanted} GPUs are; "
+            "`trtserve plan MODEL` says what fits on one.",
+        )
+    lacking = [gpu for gpu in gpus if gpu >= available]
+    if lacking and VISIBLE_DEVICES not in os.environ:
+        raise MachineError(
+            f"--gpus names GPU {lacking[0]}; {_found(available)}, numbered 0 … {available - 1}.",
+            hint="nvidia-smi --list-gpus numbers them.",
+        )
+
+
+def _found(available: int) -> str:
+    if not available:
+        return "nvidia-smi finds none on this machine"
+    visible = os.environ.get(VISIBLE_DEVICES)
+    return f"this machine has {available}" if visible is None else f"{VISIBLE_DEVICES}={visible} shows {available}"

@@ -1,0 +1,33 @@
+"""The LLM API behind Triton: one process, or ranks that trtllm-llmapi-launch makes workers of rank 0."""
+
+from __future__ import annotations
+
+from trtserve.launch.base import Launch, Setup, under_mpirun, without_mpi
+from trtserve.launch.rank_arguments import rank_arguments
+from trtserve.process import Command
+from trtserve.releases.launcher import LLMAPI_LAUNCH, launcher_facts
+
+
+def llmapi(setup: Setup, world_size: int) -> Launch:
+    """One node: a plain process for one GPU, and before 1.0, where the LLM API starts its own workers; else mpirun.
+
+    trtllm-llmapi-launch runs tritonserver on rank 0 and a worker of TensorRT-LLM on every other rank.
+    """
+    if world_size == 1 or not launcher_facts(setup.release).llmapi_launch:
+        return without_mpi(setup, "llmapi", rank_arguments(setup, 0), {})
+    groups = tuple((LLMAPI_LAUNCH, *rank_arguments(setup, rank)) for rank in range(world_size))
+    return under_mpirun(setup, "llmapi", groups, {})
+
+
+def task(setup: Setup) -> tuple[str, ...]:
+    """What every task of srun runs: rank 0 alone starts tritonserver, so all have rank 0's arguments.
+
+    trtllm-llmapi-launch hides SLURM_ and OMPI_ variables from tritonserver: nothing in here may refer to them.
+    """
+    return (LLMAPI_LAUNCH, *rank_arguments(setup, 0))
+
+
+def several_nodes(setup: Setup, *, nodes: int, gpus_per_node: int) -> Command:
+    """The command for a Slurm allocation of `nodes` machines, as NVIDIA's documents have it."""
+    srun = ("srun", "-N", str(nodes), f"--ntasks-per-node={gpus_per_node}", "--mpi=pmix")
+    return Command(argv=(*srun, *task(setup)), env=dict(setup.environment), cwd=setup.repository.absolute())
