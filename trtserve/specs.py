@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,14 @@ KvPrecision = Literal["auto", "f32", "f16", "u8"]
 RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "openvino"]
 PluginType = Literal["disable", "auto", "float16", "float32", "bfloat16"]
 Switch = Literal["enable", "disable"]
+TritonBackend = Literal["tensorrtllm", "python"]
 SpeculativeMode = Literal[
     "none", "draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"
 ]
 
 # Triton's configuration and TensorRT-LLM's SizeType32 are 32-bit numbers.
 _LARGEST = 2**31 - 1
+_SUFFIX = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def _require_positive(owner: object, *names: str) -> None:
@@ -71,7 +74,6 @@ class ConvertSpec:
     quantize: Quantization = "none"
 
     def __post_init__(self) -> None:
-        _require_positive(self, "tp_size", "pp_size", "moe_tp_size", "moe_ep_size")
         _require_choice("--dtype", self.dtype, get_args(DType))
         _require_choice("--quantize", self.quantize, get_args(Quantization))
 
@@ -132,6 +134,11 @@ class RepositorySpec:
     `name` is the alias under which a copy of the BLS model is served. `settings` are parameters of the Triton
     models, keyed `parameter` (core model) or `model.parameter`; the fields from `batching_strategy` to
     `max_queue_size` are another way to give the common ones, None leaves them alone. `lora` maps names to folders.
+
+    `triton_backend`, `trtllm_version`, `gpu_device_ids` and the paths are for engines of TensorRT-LLM: None takes the
+    C++ backend, the release of the engine, every visible GPU. `suffix` ends the names of all models but the alias.
+    Paths in the configurations are relative to the repository, unless `absolute_paths`, or `container_paths` says
+    where a container will see the repository. `bls_instance_count` None follows from the engine.
     """
 
     name: str
@@ -140,7 +147,7 @@ class RepositorySpec:
     triton_max_batch_size: int | None = None
     preprocessing_instance_count: int = 1
     postprocessing_instance_count: int = 1
-    bls_instance_count: int = 1
+    bls_instance_count: int | None = None
     max_tokens_in_paged_kv_cache: int | None = None
     kv_cache_free_gpu_mem_fraction: float | None = None
     batching_strategy: str | None = None
@@ -154,6 +161,11 @@ class RepositorySpec:
     lora: dict[str, Path] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     copy: bool = False
+    triton_backend: TritonBackend | None = None
+    trtllm_version: str | None = None
+    suffix: str = ""
+    absolute_paths: bool = False
+    container_paths: str | None = None
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -168,6 +180,21 @@ class RepositorySpec:
         fraction = self.kv_cache_free_gpu_mem_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise UsageError(f"--kv-cache-free-gpu-mem-fraction is {fraction}; it must lie in (0, 1].")
+        if self.triton_backend is not None:
+            _require_choice("--triton-backend", self.triton_backend, get_args(TritonBackend))
+        if self.suffix and not _SUFFIX.fullmatch(self.suffix):
+            raise UsageError(f"--suffix is {self.suffix!r}; use letters, digits, '.', '_' and '-'.")
+        if self.container_paths is not None:
+            self._require_container_paths()
+
+    def _require_container_paths(self) -> None:
+        if self.absolute_paths:
+            raise UsageError("--absolute-paths and --container-paths contradict each other; give one.")
+        if not str(self.container_paths).startswith("/"):
+            raise UsageError(
+                f"--container-paths is {self.container_paths!r}; expected the absolute path under which the container "
+                "sees the repository."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,10 +39,14 @@ from trtserve.cli.options import (
     VerifyOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
-from trtserve.cli.repo import (
+from trtserve.cli.repo import find_draft, repository_spec
+from trtserve.cli.repo_options import (
+    AbsolutePathsOption,
     AccumulateOption,
     BatchingOption,
+    BlsInstancesOption,
     ChunkedOption,
+    ContainerPathsOption,
     DraftOption,
     ExcludeOption,
     KvFractionOption,
@@ -54,10 +58,11 @@ from trtserve.cli.repo import (
     ReuseOption,
     SetOption,
     StreamingOption,
+    SuffixOption,
+    TritonBackendOption,
     TritonBatchOption,
+    TrtllmVersionOption,
     WindowOption,
-    find_draft,
-    repository_spec,
 )
 from trtserve.machine import gibibytes
 from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec
@@ -119,7 +124,7 @@ def import_(
     triton_max_batch_size: TritonBatchOption = None,
     preprocessing_instance_count: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
     postprocessing_instance_count: Annotated[int, typer.Option(help="Processes that make text of tokens.")] = 1,
-    bls_instance_count: Annotated[int, typer.Option(help="Processes of the BLS model; each serves many requests.")] = 1,
+    bls_instance_count: BlsInstancesOption = None,
     max_tokens_in_paged_kv_cache: KvTokensOption = None,
     kv_cache_free_gpu_mem_fraction: KvFractionOption = None,
     batching_strategy: BatchingOption = None,
@@ -132,6 +137,11 @@ def import_(
     max_queue_size: QueueOption = None,
     draft_engine: DraftOption = None,
     lora: LoraOption = None,
+    triton_backend: TritonBackendOption = None,
+    trtllm_version: TrtllmVersionOption = None,
+    suffix: SuffixOption = "",
+    absolute_paths: AbsolutePathsOption = False,
+    container_paths: ContainerPathsOption = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the engine files instead of hard-linking them.")] = False,
     out: OutOption = None,
     json: JsonOption = False,

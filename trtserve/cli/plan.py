@@ -23,7 +23,7 @@ from trtserve.cli.options import (
     TpSizeOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
-from trtserve.cli.repo import KvTokensOption
+from trtserve.cli.repo_options import KvTokensOption
 from trtserve.errors import UsageError
 from trtserve.machine import gibibytes
 from trtserve.specs import BuildSpec, ConvertSpec, DType, Quantization

@@ -13,106 +13,37 @@ import typer
 from trtserve.artifacts import Adapter, Engine, Model, looks_like
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
+from trtserve.cli.repo_options import (
+    AbsolutePathsOption,
+    AccumulateOption,
+    BatchingOption,
+    BlsInstancesOption,
+    ChunkedOption,
+    ContainerPathsOption,
+    DraftOption,
+    ExcludeOption,
+    KvFractionOption,
+    KvTokensOption,
+    LoraOption,
+    NameOption,
+    PolicyOption,
+    QueueOption,
+    ReleaseOption,
+    ReuseOption,
+    SetOption,
+    StreamingOption,
+    SuffixOption,
+    TritonBackendOption,
+    TritonBatchOption,
+    TrtllmVersionOption,
+    WindowOption,
+)
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store
 
 if TYPE_CHECKING:
     from trtserve.repo import RepositoryPlan
-
-NameOption = Annotated[
-    str | None, typer.Option("--name", help="Name under which the model is served; default: the engine's name.")
-]
-StreamingOption = Annotated[
-    bool,
-    typer.Option(
-        "--streaming/--no-streaming",
-        "--decoupled/--no-decoupled",
-        help="Streaming: core and BLS model may send many responses, and take streaming calls only.",
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="[MODEL.]KEY=VALUE", help="Parameter of a Triton model (default: the core model); repeatable."
-    ),
-]
-ReleaseOption = Annotated[
-    str | None,
-    typer.Option(
-        "--release", help="Exact tensors of one TensorRT-LLM release, 0.12 … 1.2; default: inputs of all of them."
-    ),
-]
-TritonBatchOption = Annotated[
-    int | None,
-    typer.Option("--triton-max-batch-size", help="Prompts per request that Triton accepts; default: the engine's."),
-]
-KvTokensOption = Annotated[
-    int | None, typer.Option("--max-tokens-in-paged-kv-cache", help="Size of the KV cache in tokens.")
-]
-KvFractionOption = Annotated[
-    float | None,
-    typer.Option("--kv-cache-free-gpu-mem-fraction", help="Share of the free memory for the KV cache, in (0, 1]."),
-]
-BatchingOption = Annotated[
-    str | None,
-    typer.Option("--batching-strategy", help="inflight_fused_batching (default), or V1: no new request in a batch."),
-]
-PolicyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--batch-scheduler-policy",
-        help="guaranteed_no_evict (default): a request that began has its memory; max_utilization: it may be paused.",
-    ),
-]
-ReuseOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--enable-kv-cache-reuse/--disable-kv-cache-reuse",
-        help="Keep the KV cache of prompts for those that begin alike.",
-    ),
-]
-ChunkedOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--enable-chunked-context/--disable-chunked-context",
-        help="Take long prompts in pieces, between other requests.",
-    ),
-]
-WindowOption = Annotated[
-    str | None,
-    typer.Option(
-        "--max-attention-window-size", help="Tokens that attention looks back; a list with commas: per layer."
-    ),
-]
-ExcludeOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--exclude-input-in-output/--include-input-in-output", help="Whether answers leave the prompt out by default."
-    ),
-]
-AccumulateOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--accumulate-tokens/--no-accumulate-tokens",
-        help="Streamed answers of the BLS model hold the whole text so far.",
-    ),
-]
-QueueOption = Annotated[
-    int | None, typer.Option("--max-queue-size", help="Requests that may wait; more are refused. Default: no limit.")
-]
-DraftOption = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-engine",
-        metavar="ENGINE",
-        help="Engine of a smaller model that proposes tokens (speculative decoding): a folder, or an imported model.",
-    ),
-]
-LoraOption = Annotated[
-    list[str] | None,
-    typer.Option("--lora", metavar="NAME=FOLDER", help="Adapter that clients may choose by name; repeatable."),
-]
 
 
 def repo(
@@ -128,7 +59,7 @@ def repo(
     triton_max_batch_size: TritonBatchOption = None,
     preprocessing_instance_count: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
     postprocessing_instance_count: Annotated[int, typer.Option(help="Processes that make text of tokens.")] = 1,
-    bls_instance_count: Annotated[int, typer.Option(help="Processes of the BLS model; each serves many requests.")] = 1,
+    bls_instance_count: BlsInstancesOption = None,
     max_tokens_in_paged_kv_cache: KvTokensOption = None,
     kv_cache_free_gpu_mem_fraction: KvFractionOption = None,
     batching_strategy: BatchingOption = None,
@@ -141,7 +72,15 @@ def repo(
     max_queue_size: QueueOption = None,
     draft_engine: DraftOption = None,
     lora: LoraOption = None,
+    triton_backend: TritonBackendOption = None,
+    trtllm_version: TrtllmVersionOption = None,
+    suffix: SuffixOption = "",
+    absolute_paths: AbsolutePathsOption = False,
+    container_paths: ContainerPathsOption = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the engine files instead of hard-linking them.")] = False,
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="REPOSITORY", help="Add the models to this repository.")
+    ] = None,
     out: OutOption = None,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
@@ -156,11 +95,10 @@ def repo(
     spec = repository_spec({**options, "name": name or default_name(source)}, store)
     folder = store.find(Model, tokenizer, progress=progress).path
     draft, draft_tokenizer = find_draft(draft_engine, store, progress)
-    plan = plan_repository(source, folder, spec, draft=draft, draft_tokenizer=draft_tokenizer, out=out)
+    more: dict[str, Any] = {"draft": draft, "draft_tokenizer": draft_tokenizer, "out": out, "into": into}
+    plan = plan_repository(source, folder, spec, **more)
     if not dry_run:
-        assemble_repository(
-            source, folder, spec, draft=draft, draft_tokenizer=draft_tokenizer, out=out, progress=progress
-        )
+        assemble_repository(source, folder, spec, **more, progress=progress)
     if json:
         print_json("repo", _described(plan))
     elif dry_run:
@@ -227,7 +165,7 @@ def _described(plan: RepositoryPlan) -> dict[str, object]:
 
 
 def _lines(plan: RepositoryPlan) -> list[str]:
-    verb = "reuse" if plan.reused else "make"
+    verb = "reuse" if plan.reused else "make" if plan.into is None else "add to"
     policy = "streaming (decoupled)" if plan.spec.streaming else "one response per request (not decoupled)"
     release = f"{plan.profile.release}, inputs of all releases" if plan.profile.union else plan.profile.release
     lines = [

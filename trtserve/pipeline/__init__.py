@@ -191,7 +191,7 @@ def _wish(spec: ImportSpec, model: ModelPlan) -> Wish:
         build=spec.build,
         kv_tokens=spec.repository.max_tokens_in_paged_kv_cache,
         tokenizers=spec.repository.preprocessing_instance_count + spec.repository.postprocessing_instance_count,
-        bls=spec.repository.bls_instance_count,
+        bls=spec.repository.bls_instance_count or 1,
         tokenizer_bytes=next((file.size for file in model.files if file.name == "tokenizer.json"), 0),
         draft=draft_memory(read_engine(spec.draft.path), spec.repository.max_tokens_in_paged_kv_cache)
         if spec.draft

@@ -13,16 +13,19 @@ from trtserve.import_.sources import parse_source, served_name
 from trtserve.progress import SILENT, Progress
 from trtserve.repo.adapters import NamedAdapter, resolve_adapters, write_adapters
 from trtserve.repo.draft import Draft, resolve_draft
-from trtserve.repo.engine import is_embedded, limits_of, link_engine, read_engine, require_engine_files
+from trtserve.repo.engine import is_embedded, link_engine, read_engine, require_engine_files
+from trtserve.repo.facts import draft_facts, repository_facts
+from trtserve.repo.group import add_to, require_addable
 from trtserve.repo.listing import tree
 from trtserve.repo.models import model_sources, write_model
-from trtserve.repo.options import TOKENIZER, VERSION, resolve_options, settings_of
+from trtserve.repo.options import resolve_options, settings_of
+from trtserve.repo.placement import VERSION, model_names, placed, root_of
 from trtserve.repo.tokenizer import check_tokenizer, require_same_tokens, tokenizer_files
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy, publish, reusable
 from trtserve.triton.config import ConfigOptions
-from trtserve.triton.parameters import classes_json, set_without_meaning
-from trtserve.triton.profiles import BLS, CORE, DRAFT, MODELS, Profile
+from trtserve.triton.parameters import classes_json
+from trtserve.triton.profiles import BLS, CORE, DRAFT, MODELS, PREPROCESSING, Profile
 
 __all__ = [
     "RepositoryPlan",
@@ -36,27 +39,38 @@ __all__ = [
     "tree",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepositoryPlan:
-    """What a repository will hold and where it goes; `facts` end in its manifest."""
+    """What a repository will hold and where it goes; `manifest` is its own, also where it is added to another one."""
 
     spec: RepositorySpec
     profile: Profile
     options: ConfigOptions
-    facts: dict[str, Any]
-    fingerprint: str
+    manifest: Manifest
     path: Path
     reused: bool
     draft: Draft | None = None
     adapters: tuple[NamedAdapter, ...] = ()
+    into: Path | None = None
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What its manifest says of it."""
+        return self.manifest.facts
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that decides its content."""
+        return self.manifest.fingerprint
 
     @property
     def models(self) -> tuple[str, ...]:
         """Names of all its models, the alias last."""
-        return (*MODELS, *([DRAFT] if self.draft else []), self.spec.name)
+        names = model_names(self.spec.suffix)
+        return (*(names[model] for model in (*MODELS, *([DRAFT] if self.draft else []))), self.spec.name)
 
 
 def default_name(engine: Artifact) -> str:
@@ -74,12 +88,14 @@ def plan_repository(
     draft: Engine | None = None,
     draft_tokenizer: Path | None = None,
     out: Path | None = None,
+    into: Path | None = None,
     store: Store | None = None,
 ) -> RepositoryPlan:
     """Everything that can be known before a file is written; `draft_tokenizer` is the draft model's, where it is known.
 
-    UsageError for a name, release or setting that cannot work; RepositoryError for an engine or tokenizer folder
-    that is none, and for a draft engine or an adapter that does not fit the engine.
+    `into` is a repository to which the models are added. UsageError for a name, release or setting that cannot work;
+    RepositoryError for an engine or tokenizer folder that is none, for a draft engine or an adapter that does not fit
+    the engine, and for names that are taken.
     """
     served_name(spec.name)
     config = read_engine(engine.path)
@@ -90,13 +106,16 @@ def plan_repository(
         require_same_tokens(tokenizer, draft_tokenizer)
     options, second = resolve_draft(spec, table, options, config, draft)
     adapters = resolve_adapters(spec.lora, config)
-    built = engine.manifest.facts if engine.manifest is not None else {}
-    facts = {**_facts(spec, table, options, config), "machine": built.get("machine", {})}
+    facts = repository_facts(spec, table, options, config, engine)
     facts |= {"draft": second.facts if second else None, "adapters": {each.name: each.task_id for each in adapters}}
+    if second is not None:
+        facts["core_models"] |= draft_facts(spec, second, read_engine(second.engine.path))
+    place = (out or into or (store or Store()).root) if spec.absolute_paths else None
     digest = fingerprint(
         stage="repo",
         schema=SCHEMA,
         spec=asdict(replace(spec, copy=False, lora={})),
+        place=str(place),
         engine=engine.fingerprint,
         draft=draft.fingerprint if draft else None,
         adapters=facts["adapters"],
@@ -104,17 +123,40 @@ def plan_repository(
         models=_digest(model_sources()),
         classes=[classes_json(model, table.release) for model in MODELS],
     )
-    path = (out or (store or Store()).destination(ModelRepository, spec.name, digest)).absolute()
-    return RepositoryPlan(
+    path = (into or out or (store or Store()).destination(ModelRepository, spec.name, digest)).absolute()
+    root = root_of(spec, path)
+    if second is not None:
+        second = replace(second, options=placed(second.options, spec.suffix, root))
+    plan = RepositoryPlan(
         spec=spec,
         profile=table,
-        options=options,
-        facts=facts,
-        fingerprint=digest,
+        options=placed(options, spec.suffix, root),
+        manifest=_manifest(spec, digest, engine, draft, facts),
         path=path,
-        reused=reusable(ModelRepository, path, digest) is not None,
+        reused=False,
         draft=second,
         adapters=adapters,
+        into=None if into is None else path,
+    )
+    return replace(plan, reused=_is_there(plan))
+
+
+def _is_there(plan: RepositoryPlan) -> bool:
+    if plan.into is not None:
+        return require_addable(plan.into, plan.models, plan.manifest)
+    return reusable(ModelRepository, plan.path, plan.fingerprint) is not None
+
+
+def _manifest(
+    spec: RepositorySpec, digest: str, engine: Engine, draft: Engine | None, facts: Mapping[str, Any]
+) -> Manifest:
+    return Manifest(
+        kind="repository",
+        name=spec.name,
+        fingerprint=digest,
+        inputs={"engine": engine.fingerprint, **({"draft engine": draft.fingerprint} if draft else {})},
+        spec={**asdict(spec), "lora": {name: str(folder) for name, folder in spec.lora.items()}},
+        facts=facts,
     )
 
 
@@ -136,34 +178,38 @@ def assemble_repository(
     draft: Engine | None = None,
     draft_tokenizer: Path | None = None,
     out: Path | None = None,
+    into: Path | None = None,
     store: Store | None = None,
     progress: Progress = SILENT,
 ) -> ModelRepository:
     """Make the repository of `engine`: the five models and the alias, relocatable as a whole.
 
-    `tokenizer` is a Hugging Face folder, `draft` the engine of a second core model. Engine files are hard links unless
-    `spec.copy`. Raises what `plan_repository` raises, and RepositoryError for a tokenizer that does not work.
+    `tokenizer` is a Hugging Face folder, `draft` the engine of a second core model; the models are added to the
+    repository `into` where one is given. Engine files are hard links unless `spec.copy`. Raises what `plan_repository`
+    raises, and RepositoryError for a tokenizer that does not work.
     """
-    plan = plan_repository(engine, tokenizer, spec, draft=draft, draft_tokenizer=draft_tokenizer, out=out, store=store)
-    manifest = Manifest(
-        kind="repository",
-        name=spec.name,
-        fingerprint=plan.fingerprint,
-        inputs={"engine": engine.fingerprint, **({"draft engine": draft.fingerprint} if draft else {})},
-        spec={**asdict(spec), "lora": {name: str(folder) for name, folder in spec.lora.items()}},
-        facts=plan.facts,
+    plan = plan_repository(
+        engine, tokenizer, spec, draft=draft, draft_tokenizer=draft_tokenizer, out=out, into=into, store=store
     )
+    if plan.into is not None and plan.reused:
+        return ModelRepository(path=plan.path, manifest=Manifest.read(plan.path))
 
-    def produce(folder: Path) -> None:
+    def produce(folder: Path) -> Manifest | None:
         _tell(plan, progress)
         _write_models(folder, plan)
-        link_engine(engine.path, folder / CORE / VERSION, copy=spec.copy)
-        write_adapters(plan.adapters, folder)
+        names = model_names(spec.suffix)
+        link_engine(engine.path, folder / names[CORE] / VERSION, copy=spec.copy)
+        write_adapters(plan.adapters, folder, spec.suffix)
+        own = folder / names[PREPROCESSING] / VERSION / "tokenizer"
         for file in tokenizer_files(tokenizer):
-            link_or_copy(file, folder / TOKENIZER / file.name, copy=True)
-        check_tokenizer(folder / TOKENIZER, plan.facts["vocab_size"], progress)
+            link_or_copy(file, own / file.name, copy=True)
+        check_tokenizer(own, plan.facts["vocab_size"], progress)
+        if plan.into is None:
+            return None
+        require_addable(plan.into, plan.models, plan.manifest)  # it may have changed since the plan
+        return add_to(plan.into, folder, plan.manifest)
 
-    return publish(ModelRepository, plan.path, manifest, produce)
+    return publish(ModelRepository, plan.path, plan.manifest, produce)
 
 
 def _tell(plan: RepositoryPlan, progress: Progress) -> None:
@@ -176,41 +222,13 @@ def _tell(plan: RepositoryPlan, progress: Progress) -> None:
 
 
 def _write_models(folder: Path, plan: RepositoryPlan) -> None:
-    embedded = plan.facts["runtime"] == "openvino"
-    for model in (*MODELS, plan.spec.name):
-        template = BLS if model == plan.spec.name else model
-        write_model(folder / model, template, plan.profile, plan.options, embedded=embedded)
+    embedded, names = plan.facts["runtime"] == "openvino", model_names(plan.spec.suffix)
+    for model in MODELS:
+        write_model(folder / names[model], model, plan.profile, plan.options, embedded=embedded)
+    write_model(folder / plan.spec.name, BLS, plan.profile, plan.options, embedded=embedded)
     if plan.draft is not None:
-        write_model(folder / DRAFT, CORE, plan.profile, plan.draft.options, embedded=embedded)
-        link_engine(plan.draft.engine.path, folder / DRAFT / VERSION, copy=plan.spec.copy)
-
-
-def _facts(spec: RepositorySpec, table: Profile, options: ConfigOptions, config: Mapping[str, Any]) -> dict[str, Any]:
-    own = config.get("trtserve", {})
-    model = config.get("pretrained_config", {})
-    return {
-        "alias": spec.name,
-        "streaming": spec.streaming,
-        "release": table.release,
-        "all_releases": table.union,
-        "without_meaning": _without_meaning(table, options) if is_embedded(config) else [],
-        "runtime": own.get("runtime", "tensorrt_llm"),
-        "triton_max_batch_size": options.max_batch_size,
-        "limits": limits_of(config),
-        "dtype": model.get("dtype"),
-        "compute_precision": own.get("compute_precision", model.get("dtype")),
-        "kv_precision": own.get("kv_precision"),
-        "max_tokens_in_paged_kv_cache": options.parameters[CORE].get("max_tokens_in_paged_kv_cache"),
-        "kv_cache_free_gpu_mem_fraction": options.parameters[CORE].get("kv_cache_free_gpu_mem_fraction"),
-        "vocab_size": model.get("vocab_size"),
-        "mapping": model.get("mapping", {}),
-    }
-
-
-def _without_meaning(table: Profile, options: ConfigOptions) -> list[str]:
-    """Parameters that are set and that the embedded executor ignores, those of the core model by their bare names."""
-    found = {model: set_without_meaning(model, given, table.release) for model, given in options.parameters.items()}
-    return [name if model == CORE else f"{model}.{name}" for model, names in found.items() for name in names]
+        write_model(folder / names[DRAFT], CORE, plan.profile, plan.draft.options, embedded=embedded)
+        link_engine(plan.draft.engine.path, folder / names[DRAFT] / VERSION, copy=plan.spec.copy)
 
 
 def _digest(files: list[Path]) -> str:

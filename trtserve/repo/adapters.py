@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor.lora_modules import MODULE_IDS, LoraModule, lora_modules
-from trtserve.repo.options import VERSION
+from trtserve.repo.placement import VERSION, lora_table, model_names
 from trtserve.triton.profiles import CORE
 
 if TYPE_CHECKING:
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.generic]
 
-TABLE = "lora.json"
 WEIGHTS, CONFIG = "model.lora_weights.npy", "model.lora_config.npy"
-# Triton takes every folder beside the models for a model, so the adapters lie in the core model's.
-_FOLDER = f"{CORE}/{VERSION}/lora"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -63,22 +60,23 @@ def resolve_adapters(folders: Mapping[str, Path], config: Mapping[str, Any]) -> 
     return tuple(adapters)
 
 
-def write_adapters(adapters: tuple[NamedAdapter, ...], repository: Path) -> None:
-    """Put the adapters and their table into a repository; nothing for none."""
+def write_adapters(adapters: tuple[NamedAdapter, ...], repository: Path, suffix: str = "") -> None:
+    """Put the adapters and their table into a repository, for the models with `suffix`; nothing for none."""
     import numpy as np
 
     if not adapters:
         return
-    table = {}
+    # Triton takes every folder beside the models for a model, so the adapters lie in the core model's.
+    place, table = f"{model_names(suffix)[CORE]}/{VERSION}/lora", {}
     for adapter in adapters:
         weights, rows = _read(adapter.name, adapter.folder)
-        target = repository / _FOLDER / adapter.name
+        target = repository / place / adapter.name
         target.mkdir(parents=True)
         np.save(target / WEIGHTS, weights)
         np.save(target / CONFIG, rows)
-        table[adapter.name] = {"task_id": adapter.task_id, "folder": f"{_FOLDER}/{adapter.name}"}
+        table[adapter.name] = {"task_id": adapter.task_id, "folder": f"{place}/{adapter.name}"}
     text = json.dumps({"adapters": table}, indent=2) + "\n"
-    (repository / TABLE).write_text(text, encoding="utf-8")
+    (repository / lora_table(suffix)).write_text(text, encoding="utf-8")
 
 
 def _read(name: str, folder: Path) -> tuple[Array, Array]:

@@ -9,7 +9,9 @@ from typing import Any
 from trtserve.artifacts import Engine
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.repo.engine import is_embedded, limits_of, read_engine, require_engine_files
-from trtserve.repo.options import VERSION, core_parameters, settings_of
+from trtserve.repo.options import core_instances, core_parameters, settings_of
+from trtserve.repo.placement import VERSION
+from trtserve.repo.release import engine_types
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import ConfigOptions
 from trtserve.triton.embedded import require_startable
@@ -54,7 +56,10 @@ def resolve_draft(
     if is_embedded(draft):
         require_startable(parameters, draft, release=table.release, settings=given)
     parameters["gpt_model_path"] = f"{DRAFT}/{VERSION}"
-    own_options = replace(options, parameters={CORE: parameters}, **settings.variables)
+    types = {} if is_embedded(draft) else engine_types(table, draft)
+    counts = {CORE: 1 if is_embedded(draft) else core_instances(parameters)}
+    fields = {**types, **settings.variables}
+    own_options = replace(options, parameters={CORE: parameters}, instance_counts=counts, **fields)
     return _with_draft(spec, options, target), Draft(
         engine=engine, options=own_options, facts=_facts(engine, draft, config)
     )

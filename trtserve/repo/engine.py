@@ -10,6 +10,7 @@ from typing import Any
 from trtserve.artifacts import MANIFEST
 from trtserve.errors import RepositoryError
 from trtserve.store import link_or_copy
+from trtserve.triton.core_models import world_size
 
 _LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width")
 
@@ -35,8 +36,7 @@ def read_engine(folder: Path) -> dict[str, Any]:
 
 def require_engine_files(folder: Path, config: dict[str, Any], *, embedded: bool) -> None:
     """RepositoryError when a file of a rank is missing or empty: the server would tell it minutes later."""
-    ranks = int(config.get("pretrained_config", {}).get("mapping", {}).get("world_size", 1))
-    names = ["rank0.xml", "rank0.bin"] if embedded else [f"rank{rank}.engine" for rank in range(ranks)]
+    names = ["rank0.xml", "rank0.bin"] if embedded else [f"rank{rank}.engine" for rank in range(world_size(config))]
     lacking = [name for name in names if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
     if lacking:
         raise RepositoryError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from trtserve.repo.options import VERSION
+from trtserve.repo.placement import VERSION
 from trtserve.triton.config import ConfigOptions, config_text
 from trtserve.triton.parameters import CLASSES_FILE, classes_json
 from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, Profile

@@ -8,15 +8,17 @@ from typing import Any
 
 from trtserve.errors import UsageError
 from trtserve.repo.engine import is_embedded, limits_of
+from trtserve.repo.placement import ENGINE, TOKENIZER
+from trtserve.repo.release import engine_types, release_of_engine
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import ConfigOptions
+from trtserve.triton.core_models import device_groups
 from trtserve.triton.embedded import require_carried_out, require_startable
 from trtserve.triton.parameters import find_parameter
 from trtserve.triton.profiles import BLS, CORE, DRAFT, MODELS, POSTPROCESSING, PREPROCESSING, Profile, profile
 from trtserve.triton.settings import Settings, resolve_settings
 
-VERSION = "1"
-TOKENIZER = f"{PREPROCESSING}/{VERSION}/tokenizer"
+_MOST_BLS = 32
 
 # Fields of RepositorySpec that are another way to say --set.
 _NAMED = {
@@ -54,7 +56,7 @@ def resolve_options(
     not exist yet.
     """
     embedded = is_embedded(config)
-    table = profile(spec.release if embedded or spec.release else "1.2")
+    table = profile(_embedded_release(spec) if embedded else release_of_engine(spec, config))
     settings = resolve_settings(settings_of(spec), table)
     options = _options(spec, table, settings, config, tokenizer)
     if embedded:
@@ -69,6 +71,25 @@ def resolve_options(
     return table, options
 
 
+def _embedded_release(spec: RepositorySpec) -> str | None:
+    if spec.triton_backend == "tensorrtllm":
+        raise UsageError(
+            "--triton-backend tensorrtllm serves engines of TensorRT-LLM; this one is for the openvino runtime.",
+            hint="Leave it out: the embedded executor is driven by the python backend.",
+        )
+    if spec.trtllm_version is not None:
+        raise UsageError(
+            "--trtllm-version is for engines of TensorRT-LLM; this one is for the openvino runtime.",
+            hint="--release gives this repository the tensors of one release.",
+        )
+    return spec.release
+
+
+def backend_of(spec: RepositorySpec, config: Mapping[str, Any]) -> str:
+    """Triton backend of the core model of an engine: `python` for the embedded executor, else what `spec` says."""
+    return "python" if is_embedded(config) else spec.triton_backend or "tensorrtllm"
+
+
 def _options(
     spec: RepositorySpec, table: Profile, settings: Settings, config: Mapping[str, Any], tokenizer: Path | None
 ) -> ConfigOptions:
@@ -79,7 +100,7 @@ def _options(
     defaults = {
         CORE: core,
         # The engine's vocabulary may be larger than the tokenizer's.
-        PREPROCESSING: {"tokenizer_dir": TOKENIZER, "gpt_model_path": f"{CORE}/{VERSION}"},
+        PREPROCESSING: {"tokenizer_dir": TOKENIZER, "gpt_model_path": ENGINE},
         POSTPROCESSING: {"tokenizer_dir": TOKENIZER},
     }
     parameters = {model: {**defaults.get(model, {}), **settings.parameters.get(model, {})} for model in MODELS}
@@ -87,18 +108,39 @@ def _options(
     if excluded.lower() in ("true", "1"):
         # The BLS model looks for stop words behind the prompt, and cannot see what the core model does by default.
         parameters[BLS]["exclude_input_in_output"] = excluded
+    backend, batch = backend_of(spec, config), spec.triton_max_batch_size or limits["max_batch_size"] or 1
+    if backend == "tensorrtllm":
+        # Answers of the C++ backend come as they are made; the python core model hands them out one by one.
+        parameters[BLS]["core_answers"] = "pushed"
     return ConfigOptions(
-        max_batch_size=spec.triton_max_batch_size or limits["max_batch_size"] or 1,
+        max_batch_size=batch,
         decoupled=spec.streaming,
-        backend="python" if embedded else "tensorrtllm",
+        backend=backend,
         parameters=parameters,
         instance_counts={
             PREPROCESSING: spec.preprocessing_instance_count,
             POSTPROCESSING: spec.postprocessing_instance_count,
-            BLS: spec.bls_instance_count,
+            BLS: spec.bls_instance_count or bls_instances(backend, limits["max_batch_size"], streaming=spec.streaming),
+            CORE: 1 if embedded else core_instances(parameters[CORE]),
         },
-        **settings.variables,
+        keep_unset=backend == "python",
+        **{**({} if embedded else engine_types(table, config)), **settings.variables},
     )
+
+
+def bls_instances(backend: str, max_batch_size: int | None, *, streaming: bool) -> int:
+    """Processes of the BLS model: one serves many requests, but only one stream of the C++ backend.
+
+    With fewer of them than the engine takes requests, its batch would never be full.
+    """
+    if backend != "tensorrtllm" or not streaming:
+        return 1
+    return max(1, min(max_batch_size or 1, _MOST_BLS))
+
+
+def core_instances(parameters: Mapping[str, str]) -> int:
+    """Instances of a core model: as many as it has groups of GPUs."""
+    return max(1, len(device_groups(parameters.get("gpu_device_ids", ""))))
 
 
 def _has_guides(table: Profile) -> bool:
@@ -109,11 +151,13 @@ def core_parameters(spec: RepositorySpec, table: Profile, config: Mapping[str, A
     """Parameters of a core model that nobody set, for the engine whose `config.json` is `config`."""
     values: dict[str, Any] = {
         "gpt_model_type": "inflight_fused_batching",
-        "gpt_model_path": f"{CORE}/{VERSION}",
+        "gpt_model_path": ENGINE,
         "max_beam_width": limits_of(config)["max_beam_width"] or 1,
         "max_tokens_in_paged_kv_cache": spec.max_tokens_in_paged_kv_cache,
         "kv_cache_free_gpu_mem_fraction": spec.kv_cache_free_gpu_mem_fraction,
     }
+    if not is_embedded(config):
+        values["batch_scheduler_policy"] = "guaranteed_no_evict"
     if any(parameter.name == "tokenizer_dir" for parameter in table.models[CORE].parameters):
         values["tokenizer_dir"] = TOKENIZER
     if is_embedded(config):

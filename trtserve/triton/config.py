@@ -14,7 +14,8 @@ class ConfigOptions:
     """What the configs of one repository have in common, beside the profile.
 
     `parameters` maps model → parameter → text; `instance_counts` maps model → number of instances. The four
-    data types are Triton names without the TYPE_ prefix.
+    data types are Triton names without the TYPE_ prefix. `model_names` renames models of the profile; without
+    `keep_unset` only parameters with a value are written, and those whose key must exist.
     """
 
     max_batch_size: int
@@ -28,6 +29,8 @@ class ConfigOptions:
     lora_weights_data_type: str = "FP16"
     parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     instance_counts: Mapping[str, int] = field(default_factory=dict)
+    model_names: Mapping[str, str] = field(default_factory=dict)
+    keep_unset: bool = True
 
 
 def config_text(profile: Profile, model: str, options: ConfigOptions, *, name: str | None = None) -> str:
@@ -42,14 +45,14 @@ def build_config(profile: Profile, model: str, options: ConfigOptions, *, name: 
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
     description = profile.models[model]
-    config = ModelConfig(name=name or model, max_batch_size=options.max_batch_size)
+    config = ModelConfig(name=name or options.model_names.get(model, model), max_batch_size=options.max_batch_size)
     for tensor in description.inputs:
         _add_input(config, tensor, options)
     for tensor in description.outputs:
         config.output.add(name=tensor.name, data_type=_data_type(tensor, options), dims=tensor.dims)
     if model == ENSEMBLE:
         config.platform = "ensemble"
-        _add_steps(config, description)
+        _add_steps(config, description, options)
     else:
         _add_python_parts(config, profile, description, options)
     return config
@@ -87,9 +90,10 @@ def _add_input(config: Any, tensor: Tensor, options: ConfigOptions) -> None:
         added.reshape.SetInParent()
 
 
-def _add_steps(config: Any, description: ModelProfile) -> None:
+def _add_steps(config: Any, description: ModelProfile, options: ConfigOptions) -> None:
     for step in description.steps:
-        added = config.ensemble_scheduling.step.add(model_name=step.model, model_version=-1)
+        name = options.model_names.get(step.model, step.model)
+        added = config.ensemble_scheduling.step.add(model_name=name, model_version=-1)
         for link in step.inputs:
             added.input_map[link.name] = link.ensemble_tensor
         for link in step.outputs:
@@ -106,7 +110,10 @@ def _add_python_parts(config: Any, profile: Profile, description: ModelProfile, 
     _add_batching(config, profile, name, options)
     given = options.parameters.get(name, {})
     for parameter in description.parameters:
-        config.parameters[parameter.name].string_value = given.get(parameter.name, parameter.text)
+        text = given.get(parameter.name, parameter.text)
+        # NVIDIA's C++ backend takes some empty values for values, such as a list of no GPUs.
+        if text or options.keep_unset or name != CORE or parameter.needs_key:
+            config.parameters[parameter.name].string_value = text
     for key in given.keys() - {parameter.name for parameter in description.parameters}:
         config.parameters[key].string_value = given[key]
     config.instance_group.add(count=options.instance_counts.get(name, 1), kind=ModelInstanceGroup.KIND_CPU)

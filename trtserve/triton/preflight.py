@@ -12,6 +12,7 @@ from typing import Any
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError
 from trtserve.triton.config import parse_config
+from trtserve.triton.core_models import Backend, CoreModel, core_models, world_size
 from trtserve.triton.embedded import refused_parameter
 from trtserve.triton.parameters import CLASSES_FILE
 from trtserve.triton.profiles import BLS, CORE, DRAFT, ENSEMBLE
@@ -29,6 +30,7 @@ class Served:
     of its weights and the draft model's, `facts` the manifest's,
     `kv_tokens` the cache's size where a parameter sets it, `draft` the config.json of a draft model's engine,
     `instances` the processes of each model, `tokenizer_bytes` the size of tokenizer.json,
+    `core_models` those that run an engine or an LLM, the one of `engine` first,
     `without_meaning` the parameters that are set and that the runtime ignores (the core model's by their bare names).
     """
 
@@ -44,11 +46,25 @@ class Served:
     draft: Mapping[str, Any] = field(default_factory=dict)
     instances: Mapping[str, int] = field(default_factory=dict)
     tokenizer_bytes: int = 0
+    core_models: tuple[CoreModel, ...] = ()
 
     @property
     def runtime(self) -> str | None:
-        """Runtime that made the engine, where trtserve built it."""
-        return self._own("runtime")
+        """Runtime of the first core model: `openvino`, `tensorrt_llm` or `llmapi`; None when there is no core model."""
+        if (own := self._own("runtime")) is not None or not self.core_models:
+            return own
+        return "llmapi" if self.core_models[0].backend == "llmapi" else "tensorrt_llm"
+
+    @property
+    def backend(self) -> Backend | None:
+        """How the first core model runs: `tensorrtllm` (C++), `python` or `llmapi`; None when there is none."""
+        return self.core_models[0].backend if self.core_models else None
+
+    @property
+    def release(self) -> str | None:
+        """The TensorRT-LLM release (`0.18`) whose tensors the models have, where a manifest tells it."""
+        found = self.facts.get("release")
+        return None if found is None else str(found)
 
     @property
     def precision(self) -> dict[str, str]:
@@ -59,9 +75,8 @@ class Served:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the engine's mapping: tensor × pipeline parallel."""
-        mapping = self.engine.get("pretrained_config", {}).get("mapping", {})
-        return int(mapping.get("tp_size", 1)) * int(mapping.get("pp_size", 1))
+        """Number of ranks of one instance of the first core model: tensor × pipeline parallel."""
+        return self.core_models[0].world_size if self.core_models else world_size(self.engine)
 
     @property
     def machine(self) -> Mapping[str, Any]:
@@ -107,17 +122,20 @@ def inspect_repository(repository: ModelRepository) -> Served:
         _require_program(repository.path / name, config)
     facts = repository.manifest.facts if repository.manifest is not None else {}
     model = _default_model(configs, facts, repository.name)
+    cores = core_models(repository.path, configs, facts)
     engines = [repository.path / model / "1" for model in (CORE, DRAFT)]
+    folders = {engine.resolve() for engine in (*engines, *(core.engine for core in cores if core.engine is not None))}
     return Served(
         models=tuple(configs),
         model=model,
         backends=frozenset(config.backend for config in configs.values() if config.backend),
         streaming=bool(configs[model].model_transaction_policy.decoupled or _core_streams(configs)),
-        engine=_json(engines[0] / "config.json"),
-        engine_bytes=sum(path.stat().st_size for engine in engines for path in engine.glob("*.bin")),
+        engine=_json(engines[0] / "config.json") or (cores[0].config if cores else {}),
+        engine_bytes=sum(path.stat().st_size for folder in folders for path in _weights(folder)),
         facts=facts,
         without_meaning=tuple(_without_meaning(repository.path, configs)),
         kv_tokens=_kv_tokens(configs),
+        core_models=cores,
         draft=_json(engines[1] / "config.json"),
         instances={
             name: sum(group.count or 1 for group in config.instance_group) or 1 for name, config in configs.items()
@@ -126,6 +144,10 @@ def inspect_repository(repository: ModelRepository) -> Served:
             (path.stat().st_size for path in repository.path.glob("*/1/tokenizer/tokenizer.json")), default=0
         ),
     )
+
+
+def _weights(engine: Path) -> Iterator[Path]:
+    return (path for pattern in ("*.bin", "rank*.engine") for path in engine.glob(pattern))
 
 
 def _kv_tokens(configs: Mapping[str, Any]) -> int | None:

@@ -47,6 +47,7 @@ def _row(
     until: str | None = None,
     text: str = "",
     required: bool = False,
+    needs_key: bool = False,
 ) -> Parameter:
     return Parameter(
         name=name,
@@ -58,6 +59,7 @@ def _row(
         default=default,
         text=text,
         required=required,
+        needs_key=needs_key,
     )
 
 
@@ -159,15 +161,31 @@ CORE = (
         _NO_ORCHESTRATOR,
         default="false",
     ),
-    _row("tokenizer_dir", "0.19", FOLDER, "folder of the tokenizer, for guided decoding"),
-    _row("guided_decoding_backend", "0.19", one_of("xgrammar"), "what reads guides", default="off", until="0.21"),
-    _row("guided_decoding_backend", "1.0", one_of("xgrammar", "llguidance"), "what reads guides", default="off"),
+    _row("tokenizer_dir", "0.19", FOLDER, "folder of the tokenizer, for guided decoding", needs_key=True),
+    _row(
+        "guided_decoding_backend",
+        "0.19",
+        one_of("xgrammar"),
+        "what reads guides",
+        default="off",
+        until="0.21",
+        needs_key=True,
+    ),
+    _row(
+        "guided_decoding_backend",
+        "1.0",
+        one_of("xgrammar", "llguidance"),
+        "what reads guides",
+        default="off",
+        needs_key=True,
+    ),
     _row(
         "xgrammar_tokenizer_info_path",
         "0.19",
         FOLDER,
         "vocabulary for guides",
         without_meaning("guides take the vocabulary from tokenizer_dir"),
+        needs_key=True,
     ),
     _row(
         "enable_trt_overlap",

@@ -33,10 +33,10 @@ class LoraNames:
     knows no name.
     """
 
-    def __init__(self, repository: Path) -> None:
+    def __init__(self, repository: Path, table: str = "lora.json") -> None:
         """Read the table; the adapters themselves are read when they are asked for. ValueError for a broken file."""
         self._repository = repository
-        self._adapters = _adapters(repository / "lora.json")
+        self._adapters = _adapters(repository / table)
         self._tensors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
         self._lock = threading.Lock()
 

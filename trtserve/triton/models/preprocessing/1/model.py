@@ -43,7 +43,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException("Parameter tokenizer_dir is not set; it names the tokenizer's folder.")
         try:
             check_classes(parameters, Path(__file__).parent, pb_utils.Logger.log_info)
-            self._adapters = LoraNames(repository)
+            self._adapters = LoraNames(repository, parameters.text("lora_table") or "lora.json")
         except ValueError as error:
             raise pb_utils.TritonModelException(str(error)) from error
         self._tokenizer = load_tokenizer(folder)

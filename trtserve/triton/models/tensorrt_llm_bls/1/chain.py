@@ -15,7 +15,8 @@ class Chain:
 
     `inputs` and `outputs` are the BLS model's own, without `text_output`; `accumulate` sends the whole text each time;
     `exclude_input` is what the core model does when a request does not say it. `longest` and `draft_longest` are the
-    most tokens of prompt and answer (max_seq_len) of both engines, None where nobody says them.
+    most tokens of prompt and answer (max_seq_len) of both engines, None where nobody says them. `pushed` means that
+    the core model sends its answers when it has them (NVIDIA's C++ backend), instead of when they are fetched.
     """
 
     core: str
@@ -29,6 +30,7 @@ class Chain:
     draft_longest: int | None = None
     preprocessing: str = "preprocessing"
     postprocessing: str = "postprocessing"
+    pushed: bool = False
 
     @property
     def seed_input(self) -> str:

@@ -130,7 +130,7 @@ def _chain(config: dict[str, Any], repository: Path, parameters: ModelParameters
     draft = parameters.text("tensorrt_llm_draft_model_name")
     return Chain(
         core=core,
-        lora=LoraNames(repository),
+        lora=LoraNames(repository, parameters.text("lora_table") or "lora.json"),
         inputs=frozenset(tensor["name"] for tensor in config["input"]),
         outputs=tuple(output["name"] for output in config["output"] if output["name"] != "text_output"),
         accumulate=decoupled and parameters.choice("accumulate_tokens", default=False),
@@ -138,6 +138,9 @@ def _chain(config: dict[str, Any], repository: Path, parameters: ModelParameters
         longest=engine_length(repository, core),
         draft=draft,
         draft_longest=None if draft is None else engine_length(repository, draft),
+        preprocessing=parameters.text("preprocessing_model_name") or "preprocessing",
+        postprocessing=parameters.text("postprocessing_model_name") or "postprocessing",
+        pushed=decoupled and parameters.text("core_answers") == "pushed",
     )
 
 
