@@ -9,8 +9,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,21 +171,39 @@ def tree(identity: Identity) -> set[Identity]:
 
 
 def stop(identity: Identity, *, grace: float, urgent: Callable[[], bool] = lambda: False) -> bool:
-    """End a process and its whole tree: TERM to the root, after `grace` seconds KILL to all that is left.
+    """End a process and its whole tree; see `stop_all`."""
+    return stop_all([identity], grace=grace, urgent=urgent)
 
-    The root alone gets the TERM, so that it can end its children in order. `urgent` is asked while waiting; True
-    goes to KILL at once. Returns False when something survived the KILL for two seconds.
+
+def stop_all(
+    roots: Collection[Identity],
+    *,
+    grace: float,
+    urgent: Callable[[], bool] = lambda: False,
+    asked: Collection[Identity] = (),
+) -> bool:
+    """End processes and their whole trees: TERM to the roots, after `grace` seconds KILL to all that is left.
+
+    The roots alone get the TERM, so that they can end their children in order; `asked` get it instead where a root
+    (mpirun) would kill its children before they can. `urgent` is asked while waiting; True goes to KILL at once.
+    Returns False when something survived the KILL for two seconds.
     """
-    members = tree(identity)
-    _signal(identity, signal.SIGTERM)
+    members = _trees(roots)
+    for member in asked or roots:
+        _signal(member, signal.SIGTERM)
     deadline = time.monotonic() + grace
-    while identity.alive() and time.monotonic() < deadline and not urgent():
-        members |= tree(identity)
+    while any(root.alive() for root in roots) and time.monotonic() < deadline and not urgent():
+        members |= _trees(roots)
         time.sleep(POLL_INTERVAL)
-    if identity.alive() or not _wait_gone(members | tree(identity), 0.5, urgent):
-        for member in (identity, *members, *tree(identity)):
+    if any(root.alive() for root in roots) or not _wait_gone(members | _trees(roots), 0.5, urgent):
+        members |= _trees(roots)
+        for member in (*roots, *members):
             _signal(member, signal.SIGKILL)
-    return _wait_gone({identity, *members}, 2.0, lambda: False)
+    return _wait_gone({*roots, *members}, 2.0, lambda: False)
+
+
+def _trees(roots: Collection[Identity]) -> set[Identity]:
+    return {member for root in roots for member in tree(root)}
 
 
 @contextmanager
@@ -238,6 +256,41 @@ def arguments(identity: Identity) -> list[str]:
         return [] if process is None else process.cmdline()
     except psutil.Error:
         return []
+
+
+def environment_of(identity: Identity) -> dict[str, str]:
+    """Environment that a process was started with; empty where it has ended or the kernel does not tell us."""
+    import psutil
+
+    process = _process(identity)
+    try:
+        return {} if process is None else process.environ()
+    except psutil.Error:
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a process uses: resident memory in bytes, and CPU time in percent of one core."""
+
+    memory: int
+    cpu: float
+
+
+def usage(identities: Collection[Identity], *, seconds: float = 0.2) -> dict[Identity, Usage]:
+    """Memory and CPU of processes, measured over `seconds`; those that have ended are left out."""
+    import psutil
+
+    watched = {identity: process for identity in identities if (process := _process(identity)) is not None}
+    measured: dict[Identity, Usage] = {}
+    for process in watched.values():
+        with suppress(psutil.Error):
+            process.cpu_percent()
+    time.sleep(seconds)
+    for identity, process in watched.items():
+        with suppress(psutil.Error):
+            measured[identity] = Usage(memory=process.memory_info().rss, cpu=process.cpu_percent())
+    return measured
 
 
 def describe(identity: Identity) -> str:

@@ -10,11 +10,11 @@ import pytest
 
 from trtserve.errors import MachineError, RepositoryError, UsageError
 from trtserve.launch import Setup, leader, llmapi, orchestrator, single
-from trtserve.launch.core_models import CoreModel, numbers
 from trtserve.launch.gpus import count_gpus, parse_gpus, require_gpus, split_gpus
 from trtserve.launch.instances import instance_addresses
 from trtserve.launch.llmapi import several_nodes
 from trtserve.releases import RELEASES
+from trtserve.triton.core_models import CoreModel, device_groups
 from trtserve.triton.server import Address
 
 DEFAULTS = Address(host="127.0.0.1", http_port=8000, grpc_port=8001, metrics_port=8002)
@@ -96,11 +96,14 @@ def test_pool_of_the_first_gpu_belongs_to_rank_0() -> None:
     assert "--cuda-memory-pool-byte-size=0:100" not in leader(setup("0.12", pool_bytes=100), 2).groups[0]
 
 
-def two_models() -> dict[str, CoreModel]:
-    return {
-        "a": CoreModel(world_size=2, gpu_device_ids="0,1", participant_ids="1,2"),
-        "b": CoreModel(world_size=2, gpu_device_ids="2,3", participant_ids="3,4"),
-    }
+def core(name: str, devices: str = "", ranks: str = "", **more: object) -> CoreModel:
+    groups = {"gpu_device_ids": device_groups(devices), "participant_ids": device_groups(ranks)}
+    made = CoreModel(name=name, backend="tensorrtllm", world_size=2, **groups)  # type: ignore[arg-type]
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def two_models() -> list[CoreModel]:
+    return [core("a", "0,1", "1,2"), core("b", "2,3", "3,4")]
 
 
 def test_orchestrator_that_spawns() -> None:
@@ -130,7 +133,7 @@ def test_orchestrator_whose_workers_run_before() -> None:
 
 
 def test_instances_of_a_group_have_devices_each() -> None:
-    models = {"a": CoreModel(world_size=2, instances=2, gpu_device_ids="0,1;2,3", participant_ids="1,2;3,4")}
+    models = [core("a", "0,1;2,3", "1,2;3,4", instances=2)]
     assert orchestrator(setup(), models, gpus=4).ranks == 1
     assert orchestrator(setup(), models, spawn=False, gpus=4).ranks == 5
 
@@ -138,30 +141,32 @@ def test_instances_of_a_group_have_devices_each() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gpu_device_ids": "1,2"}, "GPU 1 is in gpu_device_ids of both a and b"),
+        ({"gpu_device_ids": "1,2"}, "GPU 1 is claimed by both a and b"),
         ({"gpu_device_ids": "2,2"}, "GPU 2 is twice in gpu_device_ids of b"),
         ({"gpu_device_ids": "3,4"}, r"b wants GPU 4; this machine has 4, numbered 0 … 3"),
         ({"gpu_device_ids": ""}, "The model b has no gpu_device_ids"),
         ({"gpu_device_ids": "2"}, r"1 number\(s\) in a group; its engine has 2 rank"),
-        ({"gpu_device_ids": "2;3"}, r"2 group\(s\) for 1 instance"),
-        ({"gpu_device_ids": "x"}, "gpu_device_ids is 'x'"),
+        ({"gpu_device_ids": "2;3"}, r"2 group\(s\); its instance_group has 1 instance"),
         ({"gpu_device_ids": "2,3;4,5", "instances": 2, "backend": "python"}, "several groups"),
         ({"participant_ids": "2,3"}, r"must be the ranks 1 … 4, each once; wrong: 2, 4"),
         ({"participant_ids": "0,3"}, "rank 0, which is the orchestrator"),
-        ({"participant_ids": ""}, r"0 group\(s\) for 1 instance"),
+        ({"participant_ids": ""}, r"0 group\(s\); its instance_group has 1 instance"),
         ({"backend": "python"}, "cannot find workers that were started before"),
     ],
 )
 def test_collisions_of_devices_and_ranks(changes: dict[str, object], words: str) -> None:
-    models = two_models()
-    models["b"] = replace(models["b"], **changes)  # type: ignore[arg-type]
+    groups = {
+        key: device_groups(value) if isinstance(value, str) and key.endswith("_ids") else value
+        for key, value in changes.items()
+    }
+    first, second = two_models()
+    models = [first, replace(second, **groups)]  # type: ignore[arg-type]
     with pytest.raises(RepositoryError, match=words):
         orchestrator(setup(), models, spawn=False, gpus=4)
 
 
 def test_one_model_may_see_all_devices() -> None:
-    assert orchestrator(setup(), {"a": CoreModel(world_size=2)}, gpus=2).ranks == 1
-    assert numbers("0, 1; 2,3", "x") == ((0, 1), (2, 3))
+    assert orchestrator(setup(), [core("a")], gpus=2).ranks == 1
 
 
 def test_llmapi() -> None:

@@ -1,0 +1,98 @@
+"""Whether the GPUs and MPI ranks that core models claim in their configurations can be theirs together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from trtserve.errors import RepositoryError
+from trtserve.triton.core_models import CoreModel, Groups
+
+
+def world_of(models: Sequence[CoreModel]) -> int:
+    """Ranks when all workers are started before: the orchestrator and every rank of every instance."""
+    return 1 + sum(model.world_size * model.instances for model in models)
+
+
+def require_own_devices(models: Sequence[CoreModel], gpus: int) -> None:
+    """RepositoryError unless every instance of every model has as many GPUs as ranks, and none that another has.
+
+    `gpus` 0 means: not known, so that their numbers are not checked. A single instance may see all GPUs.
+    """
+    several = sum(model.instances for model in models) > 1
+    for model in models:
+        if model.gpu_device_ids:
+            _require_groups("gpu_device_ids", model.gpu_device_ids, model)
+        elif several:
+            raise RepositoryError(
+                f"The model {model.name} has no gpu_device_ids: each of several models needs GPUs of its own.",
+                hint=f"Set them: trtserve repo … --set {model.name}.gpu_device_ids=0,1",
+            )
+    owners: dict[int, str] = {}
+    for device, name in _claims(models):
+        _require_there(device, name, gpus)
+        if device in owners:
+            raise _claimed_twice(device, owners[device], name)
+        owners[device] = name
+
+
+def require_own_ranks(models: Sequence[CoreModel]) -> None:
+    """RepositoryError unless the participant_ids of all models are the ranks 1 … ΣN, each once."""
+    for model in models:
+        if model.backend == "python":
+            raise RepositoryError(
+                f"{model.name} uses the python backend, which cannot find workers that were started before.",
+                hint="Leave --disable-spawn-processes out, or make the repository with the C++ backend.",
+            )
+        _require_groups("participant_ids", model.participant_ids, model)
+    wanted = range(1, world_of(models))
+    given = Counter(rank for model in models for group in model.participant_ids for rank in group)
+    if given == Counter(wanted):
+        return
+    span = f"{wanted[0]} … {wanted[-1]}" if len(wanted) > 1 else "1"
+    if 0 in given:
+        raise RepositoryError("participant_ids hold rank 0, which is the orchestrator.", hint=f"Use the ranks {span}.")
+    wrong = sorted(rank for rank in {*given, *wanted} if given[rank] != int(rank in wanted))
+    raise RepositoryError(
+        f"participant_ids of all models together must be the ranks {span}, each once; "
+        f"wrong: {', '.join(map(str, wrong))}.",
+        hint="Set participant_ids of each model, such as 1,2 and 3,4.",
+    )
+
+
+def _claims(models: Sequence[CoreModel]) -> Iterator[tuple[int, str]]:
+    for model in models:
+        for group in model.gpu_device_ids:
+            yield from ((device, model.name) for device in group)
+
+
+def _require_there(device: int, name: str, gpus: int) -> None:
+    if gpus and device >= gpus:
+        raise RepositoryError(
+            f"{name} wants GPU {device}; this machine has {gpus}, numbered 0 … {gpus - 1}.",
+            hint=f"Set {name}.gpu_device_ids to GPUs that are there.",
+        )
+
+
+def _claimed_twice(device: int, first: str, second: str) -> RepositoryError:
+    where = f"is twice in gpu_device_ids of {first}" if first == second else f"is claimed by both {first} and {second}"
+    return RepositoryError(
+        f"GPU {device} {where}.", hint="Give every instance of every model GPUs of its own; ids count from 0."
+    )
+
+
+def _require_groups(key: str, groups: Groups, model: CoreModel) -> None:
+    """One group for each instance, one number in it for each rank; the python backend knows one group only."""
+    if model.backend == "python" and len(groups) > 1:
+        raise RepositoryError(f"{key} of {model.name} has several groups; the python backend understands one.")
+    if len(groups) != model.instances:
+        raise RepositoryError(
+            f"{key} of {model.name} has {len(groups)} group(s); its instance_group has {model.instances} instance(s).",
+            hint="One group per instance, separated by a semicolon: 0,1;2,3 for a count of 2.",
+        )
+    wrong = next((group for group in groups if len(group) != model.world_size), None)
+    if wrong is not None:
+        raise RepositoryError(
+            f"{key} of {model.name} has {len(wrong)} number(s) in a group; its engine has {model.world_size} rank(s).",
+            hint="One number per rank of the engine.",
+        )

@@ -1,0 +1,54 @@
+"""The ranks of a launch as processes of this machine: which are there, what they use, and what mpirun leaves behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from trtserve.machine import gibibytes
+from trtserve.process import Identity, children, environment_of, usage
+from trtserve.triton import rank_log
+
+# Open MPI and PMIx name the rank in the environment of each process that they start.
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
+
+def rank_processes(mpirun: Identity) -> dict[int, Identity]:
+    """The living ranks that this mpirun started on this machine; empty for a process that is no mpirun."""
+    found: dict[int, Identity] = {}
+    for child in children(mpirun):
+        environment = environment_of(child)
+        rank = next((environment[name] for name in _RANK_VARIABLES if name in environment), "")
+        # Workers that an orchestrator spawns are a world of their own, with ranks that count from 0 again.
+        if rank.isdigit():
+            found.setdefault(int(rank), child)
+    return found
+
+
+def missing_rank(processes: Mapping[int, Identity], ranks: int, text: str) -> int:
+    """Which of `ranks` keeps the others waiting: one without a process, else the one silent for the longest time."""
+    return next((rank for rank in range(ranks) if rank not in processes), rank_log.silent_longest(text, ranks))
+
+
+def describe_ranks(processes: Mapping[int, Identity], ranks: int, text: str) -> str:
+    """One line for each rank: its memory, its use of the CPU, and the last line that it wrote to the log `text`."""
+    used = usage([processes[rank] for rank in range(ranks) if rank in processes])
+    lines = []
+    for rank in range(ranks):
+        process = processes.get(rank)
+        measured = None if process is None else used.get(process)
+        state = "no process" if measured is None else f"{gibibytes(measured.memory)}, {measured.cpu:.0f} % CPU"
+        last = next(reversed(rank_log.lines_of(text, rank)), "(nothing written)")
+        lines.append(f"  rank {rank}: {state}; last line: {last}")
+    return "\n".join(lines)
+
+
+def sweep_session(mpirun: Identity) -> None:
+    """Remove the session folder of an mpirun that was killed; only after its processes have ended."""
+    base = Path(tempfile.gettempdir())
+    for folder in (*base.glob(f"ompi.{mpirun.pid}"), *base.glob(f"ompi.*.{os.getuid()}/pid.{mpirun.pid}")):
+        if folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
