@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.support.doubles import Doubles
+
 # The same examples in every run, and no assertion about the clock.
 settings.register_profile("trtserve", deadline=None, derandomize=True, database=None)
 settings.load_profile("trtserve")
@@ -51,6 +53,14 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("NO_COLOR", "1")
     for name in ("ENGINE_DEST_PATH", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Doubles:
+    """Strict stand-ins for NVIDIA's tools, in front of PATH (tests/doubles/README.md)."""
+    made = Doubles(tmp_path / "doubles")
+    made.install(monkeypatch)
+    return made
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

@@ -1,0 +1,234 @@
+"""The command line of trtllm-build per release, from the flag tables of convert-and-build.md, section 4.
+
+Stricter than the real parser in one point: no abbreviated flags. Everything else is argparse as upstream uses it, so an
+unknown or removed flag and a wrong form of a value end with its usage text and code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Release = tuple[int, int]
+FIRST: Release = (0, 12)
+LATE: Release = (1, 0)  # the column "late" of the reference; single files of 1.x
+END: Release = (1, 3)
+
+_DTYPES = ("auto", "float16", "float32", "bfloat16", "int32", "disable")
+_SWITCHES = ("enable", "disable")
+# LoRA module names of convert-and-build.md, section 6, in the order of their ids.
+LORA_MODULES = [
+    "attn_qkv",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_dense",
+    "mlp_h_to_4h",
+    "mlp_4h_to_h",
+    "mlp_gate",
+    "cross_attn_qkv",
+    "cross_attn_q",
+    "cross_attn_k",
+    "cross_attn_v",
+    "cross_attn_dense",
+    "moe_h_to_4h",
+    "moe_4h_to_h",
+    "moe_gate",
+    "moe_router",
+    "mlp_router",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag in the releases since ≤ release < until."""
+
+    names: tuple[str, ...]
+    kind: str  # int, text, texts, switch, or choice
+    default: object = None
+    choices: tuple[str, ...] = ()
+    since: Release = FIRST
+    until: Release = END
+    plugin: bool = False  # goes into plugin_config
+
+    def valid_in(self, release: Release) -> bool:
+        """Whether this release's parser knows the flag in this form."""
+        return self.since <= release < self.until
+
+
+def _flag(names: str, kind: str, default: object = None, *, since: Release = FIRST, until: Release = END) -> Flag:
+    return Flag(names=tuple(names.split()), kind=kind, default=default, since=since, until=until)
+
+
+def _choice(
+    name: str, choices: str, default: str | None = None, *, since: Release = FIRST, until: Release = END
+) -> Flag:
+    return Flag(names=(name,), kind="choice", default=default, choices=tuple(choices.split()), since=since, until=until)
+
+
+def _plugin(
+    name: str, default: object, extra: str = "", *, only: str = "", since: Release = FIRST, until: Release = END
+) -> Flag:
+    """A plugin with a data type; `extra` adds choices, `only` replaces all but `disable`."""
+    choices = (*only.split(), "disable") if only else (*_DTYPES, *extra.split())
+    return Flag(names=(name,), kind="choice", default=default, choices=choices, since=since, until=until, plugin=True)
+
+
+def _feature(name: str, default: str, *, since: Release = FIRST, until: Release = END) -> Flag:
+    return Flag(names=(name,), kind="choice", default=default, choices=_SWITCHES, since=since, until=until, plugin=True)
+
+
+_GENERAL = (
+    _flag("--checkpoint_dir", "text"),
+    _flag("--model_config", "text"),
+    _flag("--build_config", "text"),
+    _flag("--model_cls_file", "text"),
+    _flag("--model_cls_name", "text"),
+    _flag("--output_dir", "text", "engine_outputs"),
+    _flag("--workers", "int", 1),
+    _flag("--log_level", "text", "info", until=(0, 16)),
+    _choice("--log_level", "internal_error error warning info verbose debug", "info", since=(0, 16), until=LATE),
+    _choice("--log_level", "internal_error error warning info verbose debug trace", "info", since=LATE),
+    _flag("--max_batch_size", "int", 256, until=(0, 14)),
+    _flag("--max_batch_size", "int", 2048, since=(0, 14)),
+    _flag("--max_input_len", "int", 1024),
+    _flag("--max_seq_len --max_decoder_seq_len", "int"),
+    _flag("--max_beam_width", "int", 1),
+    _flag("--max_num_tokens", "int", 8192),
+    _flag("--opt_num_tokens", "int"),
+    _flag("--max_encoder_input_len", "int", 1024),
+    _flag("--max_prompt_embedding_table_size --max_multimodal_len", "int", 0),
+    _flag("--use_fused_mlp", "switch", until=(0, 14)),
+    _choice("--kv_cache_type", "continuous paged disabled", since=(0, 13)),
+    _flag("--paged_kv_cache", "text", since=(0, 13)),
+    _flag("--gather_context_logits", "switch"),
+    _flag("--gather_generation_logits", "switch"),
+    _flag("--gather_all_token_logits", "switch"),
+    _flag("--builder_opt", "int", until=(0, 14)),
+    _flag("--builder_force_num_profiles", "int", until=(0, 15)),
+    _choice("--logits_dtype", "float16 float32"),
+    _flag("--weight_sparsity", "switch"),
+    _flag("--weight_streaming", "switch"),
+    _flag("--strip_plan", "switch"),
+    _flag("--dry_run", "switch"),
+    _flag("--visualize_network", "switch", until=(0, 17)),
+    _flag("--visualize_network", "text", since=LATE),
+    _flag("--fast_build", "switch"),
+    _flag("--monitor_memory", "switch", since=(0, 15)),
+    _flag("--input_timing_cache", "text"),
+    _flag("--output_timing_cache", "text", "model.cache"),
+    _choice("--profiling_verbosity", "layer_names_only detailed none", "layer_names_only"),
+    _flag("--enable_debug_output", "switch"),
+    _flag("--max_draft_len", "int", 0),
+    _choice(
+        "--speculative_decoding_mode",
+        "draft_tokens_external lookahead_decoding medusa explicit_draft_tokens",
+        until=(0, 15),
+    ),
+    _choice(
+        "--speculative_decoding_mode",
+        "draft_tokens_external lookahead_decoding medusa explicit_draft_tokens eagle",
+        since=(0, 15),
+    ),
+    _flag("--lora_dir", "texts"),
+    _choice("--lora_ckpt_source", "hf nemo", "hf"),
+    Flag(names=("--lora_target_modules",), kind="texts", choices=tuple(LORA_MODULES)),
+    _flag("--max_lora_rank", "int", 64),
+    # Gone "by the end of 1.x"; a tool for all of 1.x cannot count on them.
+    _flag("--auto_parallel", "int", 1, until=LATE),
+    _flag("--gpus_per_node", "int", 8, until=LATE),
+    _flag("--cluster_key", "text", until=LATE),
+)
+_PLUGINS = (
+    _plugin("--bert_attention_plugin", "auto"),
+    _plugin("--gpt_attention_plugin", "auto"),
+    _plugin("--moe_plugin", "auto"),
+    _plugin("--mamba_conv1d_plugin", "auto"),
+    _plugin("--nccl_plugin", "auto"),
+    _plugin("--gemm_plugin", "disable", until=(0, 16)),
+    _plugin("--gemm_plugin", "disable", "fp8", since=(0, 16), until=LATE),
+    _plugin("--gemm_plugin", "disable", "fp8 nvfp4", since=LATE),
+    _plugin("--gemm_swiglu_plugin", "disable", until=(0, 16)),
+    _plugin("--gemm_swiglu_plugin", "disable", only="fp8", since=(0, 16)),
+    _plugin("--fp8_rowwise_gemm_plugin", "disable"),
+    _plugin("--lookup_plugin", "disable", until=(0, 15)),
+    _plugin("--lora_plugin", "disable"),
+    _plugin("--low_latency_gemm_plugin", "disable", only="fp8", since=(0, 14)),
+    _plugin("--low_latency_gemm_swiglu_plugin", "disable", only="fp8", since=(0, 16)),
+    _plugin("--gemm_allreduce_plugin", "disable", only="float16 bfloat16", since=LATE),
+    _feature("--dora_plugin", "disable", since=LATE),
+    _feature("--context_fmha", "enable"),
+    _feature("--bert_context_fmha_fp32_acc", "disable"),
+    _feature("--paged_kv_cache", "enable", until=(0, 13)),
+    _feature("--remove_input_padding", "enable"),
+    Flag(names=("--tokens_per_block",), kind="int", default=64, until=LATE, plugin=True),
+    Flag(names=("--tokens_per_block",), kind="int", default=32, since=LATE, plugin=True),
+    _feature("--use_paged_context_fmha", "disable", until=(0, 17)),
+    _feature("--use_paged_context_fmha", "enable", since=(0, 17)),
+    _feature("--use_fp8_context_fmha", "disable", until=(0, 17)),
+    _feature("--use_fp8_context_fmha", "enable", since=(0, 17)),
+    _feature("--multiple_profiles", "disable"),
+    _feature("--paged_state", "enable"),
+    _feature("--streamingllm", "disable"),
+    _feature("--enable_xqa", "enable", until=(0, 16)),
+    _feature("--reduce_fusion", "disable"),
+    _feature("--use_fused_mlp", "enable", since=(0, 14)),
+    _feature("--pp_reduce_scatter", "disable", since=(0, 16)),
+    _feature("--user_buffer", "disable", since=(0, 16)),
+    _feature("--fuse_fp4_quant", "disable", since=LATE),
+    _feature("--norm_quant_fusion", "disable", since=LATE),
+)
+
+
+def flags(release: Release) -> tuple[Flag, ...]:
+    """Every flag that this release's trtllm-build knows."""
+    return tuple(flag for flag in (*_GENERAL, *_PLUGINS) if flag.valid_in(release))
+
+
+def _kv_cache_type(text: str) -> str:
+    """Upstream accepts any case and names the choices in its error."""
+    if text.lower() in {"continuous", "paged", "disabled"}:
+        return text.upper()
+    raise argparse.ArgumentTypeError(f"Invalid value '{text}'. Expected one of ['continuous', 'paged', 'disabled']")
+
+
+def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
+    if flag.kind == "switch":
+        parser.add_argument(*flag.names, action="store_true", default=bool(flag.default))
+        return
+    if flag.names == ("--kv_cache_type",):
+        parser.add_argument("--kv_cache_type", type=_kv_cache_type, default=None)
+        return
+    kind: Callable[[str], object] = int if flag.kind == "int" else str
+    parser.add_argument(
+        *flag.names,
+        type=kind,
+        default=flag.default,
+        choices=flag.choices or None,
+        nargs="+" if flag.kind == "texts" else None,
+    )
+
+
+def build_parser(release: Release) -> argparse.ArgumentParser:
+    """The parser of one release."""
+    parser = argparse.ArgumentParser(prog="trtllm-build", allow_abbrev=False)
+    for flag in flags(release):
+        _add(parser, flag)
+    return parser
+
+
+def plugin_config(release: Release, arguments: argparse.Namespace) -> dict[str, object]:
+    """The object `plugin_config` of the engine: booleans for features, null for a plugin that is off."""
+    config: dict[str, object] = {}
+    for flag in flags(release):
+        if not flag.plugin:
+            continue
+        name = flag.names[0].removeprefix("--")
+        value = getattr(arguments, name)
+        if flag.choices == _SWITCHES:
+            value = value == "enable"
+        elif value == "disable":
+            value = None
+        config[name] = value
+    return config

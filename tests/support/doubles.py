@@ -1,0 +1,103 @@
+"""The doubles of tests/doubles as executables of a folder, with their settings and the log of their calls.
+
+doubles = Doubles(tmp_path / "doubles", gpus=2)
+subprocess.run(["trtllm-build", ...], env=doubles.environment(build_fault="oom"))
+doubles.calls("trtllm-build")[0].arguments
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doubles.settings import PREFIX, Settings
+
+ROOT = Path(__file__).parents[2]
+# Executable → module of tests.doubles.
+TOOLS = {
+    "trtllm-build": "trtllm_build",
+    "nvidia-smi": "nvidia_smi",
+    "tritonserver": "tritonserver",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a double."""
+
+    tool: str
+    arguments: tuple[str, ...]
+    cwd: Path
+    pid: int
+    time: float
+    environment: dict[str, str]  # the telling variables only, see tests.doubles.settings.LOGGED_VARIABLES
+
+    @property
+    def rank(self) -> int:
+        """MPI or Slurm rank of the process, 0 without one."""
+        for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID"):
+            if name in self.environment:
+                return int(self.environment[name])
+        return 0
+
+
+class Doubles:
+    """A folder `bin` with the doubles, to be put in front of PATH."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        """Make the executables; `settings` are fields of tests.doubles.settings.Settings."""
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.bin.mkdir(parents=True)
+        (folder / "scratch").mkdir()
+        for name, module in TOOLS.items():
+            self._write(self.bin / name, module)
+        self.configure(**settings)
+
+    def _write(self, path: Path, module: str) -> None:
+        """A script without `site`: the interpreter starts in a third of the time, which four ranks at once feel."""
+        packages = sysconfig.get_paths()["purelib"]
+        text = (
+            f"#!{sys.executable} -SE\n"
+            f"import sys\nfrom pathlib import Path\nsys.path[:0] = [{str(ROOT)!r}]\nsys.path.append({packages!r})\n"
+            f"from tests.doubles.{module} import main\n"
+            f"raise SystemExit(main(sys.argv[1:], Path({str(self.folder)!r})))\n"
+        )
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+
+    def configure(self, **settings: Any) -> None:
+        """Settings for every call from now on, also for those whose environment is not handed down."""
+        known = {field.name for field in fields(Settings)}
+        if unknown := settings.keys() - known:
+            raise TypeError(f"no setting of the doubles: {', '.join(sorted(unknown))}")
+        text = json.dumps({name: str(value) for name, value in settings.items()})
+        (self.folder / "settings.json").write_text(text, encoding="utf-8")
+
+    def environment(self, **settings: Any) -> dict[str, str]:
+        """This process's environment with the doubles in front of PATH, and settings for these calls alone."""
+        known = {field.name for field in fields(Settings)}
+        if unknown := settings.keys() - known:
+            raise TypeError(f"no setting of the doubles: {', '.join(sorted(unknown))}")
+        given = {PREFIX + name.upper(): str(value) for name, value in settings.items()}
+        return {**os.environ, "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}", **given}
+
+    def calls(self, tool: str | None = None) -> list[Call]:
+        """Calls in their order, of one tool or of all."""
+        log = self.folder / "calls.jsonl"
+        if not log.exists():
+            return []
+        lines = (json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
+        calls = [Call(**{**line, "arguments": tuple(line["arguments"]), "cwd": Path(line["cwd"])}) for line in lines]
+        return [call for call in calls if tool in (None, call.tool)]
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put the doubles in front of this process's PATH for one test."""
+        monkeypatch.setenv("PATH", f"{self.bin}{os.pathsep}{os.environ['PATH']}")
