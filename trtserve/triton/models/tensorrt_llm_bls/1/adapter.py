@@ -20,8 +20,11 @@ def adapter_of(inputs: Tensors) -> str | None:
 class CoreModel:
     """Asks the core model under one request id."""
 
-    def __init__(self, model: str, request_id: str, *, lora: LoraNames, adapter: str | None) -> None:
+    def __init__(
+        self, model: str, request_id: str, *, lora: LoraNames, adapter: str | None, pushed: bool = False
+    ) -> None:
         """ValueError for an adapter that the repository does not know."""
+        self._pushed = pushed
         self._model = model
         self._request_id = request_id
         self._lora = lora
@@ -31,13 +34,13 @@ class CoreModel:
     def answers(self, inputs: Tensors, outputs: Sequence[str]) -> Iterator[Tensors]:
         """Every answer with tensors; InnerModelError carries the message of an error."""
         if self._adapter is None:
-            yield from call_streamed(self._model, inputs, outputs, self._request_id)
+            yield from call_streamed(self._model, inputs, outputs, self._request_id, pushed=self._pushed)
             return
         batch = len(inputs["input_ids"])
         inputs = {**inputs, "lora_task_id": np.full((batch, 1), self._task_id, dtype=np.uint64)}
         begun = False
         try:
-            for answer in call_streamed(self._model, inputs, outputs, self._request_id):
+            for answer in call_streamed(self._model, inputs, outputs, self._request_id, pushed=self._pushed):
                 begun = True
                 yield answer
         except InnerModelError as error:
@@ -47,7 +50,7 @@ class CoreModel:
                 self.stop()  # another row may have found the adapter, when someone else just sent it
             weights, config = self._lora.tensors(self._adapter)
             tensors = {"lora_weights": np.repeat(weights, batch, axis=0), "lora_config": np.repeat(config, batch, 0)}
-            yield from call_streamed(self._model, inputs | tensors, outputs, self._request_id)
+            yield from call_streamed(self._model, inputs | tensors, outputs, self._request_id, pushed=self._pushed)
 
     def stop(self) -> None:
         """Stop what is running under the request id."""

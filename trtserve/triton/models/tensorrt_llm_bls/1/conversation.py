@@ -27,7 +27,7 @@ class Conversation:
         self._inputs = inputs
         self._request_id = request_id
         self._cancelled = cancelled
-        self._core = CoreModel(chain.core, request_id, lora=chain.lora, adapter=adapter_of(inputs))
+        self._core = CoreModel(chain.core, request_id, lora=chain.lora, adapter=adapter_of(inputs), pushed=chain.pushed)
         self._batch = len(inputs["text_input"])
         self._words = self._stop_words()
 
@@ -36,6 +36,7 @@ class Conversation:
         inputs = core_inputs(self._chain, self._inputs, self._request_id)
         texts = self._texts(inputs)
         stoppable = asks(self._inputs, "stream") and any(self._words)
+        gave_up = False
         for result in self._results(inputs):
             answer = texts.add({name: result[name] for name in (*_TOKENS, *self._chain.outputs) if name in result})
             if answer is not None:
@@ -43,6 +44,9 @@ class Conversation:
             if stoppable and len(texts.stopped) == self._sequences:
                 stoppable = False
                 self._core.stop()
+            if self._chain.pushed and self._cancelled.is_set() and not gave_up:
+                gave_up = True
+                self._core.stop()  # here, since no other thread may call a model now
         for key, rest in texts.finish():
             yield {"text_output": encoded([rest]), **self._indexes(key)}
 

@@ -32,6 +32,12 @@ def largest(inputs: Tensors, name: str, default: int) -> int:
     return default if value is None or value.size == 0 else int(np.max(value))
 
 
+def answered_often(inputs: Tensors) -> bool:
+    """Whether the core model may answer the request more than once: streams, several rows, several sequences."""
+    rows = len(inputs.get("text_input", ()))
+    return asks(inputs, "stream") or rows > 1 or largest(inputs, "num_return_sequences", 1) > 1
+
+
 def check(chain: Chain, inputs: Tensors) -> None:
     """ValueError says what is wrong with the inputs."""
     if inputs.get("text_input") is None or inputs["text_input"].size == 0:

@@ -30,16 +30,23 @@ def call(model: str, inputs: Tensors, outputs: Sequence[str], request_id: str = 
     return _tensors(answer)
 
 
-def call_streamed(model: str, inputs: Tensors, outputs: Sequence[str], request_id: str) -> Iterator[Tensors]:
+def call_streamed(
+    model: str, inputs: Tensors, outputs: Sequence[str], request_id: str, *, pushed: bool = False
+) -> Iterator[Tensors]:
     """Ask a core model and yield each answer that has tensors; works with either transaction policy.
 
-    Several answers are fetched one by one (`core_pulls.py` of the core model), since Triton 2.51 cannot push them: a
-    thread that waits for the next answer of a call takes that call's mutex along when it waits for Python's lock
-    (GIL); the thread that delivers answers waits for that mutex and holds the one of all calls; and a thread whose
-    new call returns waits for the latter and holds the GIL. A call with one answer is delivered without all that.
+    `pushed` takes several answers as they come, which is how NVIDIA's C++ backend sends them; no other thread of this
+    process may call a model until the last one is there. Otherwise they are fetched one by one (`core_pulls.py` of the
+    core model), since Triton 2.51 cannot push them to several threads: a thread that waits for the next answer of a
+    call takes that call's mutex along when it waits for Python's lock (GIL); the thread that delivers answers waits for
+    that mutex and holds the one of all calls; and a thread whose new call returns waits for the latter and holds the
+    GIL. A call with one answer is delivered without all that.
     """
     if not _answers_often(inputs):
         yield from _exchange(_request(model, inputs, outputs, request_id))
+        return
+    if pushed:
+        yield from _pushed(model, _request(model, inputs, outputs, request_id), request_id)
         return
     answers = _exchange(_request(model, inputs, outputs, request_id, answers="first"))
     following = _request(model, _PLACEHOLDERS, outputs, request_id, answers="next")
@@ -103,6 +110,22 @@ def _exchange(request: Any) -> list[Tensors]:
     finally:
         while next(call, None) is not None:
             pass
+        _finished.append(call)
+
+
+def _pushed(model: str, request: Any, request_id: str) -> Iterator[Tensors]:
+    call = request.exec(decoupled=True)
+    ended = False
+    try:
+        for answer in call:
+            if tensors := _tensors(answer):
+                yield tensors
+        ended = True
+    finally:
+        if not ended:  # an error, after which there may be more rows, or nobody wants the rest
+            stop_request(model, request_id)
+            while next(call, None) is not None:
+                pass
         _finished.append(call)
 
 

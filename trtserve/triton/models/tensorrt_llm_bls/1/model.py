@@ -13,6 +13,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 from chain import Chain, engine_length
 from conversation import Conversation
+from core_inputs import answered_often
 from guarded_sender import GuardedSender
 from inner_models import InnerModelError, Tensors, finished_calls, forget_calls, stop_request
 from lora_names import LoraNames
@@ -40,7 +41,7 @@ class TritonPythonModel:
         except ValueError as error:
             raise pb_utils.TritonModelException(f"The BLS model cannot be loaded: {error}") from error
         self._workers = ThreadPoolExecutor(max_workers=_MOST_AT_ONCE, thread_name_prefix="request")
-        self._active: dict[str, tuple[GuardedSender, threading.Event]] = {}
+        self._active: dict[str, tuple[GuardedSender, threading.Event, bool]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch_cancellation, daemon=True, name="cancellation")
@@ -56,14 +57,20 @@ class TritonPythonModel:
             except ValueError as error:
                 self._fail(sender, str(error))
             else:
-                self._workers.submit(self._serve, inputs, request.request_id(), sender)
+                self._start(inputs, request.request_id(), sender)
+
+    def _start(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
+        if self._chain.pushed:  # one at a time has this process for itself; other processes take the other requests
+            self._serve(inputs, client_id, sender)
+        else:
+            self._workers.submit(self._serve, inputs, client_id, sender)
 
     def _serve(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
         # The core model knows this mark: a stop request sent to it with the client's id reaches this request.
         inner_id = f"{client_id}/bls-{uuid.uuid4()}"
         cancelled = threading.Event()
         with self._lock:
-            self._active[inner_id] = sender, cancelled
+            self._active[inner_id] = sender, cancelled, answered_often(inputs)
         try:
             self._send_all(Conversation(self._chain, inputs, inner_id, cancelled).answers(), sender)
         except InnerModelError as error:
@@ -95,19 +102,21 @@ class TritonPythonModel:
                 active = dict(self._active)
             stopped &= active.keys()
             finished, asked = finished_calls(), False
-            for inner_id, (sender, cancelled) in active.items():
+            for inner_id, (sender, cancelled, often) in active.items():
                 if inner_id in stopped:
                     continue
                 if sender.is_cancelled():
                     stopped.add(inner_id)
-                    self._cancel(inner_id, cancelled)
+                    self._cancel(inner_id, cancelled, often=often)
                 elif not sender.ended:
                     asked = True  # the question went to the server, behind the end of every finished call
             if asked:
                 forget_calls(finished)
 
-    def _cancel(self, inner_id: str, cancelled: threading.Event) -> None:
+    def _cancel(self, inner_id: str, cancelled: threading.Event, *, often: bool) -> None:
         cancelled.set()  # between two rounds of speculative decoding no core model knows the request
+        if often and self._chain.pushed:
+            return  # the conversation sees it with the next answer
         for model in filter(None, (self._chain.core, self._chain.draft)):
             self._stop(model, inner_id)
 

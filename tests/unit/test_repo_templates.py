@@ -1,0 +1,162 @@
+"""NVIDIA's template folders: the rules of its tool, and what it leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.progress import SilentProgress
+from trtserve.repo.templates import fill_templates, parse_substitutions, write_filled
+from trtserve.triton.config import parse_config
+
+# The shape of NVIDIA's files: a comment, fields with bare placeholders, one block for each parameter.
+CORE = """# Licence, with a ${placeholder} of its own
+name: "tensorrt_llm"
+backend: "${triton_backend}"
+max_batch_size: ${triton_max_batch_size}
+model_transaction_policy {
+  decoupled: ${decoupled_mode}
+}
+dynamic_batching {
+    preferred_batch_size: [ ${triton_max_batch_size} ]
+    max_queue_delay_microseconds: ${max_queue_delay_microseconds}
+    default_queue_policy: { max_queue_size: ${max_queue_size} }
+}
+parameters: {
+  key: "gpt_model_type"
+  value: {
+    string_value: "${batching_strategy}"
+  }
+}
+parameters: {
+  key: "gpu_device_ids"
+  value: {
+    string_value: "${gpu_device_ids}"
+  }
+}
+parameters: {
+  key: "guided_decoding_backend"
+  value: {
+    string_value: "${guided_decoding_backend}"
+  }
+}
+"""
+PREPROCESSING = """name: "preprocessing"
+backend: "python"
+max_batch_size: ${triton_max_batch_size}
+parameters {
+  key: "tokenizer_dir"
+  value: {
+    string_value: "${tokenizer_dir}"
+  }
+}
+parameters {
+  key: "multimodal_model_path"
+  value: {
+    string_value: "${multimodal_model_path}"
+  }
+}
+"""
+NEEDED = (
+    "triton_max_batch_size:4,decoupled_mode:False,triton_backend:tensorrtllm,batching_strategy:inflight_fused_batching"
+)
+
+
+class Heard(SilentProgress):
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    for name, text in (("tensorrt_llm", CORE), ("preprocessing", PREPROCESSING)):
+        (tmp_path / "models" / name / "1").mkdir(parents=True)
+        (tmp_path / "models" / name / "config.pbtxt").write_text(text)
+    (tmp_path / "models" / "tensorrt_llm" / "1" / "model.py").write_text("# program\n")
+    return tmp_path / "models"
+
+
+@pytest.mark.parametrize(
+    ("release", "text", "values"),
+    [
+        ("0.15", "a:1,b:/x", {"a": "1", "b": "/x"}),
+        ("0.15", r"a:0\,b:1", {"a": "0\\", "b": "1"}),
+        ("0.16", r"gpu_device_ids:0\,1", {"gpu_device_ids": "0,1"}),
+        ("0.16", r"a:x\\:y,b:2", {"a": "x:y", "b": "2"}),
+        ("1.2", r"a:c\\\\d", {"a": r"c\d"}),
+        ("1.2", "a:", {"a": ""}),
+    ],
+)
+def test_substitutions(release: str, text: str, values: dict[str, str]) -> None:
+    assert parse_substitutions(text, release) == values
+
+
+@pytest.mark.parametrize(
+    ("release", "text"), [("0.15", "a:b:c"), ("0.15", "a:0,1"), ("0.16", r"a:x\:y"), ("1.2", "a"), ("1.2", "a:0,1")]
+)
+def test_substitutions_that_stop_the_tool(release: str, text: str) -> None:
+    with pytest.raises(UsageError, match="is not KEY:VALUE"):
+        parse_substitutions(text, release)
+
+
+def test_optional_parameters_are_left_out(models: Path) -> None:
+    filled = fill_templates(models, f"{NEEDED},tokenizer_dir:/t", release="0.19", drop_unset=True)
+    configs = {each.path.parent.name: parse_config(each.text) for each in filled}
+    core = configs["tensorrt_llm"]
+    assert (core.backend, core.max_batch_size, core.model_transaction_policy.decoupled) == ("tensorrtllm", 4, False)
+    assert core.dynamic_batching.default_queue_policy.max_queue_size == 0
+    # The C++ backend takes an empty list of GPUs for no GPU, and does not load without the other key.
+    assert {key: value.string_value for key, value in core.parameters.items()} == {
+        "gpt_model_type": "inflight_fused_batching",
+        "guided_decoding_backend": "",
+    }
+    assert configs["preprocessing"].parameters["multimodal_model_path"].string_value == ""
+
+
+def test_leftovers_are_named_with_file_and_line(models: Path) -> None:
+    with pytest.raises(RepositoryError) as caught:
+        fill_templates(models / "tensorrt_llm", NEEDED, release="0.19")
+    assert f"{models}/tensorrt_llm/config.pbtxt, line 22: ${{gpu_device_ids}}" in str(caught.value)
+    assert "${placeholder}" not in str(caught.value)
+    assert "--drop-unset" in str(caught.value.hint)
+
+
+def test_a_bare_leftover_cannot_be_dropped(models: Path) -> None:
+    with pytest.raises(RepositoryError) as caught:
+        fill_templates(models, "triton_max_batch_size:4,decoupled_mode:true", release="0.18", drop_unset=True)
+    assert "max_queue_delay_microseconds" in str(caught.value)  # the tool fills it in from 0.19 on
+    assert "${batching_strategy}" in str(caught.value)
+    assert "max_queue_delay_microseconds:VALUE" in str(caught.value.hint)
+
+
+def test_unknown_keys(models: Path) -> None:
+    with pytest.raises(UsageError, match=r"no tokenizer_type: release 0\.9 dropped it"):
+        fill_templates(models, f"{NEEDED},tokenizer_type:auto", release="0.19")
+    heard = Heard()
+    text = f"{NEEDED},tokenizer_type:auto,max_queue_delay_microseconds:0,gpu_device_ids:0,guided_decoding_backend:"
+    assert fill_templates(models / "tensorrt_llm", text, release="0.18", progress=heard)
+    assert "tokenizer_type" in heard.warnings[0]
+
+
+def test_out_leaves_the_templates_alone(models: Path, tmp_path: Path) -> None:
+    filled = fill_templates(models, f"{NEEDED},tokenizer_dir:/t", drop_unset=True)
+    write_filled(models, filled, tmp_path / "out")
+    assert (models / "tensorrt_llm" / "config.pbtxt").read_text() == CORE
+    assert "${" not in (tmp_path / "out" / "preprocessing" / "config.pbtxt").read_text()
+    assert (tmp_path / "out" / "tensorrt_llm" / "1" / "model.py").exists()
+    with pytest.raises(UsageError, match="exists already"):
+        write_filled(models, filled, tmp_path / "out")
+    write_filled(models, filled, None)
+    assert "${triton_backend}" not in (models / "tensorrt_llm" / "config.pbtxt").read_text()
+
+
+def test_what_triton_cannot_read_is_refused(models: Path) -> None:
+    with pytest.raises(RepositoryError, match="not a Triton model configuration"):
+        fill_templates(models, f"{NEEDED},tokenizer_dir:/t".replace(":4", ":four"), drop_unset=True)
+    with pytest.raises(RepositoryError, match=r"holds no config\.pbtxt"):
+        fill_templates(models / "tensorrt_llm" / "1", "")

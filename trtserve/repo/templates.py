@@ -1,0 +1,187 @@
+"""NVIDIA's own template folders, filled by the rules of its `fill_template.py` in each release.
+
+Rules: section 0 of the interface reference of the Triton models. `${name}` is replaced where a value was given; what is
+left would stop Triton, or be taken for a value, so it is refused with file and line.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.progress import SILENT, Progress
+from trtserve.releases import NEWEST, normalize_release, order
+from trtserve.triton.config import parse_config
+from trtserve.triton.profiles import CORE, profile
+
+_CONFIG = "config.pbtxt"
+_PLACEHOLDER = re.compile(r"\$\{([^}]*)\}")
+_BLOCK = re.compile(
+    r'^parameters\s*:?\s*\{\s*key\s*:\s*"(?P<key>[^"]*)"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"'
+    r'(?P<text>\$\{[^}]*\})"\s*,?\s*\}\s*\}\s*\n?',
+    re.MULTILINE,
+)
+# First release whose tool fills them in by itself.
+_DEFAULTS = {"max_queue_size": ("0", "0.12"), "max_queue_delay_microseconds": ("0", "0.19")}
+_DROPPED = {
+    "tokenizer_type": "release 0.9 dropped it: the tokenizer is always found by itself",
+    "enable_trt_overlap": "release 0.10 dropped it",
+    "max_num_sequences": "release 0.8 dropped it: the engine's max_batch_size says it",
+    "visual_model_path": "release 0.19 calls it multimodal_model_path",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilledTemplate:
+    """One config.pbtxt: `path` relative to the folder, `text` as it is written."""
+
+    path: Path
+    text: str
+
+
+def fill_templates(
+    folder: Path,
+    substitutions: str,
+    *,
+    release: str | None = None,
+    drop_unset: bool = False,
+    progress: Progress = SILENT,
+) -> tuple[FilledTemplate, ...]:
+    """The filled config.pbtxt of a model's folder, or of every model in a folder of models; nothing is written.
+
+    `substitutions` is `key:value,…` as the tool of `release` (default: the newest) reads it. With `drop_unset` optional
+    parameters without a value are left out, which is what every runtime takes for unset. UsageError for a text that the
+    tool cannot read and for a key that no file has (from 0.19; before, a warning), RepositoryError for what is left.
+    """
+    rules = NEWEST if release is None else normalize_release(release)
+    values = parse_substitutions(substitutions, rules)
+    texts = {path: path.read_text(encoding="utf-8") for path in _templates(folder)}
+    _require_known(values, texts.values(), rules, progress)
+    defaults = {key: text for key, (text, since) in _DEFAULTS.items() if order(rules) >= order(since)}
+    filled = []
+    for path, text in texts.items():
+        content = Template(text).safe_substitute({**defaults, **values})
+        if drop_unset:
+            content = _without_unset(content, rules)
+        _require_filled(path, content)
+        _require_readable(path, content)
+        filled.append(FilledTemplate(path=path.relative_to(folder if folder.is_dir() else folder.parent), text=content))
+    return tuple(filled)
+
+
+def write_filled(folder: Path, filled: Iterable[FilledTemplate], out: Path | None) -> None:
+    """Write what `fill_templates` gave: over the templates, or into `out`, a new copy of the whole folder."""
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"{out} exists already; nothing there is overwritten.", hint="Choose another --out.")
+        shutil.copytree(folder, out, dirs_exist_ok=True)
+    for each in filled:
+        target = (out or folder) / each.path
+        staged = target.with_name(f".{target.name}.partial")
+        staged.write_text(each.text, encoding="utf-8")
+        staged.replace(target)
+
+
+def parse_substitutions(text: str, release: str) -> dict[str, str]:
+    """`key:value,key:value` as the tool of `release` splits it; UsageError where it stops.
+
+    From 0.16 on a backslash keeps the next character, first when the text is split at commas and again at colons: `\\,`
+    is a comma in a value, `\\\\:` a colon. Before, neither can be in a value.
+    """
+    escapes = order(release) >= order("0.16")
+    pairs = _split(text, ",") if escapes else text.split(",")
+    values = {}
+    for pair in filter(None, pairs):
+        parts = _split(pair, ":") if escapes else pair.split(":")
+        if len(parts) != 2:
+            how = r"a colon in a value is written \\:, a comma \," if escapes else "values hold no comma and no colon"
+            raise UsageError(f"{pair!r} is not KEY:VALUE; in release {release} {how}.")
+        values[parts[0]] = parts[1]
+    return values
+
+
+def _split(text: str, separator: str) -> list[str]:
+    parts, kept = [""], False
+    for letter in text:
+        if kept or letter not in (separator, "\\"):
+            parts[-1] += letter
+            kept = False
+        elif letter == "\\":
+            kept = True
+        else:
+            parts.append("")
+    return parts
+
+
+def _templates(folder: Path) -> list[Path]:
+    own = folder if folder.is_file() else folder / _CONFIG
+    found = [own] if own.is_file() else sorted(folder.glob(f"*/{_CONFIG}"))
+    if not found:
+        raise RepositoryError(
+            f"{folder} holds no {_CONFIG}, and no folder in it does.",
+            hint="Give a model's folder, or one such as all_models/inflight_batcher_llm.",
+        )
+    return found
+
+
+def _require_known(values: Mapping[str, str], texts: Iterable[str], release: str, progress: Progress) -> None:
+    everything = "\n".join(texts)
+    for key in values:
+        if key in everything:
+            continue
+        reason = f"The templates have no {key}" + (f": {_DROPPED[key]}" if key in _DROPPED else "")
+        if order(release) >= order("0.19"):
+            raise UsageError(f"{reason}.", hint="Leave it out; the tool of release 0.19 and later stops here too.")
+        progress.warn(f"{reason}. It is ignored, as by the tool of release {release}.")
+
+
+def _without_unset(text: str, release: str) -> str:
+    """`text` without the parameters that nobody filled; those whose key must be there become empty."""
+    core = {row.name: row for row in profile(release).models[CORE].parameters}
+
+    def unset(found: re.Match[str]) -> str:
+        row = core.get(found["key"])
+        if row is not None and row.required:
+            return found[0]
+        if row is None or row.needs_key:  # NVIDIA's python models look some keys up without asking
+            return found[0].replace(found["text"], "")
+        return ""
+
+    return _BLOCK.sub(unset, text)
+
+
+def _leftovers(text: str) -> Iterator[tuple[int, str, bool]]:
+    """Line, placeholder, and whether it stands within quotes."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        code = line.split("#", 1)[0]
+        for found in _PLACEHOLDER.finditer(code):
+            yield number, found[0], code[: found.start()].count('"') % 2 == 1
+
+
+def _require_filled(path: Path, text: str) -> None:
+    left = list(_leftovers(text))
+    if not left:
+        return
+    lines = "\n".join(f"  {path}, line {number}: {placeholder}" for number, placeholder, _ in left)
+    names = ",".join(f"{placeholder[2:-1]}:VALUE" for _, placeholder, quoted in left if not quoted)
+    hint = (
+        f"Without these Triton cannot read the file: {names}"
+        if names
+        else ("Give them a value, or leave out the optional ones with --drop-unset.")
+    )
+    raise RepositoryError(f"No value was given for:\n{lines}", hint=hint)
+
+
+def _require_readable(path: Path, text: str) -> None:
+    try:
+        parse_config(text)
+    except Exception as error:
+        # text_format's ParseError is no ValueError in every protobuf release, and protobuf is not imported here.
+        if type(error).__name__ != "ParseError":
+            raise
+        raise RepositoryError(f"{path} is not a Triton model configuration: {error}.") from error
