@@ -244,9 +244,7 @@ def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
         created(folder, plan.headers, plan.sizes) as files,
         progress.task(text, total=plan.source_bytes, unit="bytes") as task,
     ):
-        for move in plan.moves:
-            carry_out(move, files, plan.spec.dtype)
-            task.advance(move.source.entry.size)
+        carry_out(plan.moves, files, plan.spec.dtype, task.advance)
     (folder / "config.json").write_text(json.dumps(plan.config, indent=4) + "\n", encoding="utf-8")
     _verify(plan, folder)
 

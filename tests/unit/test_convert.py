@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import threading
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,8 @@ import pytest
 
 from tests.support.expected_shards import Tensors
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
-from trtserve import convert as convert_module
 from trtserve.architectures import streaming
+from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import MANIFEST, Checkpoint, Model
 from trtserve.convert import convert_model, find_model, plan_conversion
 from trtserve.errors import (
@@ -26,7 +30,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.progress import SilentProgress
+from trtserve.progress import SilentProgress, Task
 from trtserve.specs import ConvertSpec
 from trtserve.store import NameRecord, Store
 
@@ -227,19 +231,29 @@ def test_no_space_is_told_before_the_first_byte(tmp_path: Path, monkeypatch: pyt
     assert list((tmp_path / "store").iterdir()) == []
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[str] = []
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    told: list[int] = []
 
-    def interrupted(move: streaming.Move, files: streaming.RankFiles, dtype: str) -> None:
-        moved.append(move.source.name)
-        if len(moved) == 5:
-            raise KeyboardInterrupt
-        streaming.carry_out(move, files, dtype)
+    class Interrupted(SilentProgress):
+        @contextmanager
+        def task(self, text: str, *, total: int, unit: str = "items", done: int = 0) -> Iterator[Task]:
+            yield self
 
-    monkeypatch.setattr(convert_module, "carry_out", interrupted)
+        def advance(self, amount: int) -> None:
+            told.append(amount)
+            if len(told) == 5:
+                raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        convert(write_tiny_model(tmp_path / "hf"), tmp_path / "store" / "out")
+        convert_model(
+            Model(path=write_tiny_model(tmp_path / "hf")),
+            ConvertSpec(tp_size=2),
+            out=tmp_path / "store" / "out",
+            progress=Interrupted(),
+        )
+    assert len(told) == 5
     assert list((tmp_path / "store").iterdir()) == []
+    assert threading.active_count() == 1
 
 
 def test_every_source_is_read_once_and_in_file_order(tmp_path: Path) -> None:
@@ -287,19 +301,46 @@ def test_the_size_of_a_chunk_does_not_show(tmp_path: Path, monkeypatch: pytest.M
         assert (actual / name).read_bytes() == (expected / name).read_bytes()
 
 
-def test_rows_are_copied_through_a_buffer_where_the_kernel_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_and_writes_that_stop_short_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "hf")
     expected = convert(folder, tmp_path / "one", dtype="float32", tp_size=2).path
-
-    def refused(*_: object) -> int:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "copy_file_range", refused)
+    preadv, pwrite = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:777]], offset))
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:999], offset))
     actual = convert(folder, tmp_path / "two", dtype="float32", tp_size=2).path
     for name in ("rank0.safetensors", "rank1.safetensors"):
         assert (actual / name).read_bytes() == (expected / name).read_bytes()
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float16"), ("llama", "bfloat16"), ("gpt2", "bfloat16")])
+@pytest.mark.parametrize("source", ["float16", "bfloat16"])
+def test_the_number_of_threads_does_not_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, source: str
+) -> None:
+    folder = write_tiny_model(tmp_path / "hf", family, vocab_size=4001, dtype=source)
+    monkeypatch.setattr(streaming, "CHUNK", 5000)
+    contents = []
+    for cores in (1, 2, 64):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        made = convert(folder, tmp_path / str(cores), tp_size=2, pp_size=2, dtype=dtype).path
+        contents.append([(made / f"rank{rank}.safetensors").read_bytes() for rank in range(4)])
+    assert contents[0] == contents[1] == contents[2]
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_of_several_values_that_do_not_fit_the_first_of_the_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    tensors = {name: values.copy() for name, values in read_safetensors(folder / "model.safetensors").items()}
+    for values in tensors.values():
+        values.reshape(-1)[-1] = 1e6
+    write_safetensors(folder / "model.safetensors", tensors)
+    first = min(TensorFile(folder / "model.safetensors").entries.items(), key=lambda item: item[1].begin)[0]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(streaming, "CHUNK", 1000)
+    with pytest.raises(ConversionError, match=f"^{re.escape(first)} in"):
+        convert(folder, tmp_path / "out", dtype="float16")
 
 
 def test_folders_that_are_no_models_are_refused_with_advice(tmp_path: Path) -> None:
@@ -348,6 +389,7 @@ def test_the_manifest_says_what_was_made(tmp_path: Path) -> None:
         "moe_ep_size": None,
         "dtype": "float16",
         "quantize": "none",
+        "gpu_sm": 80,
     }
     assert manifest["facts"]["model"] == str(folder)
     sizes = [path.stat().st_size for path in checkpoint.path.glob("*.safetensors")]

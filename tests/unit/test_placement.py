@@ -40,8 +40,7 @@ def test_sources_that_meet_within_a_rank_are_joined(tmp_path: Path, tp_size: int
     found = sources(tmp_path / "source.safetensors")
     placement = Placement([target()], layers=1, tp_size=tp_size, pp_size=1, dtype=dtype)
     with created(tmp_path, placement.headers, placement.sizes) as files:
-        for move in moves(match([target()], found, ()), placement, found):
-            carry_out(move, files, dtype)
+        carry_out(moves(match([target()], found, ()), placement, found), files, dtype)
     for rank, expected in enumerate(np.split(ROWS, tp_size)):
         actual = read_safetensors(tmp_path / f"rank{rank}.safetensors")["fused"]
         np.testing.assert_array_equal(actual, expected.astype(dtype))
@@ -78,8 +77,7 @@ def placed(folder: Path, wanted: Target, values: Rows, tp_size: int) -> list[Row
     found = one_source(folder, values)
     placement = Placement([wanted], layers=1, tp_size=tp_size, pp_size=1, dtype="float32")
     with created(folder, placement.headers, placement.sizes) as files:
-        for move in moves(match([wanted], found, ()), placement, found):
-            carry_out(move, files, "float32")
+        carry_out(moves(match([wanted], found, ()), placement, found), files, "float32")
     return [read_safetensors(folder / f"rank{rank}.safetensors")["fused"] for rank in range(tp_size)]
 
 

@@ -1,31 +1,34 @@
 """Moving tensors from source files into rank files: one pass over each source, memory bounded by a chunk.
 
-Bytes that need no change are copied inside the kernel. Others pass through a buffer of `CHUNK` bytes; only a
-transposed tensor (Conv1D) is held whole.
+The work is cut into jobs that threads share, so that one reads or casts while another writes. All bytes pass through
+buffers of about `CHUNK` bytes, which every thread keeps; only a transposed tensor (Conv1D) is held whole.
 """
 
 from __future__ import annotations
 
-import errno
+import math
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtserve.architectures.casts import CAST_BYTES, Cast, all_finite, not_finite_exponent
 from trtserve.architectures.source import SourceTensor
-from trtserve.architectures.tensor_files import CODES, numpy_dtype, read_into
+from trtserve.architectures.tensor_files import CODES, TensorFile, numpy_dtype, read_into
+from trtserve.architectures.threads import run_all, worker_count
 from trtserve.errors import ConversionError, CorruptFileError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# Small enough for the allocator to reuse its buffers and for the cache: 4 MiB took 40 % more CPU time, in page faults.
+# Small enough for a core's cache, large enough for the page cache to take large folios, which makes reading and writing
+# through a buffer faster than copy_file_range (it moves 64 KiB at a time).
 CHUNK = 512 << 10
-_KERNEL_CHUNK = 64 << 20
-_NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+_CHUNKS_OF_JOB = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,68 +85,238 @@ def created(folder: Path, headers: Sequence[bytes], sizes: Sequence[int]) -> Ite
         yield RankFiles(descriptors)
 
 
-def carry_out(move: Move, files: RankFiles, dtype: str) -> None:
-    """Write all blocks of a source tensor as `dtype` (float32, float16 or bfloat16), or as its own type.
+@dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """Bytes of a source tensor that go to one place of a rank file as they are; `begin` counts from the file's start.
 
-    ConversionError names the tensor when a value is not finite in `dtype`.
+    `done` bytes of sources are behind us when it is carried out.
     """
-    dtype = move.dtype or dtype
-    with move.source.file.opened() as descriptor:
-        rest = []
-        unchanged = move.source.entry.code == CODES[dtype] and not move.transpose and not move.offset
-        for block in move.blocks:
-            if unchanged and block.columns == move.shape[1]:
-                _copy_rows(descriptor, move, block, files[block.rank])
-            else:
-                rest.append(block)
-        if rest:
-            _write_blocks(descriptor, move, rest, files, dtype)
+
+    source: SourceTensor
+    rank: int
+    begin: int
+    offset: int
+    size: int
+    done: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """Rows of a source tensor that are changed, or cut by columns, for `blocks`; `done` is as in _Copy."""
+
+    move: Move
+    blocks: Sequence[Block]
+    first_row: int
+    rows: int
+    done: int = 0
+
+
+_Job = _Copy | _Cut
+
+
+def carry_out(
+    moves: Sequence[Move], files: RankFiles, dtype: str, advance: Callable[[int], None] = lambda _: None
+) -> None:
+    """Write all blocks of all source tensors as `dtype` (float32, float16 or bfloat16), or as their own type.
+
+    `advance` is called with bytes of source tensors that are done. ConversionError names the tensor when a value is
+    not finite in `dtype`.
+    """
+    whole = threading.Lock()
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[_Job], int]]:
+        with _Hands(files, dtype, whole) as hands:
+            yield hands.carry_out
+
+    run_all(_jobs(moves, dtype), worker, advance)
 
 
 def buffered_bytes(move: Move, dtype: str) -> int:
-    """Bytes of memory that `carry_out` holds at most: a chunk as it was read, as it becomes, and what tests it."""
-    entry = move.source.entry
-    if entry.code == CODES[dtype] and not move.transpose and not move.offset:
-        return CHUNK
-    whole = entry.size if move.transpose else 0
-    return whole + 6 * CHUNK
+    """Bytes of memory that `carry_out` holds at most for such a tensor, in all threads together.
+
+    Each has a chunk as it was read, as it becomes (up to twice the size), and a part of that; a transposed tensor is
+    held once.
+    """
+    if _unchanged(move, move.dtype or dtype):
+        return worker_count() * 2 * CHUNK
+    whole = move.source.entry.size if move.transpose else 0
+    return whole + worker_count() * (6 * CHUNK + CAST_BYTES)
 
 
-def _write_blocks(descriptor: int, move: Move, blocks: Sequence[Block], files: RankFiles, dtype: str) -> None:
-    import numpy as np
-
-    wanted = numpy_dtype(CODES[dtype])
-    for first, values in _chunks(descriptor, move):
-        cast = _cast(move.source, _shifted(values, move.offset), wanted)
-        for block in blocks:
-            start, stop = max(first, block.first_row), min(first + len(values), block.first_row + block.rows)
-            if start >= stop:
-                continue
-            part = cast[start - first : stop - first, block.first_column : block.first_column + block.columns]
-            offset = block.offset + (start - block.first_row) * block.columns * wanted.itemsize
-            flat: Any = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
-            _write(files[block.rank], flat, offset)
+def _unchanged(move: Move, dtype: str) -> bool:
+    return move.source.entry.code == CODES[dtype] and not move.transpose and not move.offset
 
 
-def _chunks(descriptor: int, move: Move) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Consecutive rows of the source as [out, in] matrices, each with the number of its first row."""
+def _jobs(moves: Sequence[Move], dtype: str) -> Iterator[_Job]:
+    for move in moves:
+        *others, last = _jobs_of(move, move.dtype or dtype)
+        yield from others
+        yield replace(last, done=move.source.entry.size)
+
+
+def _jobs_of(move: Move, dtype: str) -> Iterator[_Job]:
+    cut, unchanged = [], _unchanged(move, dtype)
+    for block in move.blocks:
+        if unchanged and block.columns == move.shape[1]:
+            yield from _copies(move, block)
+        else:
+            cut.append(block)
+    if not cut:
+        return
+    rows = move.shape[0]
+    step = rows if move.transpose else _CHUNKS_OF_JOB * _chunk_rows(move)
+    for first in range(0, rows, step):
+        yield _Cut(move=move, blocks=cut, first_row=first, rows=min(step, rows - first))
+
+
+def _copies(move: Move, block: Block) -> Iterator[_Copy]:
+    """The bytes of a block, cut where the rank file has whole chunks, which is where large folios begin."""
+    width = _row_bytes(move)
+    begin = move.source.entry.begin + block.first_row * width
+    offset, end = block.offset, block.offset + block.rows * width
+    while offset < end:
+        size = min(end, _next_multiple(offset, _CHUNKS_OF_JOB * CHUNK)) - offset
+        yield _Copy(source=move.source, rank=block.rank, begin=begin, offset=offset, size=size)
+        begin, offset = begin + size, offset + size
+
+
+def _next_multiple(offset: int, size: int) -> int:
+    return (offset // size + 1) * size
+
+
+def _chunk_rows(move: Move) -> int:
+    """Rows of a source tensor that are worked on at a time."""
+    return max(1, CHUNK // max(1, _row_bytes(move)))
+
+
+def _row_bytes(move: Move) -> int:
+    return move.source.entry.size // move.shape[0]
+
+
+class _Hands:
+    """What one thread works with: the source file that it has open, and buffers that it keeps.
+
+    `whole` is held by the one thread that holds a whole tensor.
+    """
+
+    def __init__(self, files: RankFiles, dtype: str, whole: threading.Lock) -> None:
+        self._files = files
+        self._dtype = dtype
+        self._whole = whole
+        self._opened = ExitStack()
+        self._file: TensorFile | None = None
+        self._descriptor = -1
+        self._buffers: dict[str, bytearray] = {}
+        self._casts: dict[tuple[np.dtype[Any], np.dtype[Any]], Cast] = {}
+
+    def __enter__(self) -> _Hands:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def carry_out(self, job: _Job) -> int:
+        """Do what the job says; returns its `done`."""
+        if isinstance(job, _Copy):
+            self._copy(job)
+        elif job.move.transpose:
+            with self._whole:
+                self._cut(job)
+        else:
+            self._cut(job)
+        return job.done
+
+    def _open(self, source: SourceTensor) -> int:
+        """Descriptor of the file that holds a source; jobs come file by file."""
+        if self._file is not source.file:
+            self._opened.close()
+            self._descriptor = self._opened.enter_context(source.file.opened())
+            self._file = source.file
+        return self._descriptor
+
+    def _buffer(self, use: str, size: int) -> memoryview:
+        if len(self._buffers.get(use, b"")) < size:
+            self._buffers[use] = bytearray(size)
+        return memoryview(self._buffers[use])[:size]
+
+    def _array(self, use: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """An array in the buffer for `use`, until it is asked for again."""
+        import numpy as np
+
+        flat = np.frombuffer(self._buffer(use, math.prod(shape) * dtype.itemsize), dtype=dtype)
+        return flat.reshape(shape)
+
+    def _copy(self, job: _Copy) -> None:
+        source, target = self._open(job.source), self._files[job.rank]
+        begin, offset, end = job.begin, job.offset, job.offset + job.size
+        buffer = self._buffer("copied", CHUNK)
+        while offset < end:
+            part = buffer[: min(end, _next_multiple(offset, CHUNK)) - offset]
+            count = os.preadv(source, [part], begin)
+            if count == 0:
+                raise CorruptFileError(f"{job.source.file.path} ended within {job.source.name} while it was read.")
+            _write(target, part[:count], offset)
+            begin, offset = begin + count, offset + count
+
+    def _cut(self, job: _Cut) -> None:
+        move, dtype = job.move, job.move.dtype or self._dtype
+        wanted = numpy_dtype(CODES[dtype])
+        for first, values in self._chunks(job):
+            cast = self._cast(move.source, _shifted(values, move.offset), wanted)
+            for block in job.blocks:
+                start, stop = max(first, block.first_row), min(first + len(values), block.first_row + block.rows)
+                if start >= stop:
+                    continue
+                part = cast[start - first : stop - first, block.first_column : block.first_column + block.columns]
+                offset = block.offset + (start - block.first_row) * block.columns * wanted.itemsize
+                write_at(self._files[block.rank], self._contiguous(part), offset)
+
+    def _contiguous(self, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        import numpy as np
+
+        if part.flags.c_contiguous:
+            return part
+        copied = self._array("part", part.shape, part.dtype)
+        np.copyto(copied, part)
+        return copied
+
+    def _chunks(self, job: _Cut) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Consecutive rows of the source as [out, in] matrices, each with the number of its first row."""
+        move, entry = job.move, job.move.source.entry
+        descriptor, kind, step = self._open(move.source), numpy_dtype(entry.code), _chunk_rows(move)
+        if move.transpose:
+            yield from _transposed(descriptor, move, step)
+            return
+        for first in range(job.first_row, job.first_row + job.rows, step):
+            rows = min(step, job.first_row + job.rows - first)
+            values = self._array("read", (rows, move.shape[1]), kind)
+            read_into(descriptor, values, entry.begin + first * _row_bytes(move))
+            yield first, values
+
+    def _cast(self, source: SourceTensor, values: npt.NDArray[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]:
+        if values.dtype == wanted:
+            return values
+        cast = self._array("cast", values.shape, wanted)
+        kinds = values.dtype, wanted
+        if kinds not in self._casts:
+            self._casts[kinds] = Cast(*kinds)
+        self._casts[kinds].into(values, cast)
+        if wanted.itemsize == 2 and not all_finite(cast):
+            raise _not_finite(source, values, cast)
+        return cast
+
+
+def _transposed(descriptor: int, move: Move, step: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Rows of a tensor that is stored [in, out]."""
     import numpy as np
 
     rows, columns = move.shape
     entry = move.source.entry
-    kind = numpy_dtype(entry.code)
-    step = max(1, CHUNK // max(1, columns * kind.itemsize))
-    if move.transpose:
-        whole: npt.NDArray[Any] = np.empty((columns, rows), dtype=kind)
-        read_into(descriptor, whole, entry.begin)
-        for first in range(0, rows, step):
-            yield first, np.ascontiguousarray(whole[:, first : first + step].T)
-        return
-    buffer: npt.NDArray[Any] = np.empty((min(step, rows), columns), dtype=kind)
+    whole: npt.NDArray[Any] = np.empty((columns, rows), dtype=numpy_dtype(entry.code))
+    read_into(descriptor, whole, entry.begin)
     for first in range(0, rows, step):
-        values = buffer[: min(step, rows - first)]
-        read_into(descriptor, values, entry.begin + first * columns * kind.itemsize)
-        yield first, values
+        yield first, np.ascontiguousarray(whole[:, first : first + step].T)
 
 
 def _shifted(values: npt.NDArray[Any], offset: float) -> npt.NDArray[Any]:
@@ -157,59 +330,29 @@ def _shifted(values: npt.NDArray[Any], offset: float) -> npt.NDArray[Any]:
     return shifted
 
 
-def _cast(source: SourceTensor, values: npt.NDArray[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]:
+def _not_finite(source: SourceTensor, values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> ConversionError:
+    """What is wrong with rows of which not all numbers are finite: all bits of their exponent are set."""
     import numpy as np
 
-    if values.dtype == wanted:
-        return values
-    with np.errstate(over="ignore", invalid="ignore"):
-        cast: npt.NDArray[Any] = values.astype(wanted)
-    if wanted.itemsize == 2:
-        _require_finite(source, values, cast)
-    return cast
-
-
-def _require_finite(source: SourceTensor, values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> None:
-    """Not finite means: all bits of the exponent are set. Integer tests are several times faster than isfinite."""
-    import numpy as np
-
-    name = "float16" if cast.dtype == np.float16 else "bfloat16"
-    exponent = np.uint16(0x7C00 if name == "float16" else 0x7F80)
+    exponent = np.uint16(not_finite_exponent(cast.dtype))
     bad = (cast.view(np.uint16) & exponent) == exponent
-    if not bad.any():
-        return
     first = values[bad][0]
-    limit = " (largest value: 65504)" if name == "float16" else ""
-    raise ConversionError(
+    limit = " (largest value: 65504)" if cast.dtype == np.float16 else ""
+    return ConversionError(
         f"{source.name} in {source.file.path} has {int(bad.sum())} values in {len(values)} rows that are not finite in "
-        f"{name}{limit}; the first is {float(first)}.",
+        f"{cast.dtype.name}{limit}; the first is {float(first)}.",
         hint="Convert with --dtype bfloat16 or float32."
         if np.isfinite(np.float32(first))
         else "Fetch the model again.",
     )
 
 
-def _copy_rows(descriptor: int, move: Move, block: Block, target: int) -> None:
-    width = move.shape[1] * numpy_dtype(move.source.entry.code).itemsize
-    begin, size = move.source.entry.begin + block.first_row * width, block.rows * width
-    done = 0
-    while done < size:
-        count = _copy(descriptor, target, min(_KERNEL_CHUNK, size - done), begin + done, block.offset + done)
-        if count == 0:
-            raise CorruptFileError(f"{move.source.file.path} ended within {move.source.name} while it was read.")
-        done += count
+def write_at(descriptor: int, values: npt.NDArray[Any], offset: int) -> None:
+    """Write an array, row after row, from `offset` bytes after the start of a rank file on."""
+    import numpy as np
 
-
-def _copy(source: int, target: int, size: int, begin: int, offset: int) -> int:
-    """Copy up to `size` bytes inside the kernel; through a buffer where a file system cannot."""
-    try:
-        return os.copy_file_range(source, target, size, begin, offset)
-    except OSError as error:
-        if error.errno not in _NO_KERNEL_COPY:
-            raise
-    data = os.pread(source, min(size, CHUNK), begin)
-    _write(target, memoryview(data), offset)
-    return len(data)
+    flat: Any = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    _write(descriptor, flat, offset)
 
 
 def _write(descriptor: int, data: memoryview, offset: int) -> None:

@@ -1,0 +1,81 @@
+"""Casts between the floating-point types: every number of the 16-bit types, and what rounds in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from trtserve.architectures.casts import Cast, all_finite
+
+TYPES: list[np.dtype[Any]] = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+
+Floats = npt.NDArray[Any]
+
+
+def cast(values: Floats, wanted: np.dtype[Any]) -> Floats:
+    out: Floats = np.empty(values.shape, wanted)
+    Cast(values.dtype, wanted).into(values, out)
+    return out
+
+
+def every(kind: np.dtype[Any]) -> Floats:
+    """All numbers of a 16-bit type; of float32 those of bfloat16, each with the ends that rounding tells apart."""
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    if kind.itemsize == 2:
+        return bits.view(kind)
+    ends = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    return ((bits.astype(np.uint32) << 16)[:, None] | ends).reshape(-1).view(np.float32)
+
+
+@pytest.mark.parametrize("wanted", TYPES, ids=str)
+@pytest.mark.parametrize("source", TYPES, ids=str)
+def test_every_number_becomes_what_numpy_and_ml_dtypes_make_of_it(source: np.dtype[Any], wanted: np.dtype[Any]) -> None:
+    values = every(source)
+    with np.errstate(all="ignore"):
+        expected = values.astype(wanted)
+    assert cast(values, wanted).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("number", "bits"),
+    [
+        (65280.0, 0x7BF8),  # the largest bfloat16 that float16 can hold
+        (2.0**-14, 0x0400),
+        (-(2.0**-24), 0x8001),
+        (2.0**-25, 0x0000),  # half of the smallest number: to even
+        (1.5 * 2.0**-24, 0x0002),  # between 1 and 2 of them: to even
+        (2.5 * 2.0**-24, 0x0002),
+        (65536.0, 0x7C00),
+        (float("-inf"), 0xFC00),
+        (-0.0, 0x8000),
+    ],
+)
+def test_bfloat16_rounds_to_the_nearest_even_float16(number: float, bits: int) -> None:
+    values = np.array([number], ml_dtypes.bfloat16)
+    assert float(values[0]) == number
+    assert int(cast(values, np.dtype(np.float16)).view(np.uint16)[0]) == bits
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    values = np.array([0x7FC0, 0x7F81, 0xFFFF], np.uint16).view(ml_dtypes.bfloat16)
+    assert np.isnan(cast(values, np.dtype(np.float16))).all()
+
+
+def test_more_numbers_than_are_looked_up_at_a_time() -> None:
+    values = np.tile(every(TYPES[1])[:0x7C00], 5)[:-5]
+    assert cast(values, TYPES[2]).tobytes() == values.astype(ml_dtypes.bfloat16).tobytes()
+
+
+@pytest.mark.parametrize("kind", TYPES[1:], ids=str)
+def test_each_number_that_is_not_finite_is_seen(kind: np.dtype[Any]) -> None:
+    values = every(kind)
+    finite = np.isfinite(values.astype(np.float32))
+    assert all_finite(np.ascontiguousarray(values[finite]))
+    assert all_finite(values[:0])
+    seen = [not all_finite(values[index : index + 1]) for index in np.flatnonzero(~finite)]
+    assert all(seen)
+    assert len(seen) == (2048 if kind == np.float16 else 256)
