@@ -33,6 +33,7 @@ from trtserve.cli import (
     stop,
 )
 from trtserve.cli.output import print_error
+from trtserve.cli.unknown import answer_unknown_options
 from trtserve.errors import TrtserveError
 from trtserve.store import file_error
 
@@ -114,6 +115,7 @@ def _command_line() -> Any:
     """The command tree; its help does not repeat the name of an environment variable for every option."""
     tree = typer.main.get_command(app)
     _simplify_help(tree)
+    answer_unknown_options(tree)
     return tree
 
 

@@ -1,7 +1,9 @@
 """Every flag of `trtllm-build` in every release: its form, its default, since when and until when.
 
-Source: tensorrt_llm/commands/build.py and tensorrt_llm/plugin/plugin.py of the tagged releases. A flag whose form or
-default changed has one row for each.
+Source: tensorrt_llm/commands/build.py and tensorrt_llm/plugin/plugin.py. Read in full: the last snapshots of main
+before 0.12 … 0.16 left it, the start of 0.17, 1.0 and 1.2. Release 0.18 is 0.17 with newer dependencies, by its release
+notes. Which of 0.17, 0.19 and 0.20 first had a flag that 0.17's start lacks and 1.0 has is taken from logs and release
+notes. A flag whose form or default changed has one row for each.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ model_cls_file                   text    -                 0.12 -
 model_cls_name                   text    -                 0.12 -
 output_dir                       text    engine_outputs    0.12 -
 workers                          int     1                 0.12 -
-log_level                        choice  info              0.12 -     LEVELS
+log_level                        text    info              0.12 0.13
+log_level                        choice  info              0.14 0.21  LEVELS
+log_level                        choice  info              1.0  -     LEVELS,trace
 max_batch_size                   int     256               0.12 0.13
 max_batch_size                   int     2048              0.14 -
 max_input_len                    int     1024              0.12 -
@@ -56,10 +60,11 @@ max_num_tokens                   int     8192              0.12 -
 opt_num_tokens                   int     -                 0.12 -
 max_encoder_input_len            int     1024              0.12 -
 max_prompt_embedding_table_size  int     0                 0.12 -
-use_fused_mlp                    switch  -                 0.12 0.13
+use_fused_mlp                    switch  -                 0.12 0.12
 kv_cache_type                    choice  -                 0.13 -     continuous,paged,disabled
 gather_context_logits            switch  -                 0.12 -
-gather_generation_logits         switch  -                 0.12 -
+gather_generation_logits         switch  -                 0.12 0.21
+gather_generation_logits         switch  -                 1.0  -
 gather_all_token_logits          switch  -                 0.12 -
 builder_opt                      int     -                 0.12 0.13
 builder_force_num_profiles       int     -                 0.12 0.14
@@ -68,8 +73,8 @@ weight_sparsity                  switch  -                 0.12 -
 weight_streaming                 switch  -                 0.12 -
 strip_plan                       switch  -                 0.12 -
 dry_run                          switch  -                 0.12 -
-visualize_network                switch  -                 0.12 0.16
-visualize_network                text    -                 0.17 -
+visualize_network                switch  -                 0.12 0.18
+visualize_network                text    -                 0.19 -
 fast_build                       switch  -                 0.12 -
 monitor_memory                   switch  -                 0.15 -
 input_timing_cache               text    -                 0.12 -
@@ -81,11 +86,12 @@ speculative_decoding_mode        choice  -                 0.12 0.14  DRAFTS
 speculative_decoding_mode        choice  -                 0.15 -     DRAFTS,eagle
 lora_dir                         list    -                 0.12 -
 lora_ckpt_source                 choice  hf                0.12 -     hf,nemo
-lora_target_modules              list    -                 0.12 -
+lora_target_modules              list    -                 0.12 0.19  LORA
+lora_target_modules              list    -                 0.20 -     LORA,mlp_gate_up
 max_lora_rank                    int     64                0.12 -
-auto_parallel                    int     1                 0.12 1.0
-gpus_per_node                    int     8                 0.12 1.0
-cluster_key                      text    -                 0.12 1.0
+auto_parallel                    int     1                 0.12 1.1
+gpus_per_node                    int     8                 0.12 1.1
+cluster_key                      text    -                 0.12 1.1
 """
 
 _PLUGINS = """
@@ -94,16 +100,15 @@ gpt_attention_plugin             choice  auto              0.12 -     TYPES
 moe_plugin                       choice  auto              0.12 -     TYPES
 mamba_conv1d_plugin              choice  auto              0.12 -     TYPES
 nccl_plugin                      choice  auto              0.12 -     TYPES
-gemm_plugin                      choice  disable           0.12 0.14  TYPES
-gemm_plugin                      choice  disable           0.15 0.16  TYPES,fp8
+gemm_plugin                      choice  disable           0.12 0.16  TYPES,fp8
 gemm_plugin                      choice  disable           0.17 -     TYPES,fp8,nvfp4
 gemm_swiglu_plugin               choice  disable           0.12 -     FP8
 fp8_rowwise_gemm_plugin          choice  disable           0.12 -     TYPES
 lookup_plugin                    choice  disable           0.12 0.14  TYPES
 lora_plugin                      choice  disable           0.12 -     TYPES
-dora_plugin                      enable  disable           0.17 -
-low_latency_gemm_plugin          choice  disable           0.14 -     FP8
-low_latency_gemm_swiglu_plugin   choice  disable           0.16 -     FP8
+dora_plugin                      enable  disable           0.19 -
+low_latency_gemm_plugin          choice  disable           0.13 -     FP8
+low_latency_gemm_swiglu_plugin   choice  disable           0.15 -     FP8
 gemm_allreduce_plugin            choice  disable           0.19 -     float16,bfloat16,disable
 context_fmha                     enable  enable            0.12 -
 bert_context_fmha_fp32_acc       enable  disable           0.12 -
@@ -111,25 +116,27 @@ paged_kv_cache                   enable  enable            0.12 0.12
 paged_kv_cache                   text    -                 0.13 -
 remove_input_padding             enable  enable            0.12 -
 reduce_fusion                    enable  disable           0.12 -
-norm_quant_fusion                enable  disable           0.18 -
+norm_quant_fusion                enable  disable           0.19 -
 user_buffer                      enable  disable           0.16 -
-tokens_per_block                 int     64                0.12 0.17
-tokens_per_block                 int     32                0.18 -
-use_paged_context_fmha           enable  disable           0.12 0.16
-use_paged_context_fmha           enable  enable            0.17 -
-use_fp8_context_fmha             enable  disable           0.12 0.16
-use_fp8_context_fmha             enable  enable            0.17 -
-fuse_fp4_quant                   enable  disable           0.19 -
+tokens_per_block                 int     64                0.12 0.18
+tokens_per_block                 int     32                0.19 -
+use_paged_context_fmha           enable  disable           0.12 0.18
+use_paged_context_fmha           enable  enable            0.19 -
+use_fp8_context_fmha             enable  disable           0.12 0.18
+use_fp8_context_fmha             enable  enable            0.19 -
+fuse_fp4_quant                   enable  disable           0.20 -
 multiple_profiles                enable  disable           0.12 -
 paged_state                      enable  enable            0.12 -
 streamingllm                     enable  disable           0.12 -
 enable_xqa                       enable  enable            0.12 0.15
-use_fused_mlp                    enable  enable            0.14 -
-pp_reduce_scatter                enable  disable           0.16 -
+use_fused_mlp                    enable  enable            0.13 -
+pp_reduce_scatter                enable  disable           0.15 -
 """
 
 _CHOICES = {
-    "LEVELS": "internal_error,error,warning,info,verbose,debug,trace",
+    "LEVELS": "internal_error,error,warning,info,verbose,debug",
+    "LORA": "attn_qkv,attn_q,attn_k,attn_v,attn_dense,mlp_h_to_4h,mlp_4h_to_h,mlp_gate,cross_attn_qkv,cross_attn_q,"
+    "cross_attn_k,cross_attn_v,cross_attn_dense,moe_h_to_4h,moe_4h_to_h,moe_gate,moe_router,mlp_router",
     "DRAFTS": "draft_tokens_external,lookahead_decoding,medusa,explicit_draft_tokens",
     "TYPES": "auto,float16,float32,bfloat16,int32,disable",
     "FP8": "fp8,disable",
@@ -139,8 +146,10 @@ _ALSO = {
     "max_seq_len": ("--max_decoder_seq_len",),
     "max_prompt_embedding_table_size": ("--max_multimodal_len",),
 }
+# By name and first release.
 _DEPRECATED = {
-    ("paged_kv_cache", "text"): "use --kv_cache_type paged or --kv_cache_type disabled",
+    ("paged_kv_cache", "0.13"): "use --kv_cache_type paged or --kv_cache_type disabled",
+    ("gather_generation_logits", "1.0"): "leave it out, requests may ask for the logits of their answers without it",
 }
 
 
@@ -157,7 +166,7 @@ def _rows(table: str, *, plugin: bool) -> Iterator[BuildFlag]:
             choices=("enable", "disable") if kind == "enable" else tuple(",".join(named).split(",")) if named else (),
             also=_ALSO.get(name, ()),
             plugin=plugin,
-            deprecated=_DEPRECATED.get((name, kind), ""),
+            deprecated=_DEPRECATED.get((name, since), ""),
         )
 
 
@@ -232,7 +241,8 @@ def _require_form(flag: BuildFlag, name: str, values: list[str]) -> None:
 def _accepts(flag: BuildFlag, value: str) -> bool:
     if flag.kind == "int":
         return value.lstrip("-").isascii() and value.removeprefix("-").isdigit()
-    return not flag.choices or value in flag.choices
+    # Of all choices only those of the KV cache are an enumeration, which upstream reads in any case.
+    return not flag.choices or (value.lower() if flag.name == "--kv_cache_type" else value) in flag.choices
 
 
 def _expected(flag: BuildFlag) -> str:

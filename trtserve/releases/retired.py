@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from trtserve.releases.retired_tables import TABLES, TOOLS_OF
+
+TEMPLATE_TOOL = "fill_template.py"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retired:
     """One option of an upstream tool.
 
-    `last` is the last release that had it, None when the tool still has it. `instead` is what to do here, a sentence.
+    `last` is the last release that had it, None when the tool still has it. `instead` says what to do here.
     """
 
     tool: str
@@ -20,37 +25,49 @@ class Retired:
     @property
     def answer(self) -> str:
         """What to say to somebody who typed it."""
+        kind = "a key" if self.tool == TEMPLATE_TOOL else "an option"
         if self.last is None:
-            return f"{self.option} belongs to {self.tool}. {self.instead}"
-        return f"{self.option} of {self.tool} is gone since TensorRT-LLM {self.last}. {self.instead}"
+            return f"{self.option} is {kind} of {self.tool}. {self.instead}"
+        return f"{self.option} was {kind} of {self.tool} until TensorRT-LLM {self.last}. {self.instead}"
 
 
-_TABLES: dict[str, str] = {
-    "trtllm-build": """
-max_output_len              0.11  Give --max_seq_len: the tokens of prompt and answer together.
-tp_size                     0.11  Parallelism belongs to the checkpoint: convert with --tp-size.
-pp_size                     0.11  Parallelism belongs to the checkpoint: convert with --pp-size.
-use_custom_all_reduce       0.11  Leave it out: the all-reduce strategy is chosen when the engine runs.
-multi_block_mode            0.11  Set the parameter multi_block_mode of the repository.
-context_fmha_fp32_acc       0.11  Set the parameter enable_context_fmha_fp32_acc of the repository.
-""",
-}
-
-
-def _rows() -> dict[tuple[str, str], Retired]:
-    found = {}
-    for tool, table in _TABLES.items():
+def _rows() -> Iterator[Retired]:
+    for tool, table in TABLES.items():
         for line in table.strip().splitlines():
             option, last, instead = line.split(maxsplit=2)
-            found[tool, option] = Retired(
-                tool=tool, option=f"--{option}", last=None if last == "-" else last, instead=instead
-            )
-    return found
+            yield Retired(tool=tool, option=_written(tool, option), last=None if last == "-" else last, instead=instead)
 
 
-RETIRED = _rows()
+_LAUNCHER_HYPHENS = ("log_file", "no_mpi")
+
+
+def _written(tool: str, option: str) -> str:
+    """The option as its tool spells it; what fill_template.py takes are keys."""
+    if tool == TEMPLATE_TOOL:
+        return option
+    hyphens = tool in ("benchmark_core_model.py", "inflight_batcher_llm_client.py", "genai-perf")
+    if hyphens or option in _LAUNCHER_HYPHENS:
+        option = option.replace("_", "-")
+    return f"-{option}" if len(option) == 1 else f"--{option}"
+
+
+def _key(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
+RETIRED = {(row.tool, _key(row.option)): row for row in _rows()}
+"""(tool, option without dashes) → its entry."""
 
 
 def retired(tool: str, option: str) -> Retired | None:
     """The entry for an option of an upstream tool, in any spelling (`--max_output_len`, `max-output-len`)."""
-    return RETIRED.get((tool, option.lstrip("-").replace("-", "_")))
+    return RETIRED.get((tool, _key(option)))
+
+
+def retired_in(command: str, option: str) -> Retired | None:
+    """The entry for an option that somebody gave to `trtserve <command>`, whichever upstream tool it is of."""
+    for tool in TOOLS_OF.get(command, tuple(TABLES)):
+        found = retired(tool, option)
+        if found is not None:
+            return found
+    return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtserve.errors import UsageError
+from trtserve.releases.retired import TEMPLATE_TOOL, retired
 from trtserve.triton.parameters import PARAMETERS, find_parameter
 from trtserve.triton.profiles import CORE, Profile
 from trtserve.triton.tables.parameters import FIELDS
@@ -81,13 +82,15 @@ def _check(key: str, model: str, name: str, table: Profile) -> None:
     known = [parameter.name for parameter in table.models[model].parameters]
     if name in known:
         return
+    old = retired(TEMPLATE_TOOL, name)
     others = [f"{other}.{name}" for other, each in table.models.items() if name in [p.name for p in each.parameters]]
     extra = [*_FIELDS, *_RENAMED] if model == CORE else []
     elsewhere = _releases(model, name)
     hint = f"Releases that have it: {elsewhere}." if elsewhere else _suggest(name, known + extra)
+    if others:
+        hint = f"Did you mean {' or '.join(others)}?"
     raise UsageError(
-        f"--set {key}: {model} has no parameter {name!r} in release {table.release}.",
-        hint=f"Did you mean {' or '.join(others)}?" if others else hint,
+        f"--set {key}: {model} has no parameter {name!r} in release {table.release}.", hint=old.answer if old else hint
     )
 
 

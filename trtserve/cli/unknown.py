@@ -1,0 +1,83 @@
+"""The answer to an option that a command does not have: what it was, what replaces it, or what was meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trtserve.errors import UsageError
+
+
+def answer_unknown_options(tree: Any) -> None:
+    """Let every command of a tree answer unknown options with a UsageError of ours; its help stays as it is."""
+    commands = list(_commands(tree, ()))
+    owners: dict[str, list[str]] = {}
+    for names, node in commands:
+        for option in _options(node):
+            owners.setdefault(option, []).append(" ".join(("trtserve", *names)))
+    for names, node in commands:
+        _answer(node, names, owners)
+
+
+def _commands(node: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield names, node
+    for name, child in getattr(node, "commands", {}).items():
+        yield from _commands(child, (*names, name))
+
+
+def _options(node: Any) -> list[str]:
+    return [option for each in node.params for option in (*each.opts, *each.secondary_opts) if option.startswith("--")]
+
+
+def _answer(node: Any, names: tuple[str, ...], owners: Mapping[str, Sequence[str]]) -> None:
+    parse = node.parse_args
+
+    def parse_or_explain(context: Any, arguments: list[str]) -> Any:
+        typed = list(arguments)
+        try:
+            return parse(context, arguments)
+        except Exception as error:
+            # Typer has no public name for this error; of all its errors only this one has possibilities.
+            if not hasattr(error, "possibilities"):
+                raise
+            option = str(getattr(error, "option_name", ""))
+            raise explain(names, _as_typed(option, typed), _options(node), owners) from None
+
+    node.parse_args = parse_or_explain
+
+
+def _as_typed(option: str, arguments: Sequence[str]) -> str:
+    """Typer reports --max-output-len for --max_output_len; the user should read what the user wrote."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.replace("_", "-") == option:
+            return name
+    return option
+
+
+def explain(
+    names: tuple[str, ...], option: str, known: Sequence[str], owners: Mapping[str, Sequence[str]]
+) -> UsageError:
+    """The error for `option` of the command `names`, which has the options `known`; `owners` are those of all."""
+    command = " ".join(("trtserve", *names))
+    message = f"`{command}` has no option {option}."
+    return UsageError(message, hint=_hint(names, option, known, owners) or f"`{command} -h` lists its options.")
+
+
+def _hint(names: tuple[str, ...], option: str, known: Sequence[str], owners: Mapping[str, Sequence[str]]) -> str | None:
+    from trtserve.releases import NEWEST
+    from trtserve.releases.build_flags import build_flags
+    from trtserve.releases.retired import retired_in
+
+    old = retired_in(names[0] if names else "", option)
+    if old is not None:
+        return old.answer
+    spelled = option.replace("_", "-")
+    flag = "--" + option.lstrip("-").replace("-", "_")
+    if names[:1] in (("build",), ("import",)) and flag in build_flags(NEWEST):
+        return f"It is an option of trtllm-build; what stands behind `--` goes there: `trtserve build … -- {flag} …`."
+    if spelled in owners:
+        return f"It is an option of {', '.join(f'`{owner}`' for owner in owners[spelled])}."
+    close = difflib.get_close_matches(spelled, known, n=3, cutoff=0.6)
+    return f"Did you mean {' or '.join(close)}?" if close else None
