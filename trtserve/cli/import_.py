@@ -36,6 +36,7 @@ from trtserve.cli.options import (
     RuntimeOption,
     SpeculativeModeOption,
     TpSizeOption,
+    TrtllmVersionOption,
     VerifyOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
@@ -61,7 +62,6 @@ from trtserve.cli.repo_options import (
     SuffixOption,
     TritonBackendOption,
     TritonBatchOption,
-    TrtllmVersionOption,
     WindowOption,
 )
 from trtserve.machine import gibibytes

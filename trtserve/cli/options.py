@@ -112,3 +112,13 @@ RuntimeOption = Annotated[
         help="auto or openvino; auto: what this machine has. tensorrt_llm and llmapi are not in this version.",
     ),
 ]
+TrtllmVersionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--trtllm-version",
+        metavar="VERSION",
+        envvar="TRTSERVE_TRTLLM_VERSION",
+        help="TensorRT-LLM to work for, such as 1.2.0; default: that of the engine, else what is installed. Also read "
+        "from TRTSERVE_TRTLLM_VERSION.",
+    ),
+]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtserve.artifacts import Adapter, Engine, Model, looks_like
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, TrtllmVersionOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.cli.repo_options import (
     AbsolutePathsOption,
@@ -35,7 +35,6 @@ from trtserve.cli.repo_options import (
     SuffixOption,
     TritonBackendOption,
     TritonBatchOption,
-    TrtllmVersionOption,
     WindowOption,
 )
 from trtserve.errors import TrtserveError, UsageError

@@ -114,13 +114,6 @@ TritonBackendOption = Annotated[
         help="What runs an engine of TensorRT-LLM: tensorrtllm (NVIDIA's C++ backend, default) or python.",
     ),
 ]
-TrtllmVersionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--trtllm-version",
-        help="TensorRT-LLM that will serve the engine; default: that which built the engine.",
-    ),
-]
 SuffixOption = Annotated[
     str, typer.Option("--suffix", help="End of the names of all models but the alias, such as _b.")
 ]
