@@ -5,6 +5,7 @@ Streams: every source tensor is read once, cut for all ranks, and written to its
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,10 @@ from typing import Any, Literal
 
 from trtserve import architectures
 from trtserve.architectures.checkpoint import complete_config
+from trtserve.architectures.kernel_layout import require_gpu_sm
 from trtserve.architectures.placement import Placement, match, moves
+from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
+from trtserve.architectures.repacking import Repack, repack, require_divisible, split_targets
 from trtserve.architectures.sharding import check_parallel_sizes, moe_parallel_sizes
 from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move, carry_out, created
@@ -50,6 +54,8 @@ class Plan:
     headers: Sequence[bytes]
     sizes: Sequence[int]
     fingerprint: str
+    repacks: Sequence[Repack] = ()
+    placement: Placement
 
     @property
     def total_bytes(self) -> int:
@@ -59,17 +65,20 @@ class Plan:
     @property
     def source_bytes(self) -> int:
         """Bytes of all source tensors that are read."""
-        return sum(move.source.entry.size for move in self.moves)
+        return sum(move.source.entry.size for move in self.moves) + sum(work.source_bytes for work in self.repacks)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory at the peak of the conversion's process."""
-        return convert_memory(self.moves, self.spec.dtype)
+        return convert_memory(self.moves, self.spec.dtype, repacking=[work.memory_bytes for work in self.repacks])
 
     @property
     def largest_tensor(self) -> int:
         """Bytes of the largest source tensor."""
-        return max(move.source.entry.size for move in self.moves)
+        packed = (
+            tensor.entry.size for work in self.repacks for part in work.sources.values() for tensor in part.values()
+        )
+        return max(itertools.chain((move.source.entry.size for move in self.moves), packed))
 
 
 def find_model(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Model:
@@ -91,6 +100,7 @@ def _own_dtype(hf: Mapping[str, Any]) -> str:
 def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
     """`config.json` of the checkpoint that `spec` makes of a model with this Hugging Face config; needs no weights."""
     own = architectures.supported(hf).checkpoint_config(hf)
+    stored = source_quantization(hf)
     ep_size = _expert_parallel_size(own, spec)
     config = complete_config(
         own,
@@ -98,11 +108,34 @@ def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any
         dtype=resolve_dtype(spec, hf),
         tp_size=spec.tp_size,
         pp_size=spec.pp_size,
-        quant_algo=_QUANT_ALGO[spec.quantize],
+        quantization=_quantization(stored, spec, hf),
         ep_size=ep_size,
     )
+    if stored is not None and stored.method != "fp8":
+        # TensorRT-LLM takes keys that it does not know; here is no other place for what the order of the bytes means.
+        config["trtserve"] = {"gpu_sm": spec.gpu_sm}
     check_parallel_sizes(config, spec.tp_size, spec.pp_size, ep_size)
     return config
+
+
+def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `quantization` in config.json: of a model that is quantised already, else what is asked for."""
+    if stored is None:
+        return {"quant_algo": _QUANT_ALGO[spec.quantize]}
+    if spec.quantize != "none":
+        raise UsageError(
+            f"The model is quantised already ({stored.method}): --quantize {spec.quantize} cannot be applied to it.",
+            hint="Leave --quantize out, or choose the original model.",
+        )
+    if resolve_dtype(spec, hf) == "float32":
+        raise UsageError(
+            "A model that is quantised already has no float32 checkpoint: TensorRT-LLM computes with such weights in "
+            "16 bits.",
+            hint="Leave --dtype out, or give float16 or bfloat16.",
+        )
+    if stored.method != "fp8":
+        require_gpu_sm(spec.gpu_sm)
+    return stored.checkpoint_keys()
 
 
 def _expert_parallel_size(config: Mapping[str, Any], spec: ConvertSpec) -> int:
@@ -120,7 +153,10 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
     config = checkpoint_config(hf, spec)
     sources = read_source(model.path, family.BASE_PREFIX)
     described = {**config, "tie_word_embeddings": architectures.tied(hf)}
-    targets = family.targets(described)
+    targets, repacks = family.targets(described), list[Repack]()
+    if (stored := source_quantization(hf)) is not None:
+        targets, repacks, sources = split_targets(targets, sources, stored)
+        require_divisible(repacks, spec.tp_size)
     placement = Placement(
         targets,
         layers=config["num_hidden_layers"],
@@ -128,6 +164,7 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
         pp_size=spec.pp_size,
         dtype=spec.dtype,
         ep_size=config["mapping"]["moe_ep_size"],
+        packed=repacks,
     )
     uses = match(targets, sources, family.unused(described))
     return Plan(
@@ -136,6 +173,8 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
         moves=moves(uses, placement, sources),
         headers=placement.headers,
         sizes=placement.sizes,
+        repacks=repacks,
+        placement=placement,
         fingerprint=fingerprint(stage="convert", schema=SCHEMA, spec=asdict(spec), model=model.fingerprint),
     )
 
@@ -245,6 +284,10 @@ def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
         progress.task(text, total=plan.source_bytes, unit="bytes") as task,
     ):
         carry_out(plan.moves, files, plan.spec.dtype, task.advance)
+        for work in plan.repacks:
+            spec = plan.spec
+            repack(work, plan.placement, files, tp_size=spec.tp_size, dtype=spec.dtype, gpu_sm=spec.gpu_sm)
+            task.advance(work.source_bytes)
     (folder / "config.json").write_text(json.dumps(plan.config, indent=4) + "\n", encoding="utf-8")
     _verify(plan, folder)
 

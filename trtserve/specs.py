@@ -64,6 +64,7 @@ class ConvertSpec:
     """How a Hugging Face model becomes a TensorRT-LLM checkpoint.
 
     `moe_tp_size` × `moe_ep_size` is `tp_size`: how many ranks split each expert, and how many share the experts out.
+    `gpu_sm` is the compute capability (× 10) of the GPUs for which weights that are 4-bit already are put in order.
     """
 
     tp_size: int = 1
@@ -72,8 +73,10 @@ class ConvertSpec:
     moe_ep_size: int | None = None
     dtype: DType = "auto"
     quantize: Quantization = "none"
+    gpu_sm: int = 80
 
     def __post_init__(self) -> None:
+        _require_positive(self, "tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "gpu_sm")
         _require_choice("--dtype", self.dtype, get_args(DType))
         _require_choice("--quantize", self.quantize, get_args(Quantization))
 

@@ -26,6 +26,7 @@ from trtserve.architectures import (
     starcoder2,
 )
 from trtserve.architectures.base import Architecture, CheckpointConfig, Decoder, HfConfig, Target, require_sizes
+from trtserve.architectures.quantized_source import source_quantization
 from trtserve.errors import UnsupportedModelError
 
 __all__ = [
@@ -56,7 +57,8 @@ def family(architecture: str) -> Architecture:
     if module is None:
         raise UnsupportedModelError(
             f"Architecture {architecture} cannot be converted; these can: {', '.join(FAMILIES)}.",
-            hint="Choose a model of one of these architectures (`architectures` in its config.json).",
+            hint="Choose a model of one of these architectures (`architectures` in its config.json), or convert with "
+            "NVIDIA's converter: --converter upstream.",
         )
     return module
 
@@ -64,16 +66,10 @@ def family(architecture: str) -> Architecture:
 def supported(hf: HfConfig) -> Architecture:
     """The family of a Hugging Face config, checked as far as the config alone allows.
 
-    UnsupportedModelError for an unknown architecture, a quantised model, or a feature that cannot be converted.
+    UnsupportedModelError for an unknown architecture, or a quantisation or feature that cannot be converted.
     """
     module = family(architecture_of(hf))
-    quantization = hf.get("quantization_config")
-    if quantization:
-        raise UnsupportedModelError(
-            f"The model is quantised already ({quantization.get('quant_method', 'unknown method')}); "
-            "only float32, float16 and bfloat16 weights can be converted.",
-            hint="Choose the original model and quantise with --quantize int8.",
-        )
+    source_quantization(hf)
     config = module.checkpoint_config(hf)
     require_sizes(config, "head_size", "num_key_value_heads", "intermediate_size")
     if config["position_embedding_type"] != "alibi":

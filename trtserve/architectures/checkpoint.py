@@ -3,21 +3,48 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trtserve.architectures import family
 from trtserve.architectures.base import Target, require_sizes
+from trtserve.architectures.quantized import (
+    AWQ,
+    FP8,
+    GPTQ,
+    Fp8Weight,
+    Int4Weight,
+    quant_algo,
+    unpack_fp8,
+    unpack_int4,
+)
 from trtserve.architectures.sharding import matrix, name_in_stage, shard, stage_layers, stage_of
 from trtserve.architectures.tensor_files import TensorFile, numpy_dtype
 from trtserve.errors import ArtifactError, CorruptFileError
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
+
+    T = TypeVar("T", bound=np.generic)
 
 _EMBEDDING = "transformer.vocab_embedding.weight"
 _HEAD = "lm_head.weight"
+
+_NOT_QUANTISED: Mapping[str, Any] = {
+    "quant_algo": None,
+    "kv_cache_quant_algo": None,
+    "group_size": 128,
+    "smoothquant_val": 0.5,
+    "clamp_val": None,
+    "use_meta_recipe": False,
+    "has_zero_point": False,
+    "pre_quant_scale": False,
+    "exclude_modules": None,
+    "mamba_ssm_cache_dtype": None,
+}
 
 
 def complete_config(
@@ -27,13 +54,14 @@ def complete_config(
     dtype: str,
     tp_size: int,
     pp_size: int,
-    quant_algo: str | None,
+    quantization: Mapping[str, Any],
     ep_size: int = 1,
 ) -> dict[str, Any]:
     """`config.json` of a checkpoint with the keys of TensorRT-LLM 1.2, around a family's own part.
 
     Sources of the keys: PretrainedConfig, Mapping and QuantConfig of release 1.2. A family that says
-    `use_parallel_embedding` splits its embedding where there are several tensor-parallel ranks.
+    `use_parallel_embedding` splits its embedding where there are several tensor-parallel ranks. `quantization` are
+    the keys of that name that differ from those of a model that is not quantised.
     """
     return {
         "architecture": architecture,
@@ -45,7 +73,7 @@ def complete_config(
         **sizes,
         "use_parallel_embedding": bool(sizes.get("use_parallel_embedding")) and tp_size > 1,
         "mapping": _mapping(tp_size, pp_size, ep_size),
-        "quantization": _quantization(quant_algo),
+        "quantization": {**_NOT_QUANTISED, **quantization},
     }
 
 
@@ -68,21 +96,6 @@ def _mapping(tp_size: int, pp_size: int, ep_size: int) -> dict[str, Any]:
         "cp_config": {},
         "enable_attention_dp": False,
         "enable_lm_head_tp_in_adp": False,
-    }
-
-
-def _quantization(quant_algo: str | None) -> dict[str, Any]:
-    return {
-        "quant_algo": quant_algo,
-        "kv_cache_quant_algo": None,
-        "group_size": 128,
-        "smoothquant_val": 0.5,
-        "clamp_val": None,
-        "use_meta_recipe": False,
-        "has_zero_point": False,
-        "pre_quant_scale": False,
-        "exclude_modules": None,
-        "mamba_ssm_cache_dtype": None,
     }
 
 
@@ -129,7 +142,8 @@ class CheckpointReader:
     def merged(self, name: str) -> npt.NDArray[Any]:
         """One tensor of the whole model, the padding of the vocabulary cut; bfloat16 is ml_dtypes'.
 
-        CorruptFileError when a rank lacks the tensor or holds another shape.
+        Matrices of codes come as the float32 numbers that the codes stand for. CorruptFileError when a rank lacks the
+        tensor or holds another shape.
         """
         import numpy as np
 
@@ -137,6 +151,8 @@ class CheckpointReader:
         if name == _HEAD and not self._holds(target):
             # TensorRT-LLM's loader takes the embedding for an absent output head (tied embeddings).
             return self.merged(_EMBEDDING)
+        if (kind := self.kind(name)) != "float":
+            return (self.int4(name) if kind == "int4" else self.fp8(name)).dequantized()
         first = self._file(target, 0)
         local = self._local_name(target, first)
         if self.tp_size == 1 or target.split == "replicated":
@@ -146,6 +162,63 @@ class CheckpointReader:
         for tp_rank in range(self.tp_size):
             self._place(whole, target, tp_rank)
         return whole.reshape(target.shape)
+
+    def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
+        """What a tensor holds: numbers, or codes that `int4` and `fp8` explain."""
+        algorithm = quant_algo(self.config)
+        if algorithm not in (GPTQ, AWQ, FP8) or not name.endswith(".weight"):
+            return "float"
+        target = self._targets[name]
+        scales = replace(target, name=f"{name.removesuffix('weight')}weights_scaling_factor")
+        return ("fp8" if algorithm == FP8 else "int4") if self._holds(scales) else "float"
+
+    def int4(self, name: str) -> Int4Weight:
+        """A matrix of 4-bit codes of the whole model."""
+        target = self._targets[name]
+        shards = [unpack_int4(*self._shard(target, rank), self.config) for rank in range(self.tp_size)]
+        groups = shards[0].group_size
+        zeros = None
+        if any(part.zero_points is not None for part in shards):
+            zeros = self._merge(target, [_zero_points(part) for part in shards], groups)
+        inputs = [part.input_scales for part in shards if part.input_scales is not None]
+        return Int4Weight(
+            codes=self._merge(target, [part.codes for part in shards]),
+            scales=self._merge(target, [part.scales for part in shards], groups),
+            zero_points=zeros,
+            group_size=groups,
+            input_scales=_joined(inputs, target) if inputs else None,
+        )
+
+    def fp8(self, name: str) -> Fp8Weight:
+        """A matrix of FP8 numbers of the whole model; CorruptFileError when ranks have different scales."""
+        target = self._targets[name]
+        shards = [unpack_fp8(*self._shard(target, rank)) for rank in range(self.tp_size)]
+        if len({part.scale for part in shards}) > 1:
+            raise CorruptFileError(f"{name} has other scales on other ranks.", hint="Convert the model again.")
+        return replace(shards[0], codes=self._merge(target, [part.codes for part in shards]))
+
+    def _shard(self, target: Target, tp_rank: int) -> tuple[dict[str, npt.NDArray[Any]], str]:
+        """All tensors of a matrix on one rank, and the name that they have in common."""
+        file = self._file(target, tp_rank)
+        prefix = name_in_stage(target, self._stages).removesuffix(".weight")
+        names = (name for name in file.entries if name.rpartition(".")[0] == prefix)
+        return {name: file.stored(file.entries[name]) for name in names}, prefix
+
+    def _merge(self, target: Target, shards: Sequence[npt.NDArray[T]], group: int = 1) -> npt.NDArray[T]:
+        """A matrix [out, in / group] of the whole model from those of its ranks."""
+        import numpy as np
+
+        rows, columns = target.shape
+        whole = np.empty((rows, columns // group), dtype=shards[0].dtype)
+        for tp_rank, values in enumerate(shards):
+            part, row = shard(target, self.tp_size, tp_rank, self._ep_size), 0
+            if values.shape != (part.shape[0], part.shape[1] // group):
+                raise CorruptFileError(f"{target.name} of rank {tp_rank} is {list(values.shape)} as [out, in].")
+            for piece in part.pieces:
+                low, high = piece.first_column // group, (piece.first_column + piece.columns) // group
+                whole[piece.first_row : piece.first_row + piece.rows, low:high] = values[row : row + piece.rows]
+                row += piece.rows
+        return whole
 
     def _place(self, whole: npt.NDArray[Any], target: Target, tp_rank: int) -> None:
         """Copy a rank's pieces to where they belong; a repeated key/value head is written by each of its holders."""
@@ -177,6 +250,19 @@ class CheckpointReader:
                 raise ArtifactError(f"{path} is missing; the checkpoint has {self.tp_size * self.pp_size} ranks.")
             self._files[rank] = TensorFile(path)
         return self._files[rank]
+
+
+def _zero_points(part: Int4Weight) -> npt.NDArray[np.uint8]:
+    import numpy as np
+
+    return part.zero_points if part.zero_points is not None else np.full(part.scales.shape, 8, dtype=np.uint8)
+
+
+def _joined(inputs: Sequence[npt.NDArray[np.float32]], target: Target) -> npt.NDArray[np.float32]:
+    """The factors of all inputs: each rank has its own ones of a matrix whose inputs are split."""
+    import numpy as np
+
+    return np.concatenate(inputs) if target.split == "row" else inputs[0]
 
 
 def _check_shape(file: TensorFile, name: str, expected: tuple[int, ...]) -> None:

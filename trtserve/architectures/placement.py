@@ -7,7 +7,8 @@ import fnmatch
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from trtserve.architectures.base import Target
 from trtserve.architectures.sharding import Piece, matrix, name_in_stage, shard, stage_layers, stage_of
@@ -28,18 +29,41 @@ class Use:
     source_row: int = 0
 
 
+class Packed(Protocol):
+    """A quantised matrix of the checkpoint, which is written in its own way."""
+
+    @property
+    def target(self) -> Target:
+        """The matrix as if it held floats."""
+
+    def shapes(self, tp_size: int, tp_rank: int, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Names (of the whole model), shapes and types of the tensors that a rank holds of it."""
+
+
 class Placement:
     """Where every target lies in the rank files of a checkpoint."""
 
     def __init__(
-        self, targets: Sequence[Target], *, layers: int, tp_size: int, pp_size: int, dtype: str, ep_size: int = 1
+        self,
+        targets: Sequence[Target],
+        *,
+        layers: int,
+        tp_size: int,
+        pp_size: int,
+        dtype: str,
+        ep_size: int = 1,
+        packed: Sequence[Packed] = (),
     ) -> None:
         self._tp_size = tp_size
         self._ep_size = ep_size
         self._stages = stage_layers(layers, pp_size)
         self._dtype = dtype
         own = {name_in_stage(target, self._stages): target.dtype for target in targets if target.dtype}
-        laid_out = [layout(self._shapes(targets, rank), dtype, own) for rank in range(tp_size * pp_size)]
+        laid_out = []
+        for rank in range(tp_size * pp_size):
+            beside = self._packed_shapes(packed, rank)
+            shapes = self._shapes(targets, rank) | {name: shape for name, (shape, _) in beside.items()}
+            laid_out.append(layout(shapes, dtype, own | {name: kind for name, (_, kind) in beside.items()}))
         self.headers: list[bytes] = [header for header, _ in laid_out]
         self._entries: list[dict[str, Entry]] = [entries for _, entries in laid_out]
         self._placed: dict[str, dict[int, list[_Place]]] = {}
@@ -59,6 +83,24 @@ class Placement:
             for target in targets
             if stage_of(target, self._stages) == stage
         }
+
+    def _packed_shapes(self, packed: Sequence[Packed], rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        stage, tp_rank = divmod(rank, self._tp_size)
+        return {
+            name_in_stage(replace(work.target, name=name), self._stages): shape
+            for work in packed
+            if stage_of(work.target, self._stages) == stage
+            for name, shape in work.shapes(self._tp_size, tp_rank, self._dtype).items()
+        }
+
+    def ranks(self, target: Target) -> list[tuple[int, int]]:
+        """Ranks that hold a part of a target, each with its tensor-parallel rank."""
+        first = stage_of(target, self._stages) * self._tp_size
+        return [(first + tp_rank, tp_rank) for tp_rank in range(self._tp_size)]
+
+    def place(self, rank: int, target: Target, name: str) -> int:
+        """Where a tensor `name` that goes with `target` begins in the file of a rank, in bytes."""
+        return self._entries[rank][name_in_stage(replace(target, name=name), self._stages)].begin
 
     def blocks(self, use: Use) -> Iterator[Block]:
         """All places of a source tensor, in all ranks of its stage."""
@@ -164,12 +206,12 @@ def _excused(name: str, patterns: Sequence[str]) -> bool:
 
 def _uses(target: Target, sources: Mapping[str, SourceTensor]) -> Iterator[Use]:
     first = 0
-    for name, start, count in _runs(target):
+    for name, start, count in runs(target):
         yield Use(source=sources[name], target=target, first_row=first, rows=count, source_row=start)
         first += count
 
 
-def _runs(target: Target) -> Iterator[tuple[str, int, int]]:
+def runs(target: Target) -> Iterator[tuple[str, int, int]]:
     """The rows of a target in their order: source, its first row, and how many follow there."""
     if target.order:
         (name,) = target.sources

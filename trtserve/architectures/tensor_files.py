@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 # Names of the format → names of TensorRT-LLM's configs; the widths of the other types are needed to check sizes.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-CODES = {name: code for code, name in DTYPES.items()}
+CODES = {name: code for code, name in DTYPES.items()} | {"float8_e4m3": "F8_E4M3"}
+# Types of quantised tensors, as NumPy reads them; FP8 numbers as their bits.
+_STORED = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "F8_E4M3": "uint8"}
 _WIDTHS = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
     "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -53,6 +55,13 @@ def numpy_dtype(code: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16 if code == "BF16" else DTYPES[code])
 
 
+def stored_dtype(code: str) -> np.dtype[Any]:
+    """NumPy's type of what a tensor of the format holds, the bits of FP8 numbers included."""
+    import numpy as np
+
+    return np.dtype(_STORED[code]) if code in _STORED else numpy_dtype(code)
+
+
 class TensorFile:
     """A safetensors file; CorruptFileError when header, sizes and file do not agree.
 
@@ -77,7 +86,15 @@ class TensorFile:
         import numpy as np
 
         entry = self.entries[name]
-        values: npt.NDArray[Any] = np.empty(entry.shape, dtype=numpy_dtype(entry.code))
+        return self._read(entry, np.empty(entry.shape, dtype=numpy_dtype(entry.code)))
+
+    def stored(self, entry: Entry) -> npt.NDArray[Any]:
+        """One whole tensor of any type: whole numbers and floats as they are, FP8 numbers as their bits."""
+        import numpy as np
+
+        return self._read(entry, np.empty(entry.shape, dtype=stored_dtype(entry.code)))
+
+    def _read(self, entry: Entry, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         with self.opened() as descriptor:
             read_into(descriptor, values, entry.begin)
         return values

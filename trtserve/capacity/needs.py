@@ -42,9 +42,10 @@ class ServerNeeds:
         return self.processes + self.engine + self.kv
 
 
-def convert_memory(moves: Sequence[Move], dtype: str) -> int:
-    """Peak of a conversion's process: one source tensor is under way at a time."""
-    return _CONVERT_PROCESS + max((buffered_bytes(move, dtype) for move in moves), default=0)
+def convert_memory(moves: Sequence[Move], dtype: str, *, repacking: Sequence[int] = ()) -> int:
+    """Peak of a conversion's process: one source tensor, or quantised matrix (its bytes), is under way at a time."""
+    held = [buffered_bytes(move, dtype) for move in moves]
+    return _CONVERT_PROCESS + max([*held, *repacking], default=0)
 
 
 def import_memory(engine: EnginePlan) -> int:

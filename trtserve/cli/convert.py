@@ -9,6 +9,7 @@ import typer
 from trtserve.cli.options import (
     DryRunOption,
     DtypeOption,
+    GpuSmOption,
     JsonOption,
     MoeEpSizeOption,
     MoeTpSizeOption,
@@ -37,6 +38,7 @@ def convert(
     moe_ep_size: MoeEpSizeOption = None,
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "none",
+    gpu_sm: GpuSmOption = 80,
     name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
     out: OutOption = None,
     verify: VerifyOption = False,
@@ -54,6 +56,7 @@ def convert(
         moe_ep_size=moe_ep_size,
         dtype=cast(DType, dtype),
         quantize=cast(Quantization, quantize),
+        gpu_sm=gpu_sm,
     )
     progress = TerminalProgress(quiet=quiet)
     source = find_model(model, progress=progress)

@@ -34,6 +34,14 @@ DtypeOption = Annotated[
 QuantizeOption = Annotated[
     str, typer.Option("--quantize", help="none, or int8 (weight-only; done when the engine is built).")
 ]
+GpuSmOption = Annotated[
+    int,
+    typer.Option(
+        "--gpu-sm",
+        help="Compute capability, times 10, of the GPUs that will serve a 4-bit model (AWQ, GPTQ): TensorRT-LLM keeps "
+        "its weights in the order of their kernels. 80: A100, 86 and 89: RTX, L40S, 90: H100.",
+    ),
+]
 VerifyOption = Annotated[
     bool,
     typer.Option(

@@ -1,0 +1,302 @@
+"""Models that are quantised already: every bit of their checkpoints, taken apart by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.support.quantised_models import (
+    AWQ,
+    FLOAT_QUANTIZED,
+    GPTQ,
+    GROUP,
+    Array,
+    QuantisedModel,
+    read_any_safetensors,
+    write_any_safetensors,
+    write_quantised_model,
+)
+from trtserve.architectures.checkpoint import CheckpointReader
+from trtserve.architectures.kernel_layout import from_kernel, to_kernel
+from trtserve.architectures.quantized import unpack_int4
+from trtserve.artifacts import Model
+from trtserve.convert import convert_model, plan_conversion
+from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError
+from trtserve.specs import ConvertSpec
+
+# Which of 32 inputs comes where in the kernels' order, and which of 8 codes (TensorRT-LLM, cutlass_preprocessors.cpp).
+ROWS = [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27, 4, 5, 12, 13, 20, 21, 28, 29, 6, 7, 14, 15, 22, 23]
+ROWS += [30, 31]
+EVEN_FIRST = [0, 2, 4, 6, 1, 3, 5, 7]
+
+Made = Callable[[str], QuantisedModel]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    models: dict[str, QuantisedModel] = {}
+
+    def make(scheme: str) -> QuantisedModel:
+        if scheme not in models:
+            models[scheme] = write_quantised_model(tmp_path_factory.mktemp(scheme), scheme)
+        return models[scheme]
+
+    return make
+
+
+def test_order_of_the_kernels() -> None:
+    """Code by code: where the code of an input and an output lies in the bytes."""
+    inputs, outputs = 128, 8
+    codes = np.random.default_rng(0).integers(-8, 8, (inputs, outputs)).astype(np.int8)
+    for sm in (80, 90):
+        packed = to_kernel(codes, sm).reshape(-1)
+        for k in range(inputs):
+            position = k // 32 * 32 + ROWS.index(k % 32)
+            for n in range(outputs):
+                place = n * inputs + position
+                if sm == 80:
+                    tile = n // 4 * (inputs // 64) + position // 64
+                    place = (tile * 4 + n % 4) * 64 + position % 64
+                place = place // 8 * 8 + EVEN_FIRST.index(place % 8)
+                assert (packed[place // 2] >> 4 * (place % 2)) & 15 == codes[k, n] + 8
+        assert (from_kernel(to_kernel(codes, sm), sm) == codes.T + 8).all()
+
+
+def fused(model: QuantisedModel, layer: int) -> dict[str, Array]:
+    """The float weights [out, in] of a layer under the checkpoint's names, fused as in one rank."""
+    prefix = f"model.layers.{layer}."
+    attention = [model.weights[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"]
+    return {
+        "attention.qkv": np.concatenate(attention),
+        "attention.dense": model.weights[f"{prefix}self_attn.o_proj.weight"],
+        "mlp.fc": model.weights[f"{prefix}mlp.gate_proj.weight"],
+        "mlp.gate": model.weights[f"{prefix}mlp.up_proj.weight"],
+        "mlp.proj": model.weights[f"{prefix}mlp.down_proj.weight"],
+    }
+
+
+def value_by_hand(tensors: Mapping[str, Array], name: str, k: int, n: int) -> float:
+    """One weight as the kernel computes it: (code − 8) × scale + zero."""
+    packed = tensors[f"{name}.weight"]
+    inputs = packed.shape[0]
+    position = k // 32 * 32 + ROWS.index(k % 32)
+    tile = n // 4 * (inputs // 64) + position // 64
+    place = (tile * 4 + n % 4) * 64 + position % 64
+    place = place // 8 * 8 + EVEN_FIRST.index(place % 8)
+    code = int(np.ascontiguousarray(packed).view(np.uint8).reshape(-1)[place // 2] >> 4 * (place % 2)) & 15
+    scale = float(tensors[f"{name}.weights_scaling_factor"][k // GROUP, n])
+    return (code - 8) * scale + float(tensors[f"{name}.zero"][k // GROUP, n])
+
+
+@pytest.mark.parametrize("scheme", ["awq", "gptq", "gptq_asym", "gptq_v2"])
+def test_four_bit_checkpoint(made: Made, tmp_path: Path, scheme: str) -> None:
+    model = made(scheme)
+    checkpoint = convert_model(Model(path=model.folder), ConvertSpec(), out=tmp_path / "made").path
+    config = json.loads((checkpoint / "config.json").read_text())
+    quantization = config["quantization"]
+    assert quantization["quant_algo"] == "W4A16_GPTQ"
+    assert (quantization["group_size"], quantization["has_zero_point"]) == (GROUP, True)
+    assert (config["dtype"], config["trtserve"]) == ("float16", {"gpu_sm": 80})
+    tensors = read_any_safetensors(checkpoint / "rank0.safetensors")
+    generator = np.random.default_rng(1)
+    for layer in range(2):
+        for part, expected in fused(model, layer).items():
+            name = f"transformer.layers.{layer}.{part}"
+            outputs, inputs = expected.shape
+            assert tensors[f"{name}.weight"].shape == (inputs, outputs // 4)
+            assert tensors[f"{name}.weights_scaling_factor"].shape == (inputs // GROUP, outputs)
+            assert tensors[f"{name}.zero"].shape == (inputs // GROUP, outputs)
+            places = zip(generator.integers(0, inputs, 200), generator.integers(0, outputs, 200), strict=True)
+            for k, n in [(0, 0), (0, 1), (inputs - 1, outputs - 1), *places]:
+                # `zero` is rounded to float16: at most 8 scales × 2⁻¹¹.
+                bound = float(tensors[f"{name}.weights_scaling_factor"][k // GROUP, n]) * 2**-8
+                assert value_by_hand(tensors, name, int(k), int(n)) == pytest.approx(expected[n, k], abs=bound, rel=0)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "gptq_asym", "fp8"])
+@pytest.mark.parametrize(("tp_size", "pp_size", "gpu_sm"), [(1, 2, 90), (2, 1, 80), (4, 1, 90), (2, 2, 89)])
+def test_ranks_hold_the_whole_matrix(
+    made: Made, tmp_path: Path, scheme: str, tp_size: int, pp_size: int, gpu_sm: int
+) -> None:
+    """Merged from all ranks, every weight is what the codes of the original stand for."""
+    model = made(scheme)
+    spec = ConvertSpec(tp_size=tp_size, pp_size=pp_size, gpu_sm=gpu_sm)
+    reader = CheckpointReader(convert_model(Model(path=model.folder), spec, out=tmp_path / "made").path)
+    for layer in range(2):
+        for part, expected in fused(model, layer).items():
+            name = f"transformer.layers.{layer}.{part}.weight"
+            found = reader.merged(name)
+            if scheme == "fp8" and part == "attention.qkv":
+                # One scale for all three: what had smaller ones is rounded once more, to 3 bits of mantissa.
+                np.testing.assert_allclose(found, expected, rtol=2**-4, atol=float(np.abs(expected).max()) * 2**-15)
+            else:
+                np.testing.assert_array_equal(found, expected)
+
+
+def test_rank_of_four_bits(made: Made, tmp_path: Path) -> None:
+    """Rank 1 of 4: its heads (the key/value head that it shares with rank 0), its inputs of `dense`."""
+    model = made("awq")
+    checkpoint = convert_model(Model(path=model.folder), ConvertSpec(tp_size=4), out=tmp_path / "made").path
+    tensors = read_any_safetensors(checkpoint / "rank1.safetensors")
+    config = json.loads((checkpoint / "config.json").read_text())
+    whole = fused(model, 0)
+    head, hidden = 64, 256
+    rows = [*range(head, 2 * head), *range(hidden, hidden + head), *range(hidden + 2 * head, hidden + 3 * head)]
+    for part, expected in (
+        ("attention.qkv", whole["attention.qkv"][rows]),
+        ("attention.dense", whole["attention.dense"][:, head : 2 * head]),
+        ("mlp.proj", whole["mlp.proj"][:, 128:256]),
+    ):
+        found = unpack_int4(tensors, f"transformer.layers.0.{part}", config)
+        np.testing.assert_array_equal(found.dequantized(), expected)
+    with pytest.raises(CorruptFileError, match=r"lacks the tensor transformer\.layers\.9"):
+        unpack_int4(tensors, "transformer.layers.9.mlp.fc", config)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "float_quantized"])
+def test_fp8_checkpoint(made: Made, tmp_path: Path, scheme: str) -> None:
+    model = made(scheme)
+    checkpoint = convert_model(Model(path=model.folder), ConvertSpec(), out=tmp_path / "made").path
+    quantization = json.loads((checkpoint / "config.json").read_text())["quantization"]
+    assert (quantization["quant_algo"], quantization["kv_cache_quant_algo"]) == ("FP8", None)
+    tensors = read_any_safetensors(checkpoint / "rank0.safetensors")
+    for part, expected in fused(model, 1).items():
+        name = f"transformer.layers.1.{part}"
+        scale = tensors[f"{name}.weights_scaling_factor"]
+        assert scale.dtype == np.float32
+        assert scale.shape == (1,)
+        assert tensors[f"{name}.activation_scaling_factor"] == np.array([0.25], np.float32)
+        assert tensors[f"{name}.weight"].dtype == ml_dtypes.float8_e4m3fn
+        if part != "attention.qkv":
+            np.testing.assert_array_equal(tensors[f"{name}.weight"].astype(np.float32) * scale, expected)
+    assert tensors["lm_head.weight"].dtype == np.float16
+
+
+def test_modelopt_layout() -> None:
+    """W4A16_AWQ of ModelOpt: signed codes, two outputs in a byte, and factors of the inputs."""
+    generator = np.random.default_rng(3)
+    signed = generator.integers(-8, 8, (16, 128))
+    scales = generator.random((16, 2), dtype=np.float32)
+    factors = generator.random(128, dtype=np.float32)
+    nibbles = (signed & 15).astype(np.uint8)
+    tensors: dict[str, Array] = {
+        "x.weight": (nibbles[0::2] | (nibbles[1::2] << 4)).view(np.int8),
+        "x.weights_scaling_factor": scales,
+        "x.prequant_scaling_factor": factors,
+    }
+    found = unpack_int4(tensors, "x", {"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 64}})
+    assert (found.group_size, found.zero_points) == (64, None)
+    expected = signed.astype(np.float32) * np.repeat(scales, 64, 1) * factors
+    np.testing.assert_array_equal(found.dequantized(), expected)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (AWQ | {"version": "gemv"}, "version gemv"),
+    (AWQ | {"bits": 8}, "8 bits"),
+    (AWQ | {"zero_point": False}, "without zero points"),
+    (GPTQ | {"desc_act": True}, "desc_act"),
+    (GPTQ | {"bits": 8}, "8 bits"),
+    (GPTQ | {"group_size": -1}, "group size -1"),
+    (GPTQ | {"checkpoint_format": "marlin"}, "marlin"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "each block"),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "not static"),
+    ({"quant_method": "fbgemm_fp8"}, "each row"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+    ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    (FLOAT_QUANTIZED | {"format": "pack-quantized"}, "pack-quantized"),
+    (
+        FLOAT_QUANTIZED
+        | {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel", "dynamic": False}}}},
+        "8 bits by channel",
+    ),
+]
+
+
+@pytest.mark.parametrize(("quantization", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_refused_quantisations(made: Made, tmp_path: Path, quantization: dict[str, Any], message: str) -> None:
+    config = json.loads((made("awq").folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        plan_conversion(Model(path=tmp_path), ConvertSpec())
+    assert "--converter upstream" in str(caught.value.hint) or "desc_act" in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ({"quantize": "int8"}, UsageError, "quantised already"),
+        ({"dtype": "float32"}, UsageError, "no float32 checkpoint"),
+        ({"gpu_sm": 100}, UnsupportedModelError, "compute capability 10"),
+    ],
+)
+def test_refused_wishes(made: Made, spec: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        plan_conversion(Model(path=made("gptq").folder), ConvertSpec(**spec))
+
+
+def test_sizes_that_are_padded(tmp_path: Path) -> None:
+    model = write_quantised_model(tmp_path, "gptq", intermediate_size=192)
+    with pytest.raises(UsageError, match=r"mlp\.fc\.weight has a size of 192, which does not divide by 128"):
+        plan_conversion(Model(path=model.folder), ConvertSpec(tp_size=2))
+
+
+def rewritten(model: QuantisedModel, folder: Path, change: Callable[[dict[str, Array]], None]) -> Path:
+    """The quantised model with other tensors."""
+    tensors = read_any_safetensors(model.folder / "model.safetensors")
+    change(tensors)
+    (folder / "config.json").write_text((model.folder / "config.json").read_text())
+    write_any_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+KEY = "model.layers.1.self_attn.k_proj"
+
+
+def test_zero_bias_of_gptq_is_known(made: Made, tmp_path: Path) -> None:
+    def add_bias(tensors: dict[str, Array]) -> None:
+        tensors[f"{KEY}.bias"] = np.zeros(128, np.float16)
+
+    assert plan_conversion(Model(path=rewritten(made("gptq"), tmp_path, add_bias)), ConvertSpec()).repacks
+
+
+def _bias(tensors: dict[str, Array]) -> None:
+    tensors[f"{KEY}.bias"] = np.ones(128, np.float16)
+
+
+def _missing(tensors: dict[str, Array]) -> None:
+    del tensors[f"{KEY}.qzeros"]
+
+
+def _misshaped(tensors: dict[str, Array]) -> None:
+    tensors[f"{KEY}.scales"] = tensors[f"{KEY}.scales"][1:]
+
+
+def _reordered(tensors: dict[str, Array]) -> None:
+    tensors[f"{KEY}.g_idx"] = tensors[f"{KEY}.g_idx"][::-1]
+
+
+def _half_float(tensors: dict[str, Array]) -> None:
+    tensors[f"{KEY}.weight"] = np.ones((128, 256), np.float16)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (_bias, ConversionError, r"not known: .*k_proj\.bias"),
+        (_missing, ConversionError, r"missing: .*k_proj\.qzeros"),
+        (_misshaped, ConversionError, r"k_proj\.scales is \[3, 128\], expected \[4, 128\]"),
+        (_reordered, UnsupportedModelError, "order of its own"),
+        (_half_float, UnsupportedModelError, "is F16 in a model that is quantised"),
+    ],
+)
+def test_damaged_sources(
+    made: Made, tmp_path: Path, change: Callable[[dict[str, Array]], None], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan_conversion(Model(path=rewritten(made("gptq"), tmp_path, change)), ConvertSpec())

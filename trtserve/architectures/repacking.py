@@ -1,0 +1,353 @@
+"""Quantised matrices of a Hugging Face model → TensorRT-LLM's layout, cut for all ranks.
+
+A matrix is worked on in blocks of outputs, so that besides one packed source only a few megabytes are held.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trtserve.architectures.base import Target
+from trtserve.architectures.kernel_layout import to_kernel
+from trtserve.architectures.placement import Placement, runs
+from trtserve.architectures.quantized_source import SourceQuantization
+from trtserve.architectures.sharding import Piece, shard
+from trtserve.architectures.source import SourceTensor
+from trtserve.architectures.streaming import RankFiles, write_at
+from trtserve.architectures.tensor_files import CODES, numpy_dtype
+from trtserve.errors import ConversionError, UnsupportedModelError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# The matrices that TensorRT-LLM quantises; it leaves embeddings, output head and routers alone.
+_MATRIX = re.compile(r"\.(qkv|dense|fc|gate|proj)\.weight$")
+# TensorRT-LLM pads matrices whose sizes do not divide by this (per rank), or by the group size where that is larger.
+_MULTIPLE = 64
+_BLOCK_BYTES = 4 << 20
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repack:
+    """A quantised matrix of the checkpoint: the tensors of each of its sources by their endings."""
+
+    target: Target
+    sources: Mapping[str, Mapping[str, SourceTensor]]
+    quantization: SourceQuantization
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read."""
+        return sum(tensor.entry.size for parts in self.sources.values() for tensor in parts.values())
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory at most: the packed sources, and one block as codes of several widths."""
+        return self.source_bytes + 12 * _BLOCK_BYTES
+
+    def shapes(self, tp_size: int, tp_rank: int, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Names (of the whole model), shapes and types of the tensors that a rank holds."""
+        outputs, inputs = shard(self.target, tp_size, tp_rank).shape
+        name = self.target.name
+        if self.quantization.method == "fp8":
+            return {
+                name: ((outputs, inputs), "float8_e4m3"),
+                _beside(name, "activation_scaling_factor"): ((1,), "float32"),
+                _beside(name, "weights_scaling_factor"): ((1,), "float32"),
+            }
+        groups = inputs // self.quantization.group_size
+        return {
+            name: ((inputs, outputs // 4), dtype),
+            _beside(name, "weights_scaling_factor"): ((groups, outputs), dtype),
+            _beside(name, "zero"): ((groups, outputs), dtype),
+        }
+
+
+def _beside(name: str, ending: str) -> str:
+    return f"{name.removesuffix('weight')}{ending}"
+
+
+def split_targets(
+    targets: Sequence[Target], sources: Mapping[str, SourceTensor], quantization: SourceQuantization
+) -> tuple[list[Target], list[Repack], dict[str, SourceTensor]]:
+    """Targets of floats, quantised matrices, and the sources that are left for the former.
+
+    ConversionError lists missing tensors; UnsupportedModelError names a matrix that is not quantised, or experts.
+    """
+    floats, repacks, left = [], [], dict(sources)
+    missing: list[str] = []
+    for target in targets:
+        if target.layer is None or not _MATRIX.search(target.name):
+            floats.append(target)
+            continue
+        if len(target.shape) != 2:
+            raise UnsupportedModelError(
+                "Experts of a quantised model cannot be converted here.", hint="Convert with --converter upstream."
+            )
+        parts = {name: _parts(name, left, quantization, missing) for name in target.sources}
+        repacks.append(Repack(target=target, sources=parts, quantization=quantization))
+    if missing:
+        raise ConversionError(
+            f"The weights are not those of the model that config.json describes ({len(missing)}): "
+            f"missing: {'; missing: '.join(missing)}.",
+            hint="Take config.json and weights from one revision of the model's own repository.",
+        )
+    for repack in repacks:
+        _require_shapes(repack)
+    _drop_needless(left, repacks)
+    return floats, repacks, left
+
+
+def _parts(
+    name: str, left: dict[str, SourceTensor], quantization: SourceQuantization, missing: list[str]
+) -> dict[str, SourceTensor]:
+    """The tensors of one source matrix, taken out of `left`."""
+    stem = name.removesuffix("weight")
+    code = left[name].entry.code if name in left else None
+    if code is not None and code != "F8_E4M3":
+        raise UnsupportedModelError(
+            f"{name} is {code} in a model that is quantised ({quantization.method}): one of both in a layer cannot be "
+            "converted here.",
+            hint="Convert with --converter upstream.",
+        )
+    missing += [f"{stem}{part}" for part in quantization.parts if f"{stem}{part}" not in left]
+    return {part: left.pop(f"{stem}{part}") for part in quantization.parts if f"{stem}{part}" in left}
+
+
+def _drop_needless(left: dict[str, SourceTensor], repacks: Sequence[Repack]) -> None:
+    """Take out what goes with quantised matrices and says nothing: orders of groups, zero biases, KV cache scales."""
+    wanted = {name for repack in repacks for name in repack.sources}
+    stems = {name.removesuffix("weight"): repack for repack in repacks for name in repack.sources if name in wanted}
+    for stem, repack in stems.items():
+        if (order := left.pop(f"{stem}g_idx", None)) is not None:
+            _require_plain_order(order, repack)
+        bias = left.get(f"{stem}bias")
+        if bias is not None and repack.quantization.method == "gptq" and not _values(bias).any():
+            del left[f"{stem}bias"]
+        for scale in ("k_scale", "v_scale", "output_scale"):
+            left.pop(f"{stem}{scale}", None)
+
+
+def _require_plain_order(order: SourceTensor, repack: Repack) -> None:
+    import numpy as np
+
+    values = _values(order)
+    if (values != np.arange(len(values)) // repack.quantization.group_size).any():
+        raise UnsupportedModelError(
+            f"{order.name} takes inputs in an order of its own (desc_act), which TensorRT-LLM does not implement.",
+            hint="Choose a model that was quantised without desc_act.",
+        )
+
+
+def _require_shapes(repack: Repack) -> None:
+    quantization, problems = repack.quantization, []
+    for name, (rows, columns) in _source_sizes(repack.target).items():
+        group = quantization.group_size or 1
+        expected: dict[str, Any] = {
+            "awq": {"qweight": (columns, rows // 8)},
+            "gptq": {"qweight": (columns // 8, rows)},
+            "fp8": {"weight": (rows, columns)},
+        }[quantization.method]
+        if quantization.method != "fp8":
+            expected |= {"qzeros": (columns // group, rows // 8), "scales": (columns // group, rows)}
+        for part, shape in expected.items():
+            tensor = repack.sources[name][part]
+            if tensor.entry.shape != shape:
+                problems.append(f"{tensor.name} is {list(tensor.entry.shape)}, expected {list(shape)}")
+    if problems:
+        raise ConversionError(
+            f"Tensors have other shapes than config.json calls for ({len(problems)}): {'; '.join(problems)}.",
+            hint="Take config.json and weights from one revision of the model's own repository.",
+        )
+
+
+def _source_sizes(target: Target) -> dict[str, tuple[int, int]]:
+    rows: dict[str, int] = {}
+    for name, start, count in runs(target):
+        rows[name] = max(rows.get(name, 0), start + count)
+    return {name: (count, target.shape[1]) for name, count in rows.items()}
+
+
+def require_divisible(repacks: Sequence[Repack], tp_size: int) -> None:
+    """UsageError when a 4-bit matrix has sizes that TensorRT-LLM would pad on the way to `tp_size` ranks."""
+    for repack in repacks:
+        if repack.quantization.method == "fp8":
+            continue
+        multiple = max(_MULTIPLE, repack.quantization.group_size) * tp_size
+        held = shard(repack.target, tp_size, 0).shape
+        outputs = held[0] if repack.target.split == "row" else held[0] * tp_size
+        for size in (outputs, repack.target.shape[1]):
+            if size % multiple:
+                raise UsageError(
+                    f"{repack.target.name} has a size of {size}, which does not divide by {multiple} (groups of "
+                    f"{repack.quantization.group_size}, --tp-size {tp_size}): TensorRT-LLM pads such a matrix.",
+                    hint="Choose a smaller --tp-size, or convert with --converter upstream.",
+                )
+
+
+def repack(work: Repack, placement: Placement, files: RankFiles, *, tp_size: int, dtype: str, gpu_sm: int) -> None:
+    """Write the tensors of one quantised matrix into the files of all ranks that hold a part of it."""
+    for rank, tp_rank in placement.ranks(work.target):
+        pieces = shard(work.target, tp_size, tp_rank).pieces
+        places = {name: placement.place(rank, work.target, name) for name in work.shapes(1, 0, dtype)}
+        if work.quantization.method == "fp8":
+            _write_fp8(work, pieces, places, files[rank])
+        else:
+            _write_int4(work, pieces, places, files[rank], dtype, gpu_sm)
+
+
+def _write_int4(
+    work: Repack,
+    pieces: Sequence[Piece],
+    places: Mapping[str, int],
+    file: int,
+    dtype: str,
+    gpu_sm: int,
+) -> None:
+    import numpy as np
+
+    wanted, name = numpy_dtype(CODES[dtype]), work.target.name
+    scales, zeros = [], []
+    offset = places[name]
+    for source, rows, columns in _spans(work.target, pieces):
+        matrix = _Int4Source(work.sources[source], work.quantization)
+        for block in _blocks(rows, columns):
+            packed = to_kernel(matrix.codes(block, columns).astype(np.int8).T - np.int8(8), gpu_sm)
+            write_at(file, packed, offset)
+            offset += packed.nbytes
+        scale = _rounded(matrix.scales(rows, columns), wanted, work)
+        scales.append(scale)
+        zeros.append(((8 - matrix.zeros(rows, columns)) * scale.astype(np.float32)).astype(wanted))
+    write_at(file, np.concatenate(scales, axis=1), places[_beside(name, "weights_scaling_factor")])
+    write_at(file, np.concatenate(zeros, axis=1), places[_beside(name, "zero")])
+
+
+def _rounded(values: npt.NDArray[Any], wanted: np.dtype[Any], work: Repack) -> npt.NDArray[Any]:
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        cast: npt.NDArray[Any] = values.astype(wanted)
+    if not np.isfinite(cast.astype(np.float32)).all():
+        raise ConversionError(
+            f"The scales of {work.target.name} are not finite in {wanted.name}.", hint="Convert with --dtype bfloat16."
+        )
+    return cast
+
+
+def _write_fp8(work: Repack, pieces: Sequence[Piece], places: Mapping[str, int], file: int) -> None:
+    """Matrices that are fused share the largest of their scales, and the codes of the others are rounded anew."""
+    import numpy as np
+
+    name = work.target.name
+    own = {source: _scalar(parts["weight_scale"]) for source, parts in work.sources.items()}
+    scale = max(own.values())
+    offset = places[name]
+    for source, rows, columns in _spans(work.target, pieces):
+        codes = _values(work.sources[source]["weight"])[rows, columns]
+        part = _rescaled(np.ascontiguousarray(codes), own[source], scale)
+        write_at(file, part, offset)
+        offset += part.nbytes
+    activations = max(_scalar(parts["input_scale"]) for parts in work.sources.values())
+    write_at(file, np.array([scale], np.float32), places[_beside(name, "weights_scaling_factor")])
+    write_at(file, np.array([activations], np.float32), places[_beside(name, "activation_scaling_factor")])
+
+
+def _rescaled(codes: npt.NDArray[np.uint8], own: float, scale: float) -> npt.NDArray[np.uint8]:
+    import ml_dtypes
+    import numpy as np
+
+    if own == scale:
+        return codes
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(own) / np.float32(scale)
+    cast: npt.NDArray[np.uint8] = np.ascontiguousarray(values.astype(ml_dtypes.float8_e4m3fn)).view(np.uint8)
+    return cast
+
+
+def _spans(target: Target, pieces: Sequence[Piece]) -> Iterator[tuple[str, slice, slice]]:
+    """Source, its rows and its columns, in the order in which a rank holds them."""
+    for piece in pieces:
+        first = 0
+        for name, start, count in runs(target):
+            low, high = max(first, piece.first_row), min(first + count, piece.first_row + piece.rows)
+            if low < high:
+                columns = slice(piece.first_column, piece.first_column + piece.columns)
+                yield name, slice(start + low - first, start + high - first), columns
+            first += count
+
+
+def _blocks(rows: slice, columns: slice) -> Iterator[slice]:
+    """Runs of at most a few megabytes of codes; 8 outputs share a number of AWQ, 4 a tile of the kernels."""
+    step = max(8, _BLOCK_BYTES // (columns.stop - columns.start) // 8 * 8)
+    for first in range(rows.start, rows.stop, step):
+        yield slice(first, min(first + step, rows.stop))
+
+
+class _Int4Source:
+    """The packed tensors of one matrix of AWQ or GPTQ."""
+
+    def __init__(self, parts: Mapping[str, SourceTensor], quantization: SourceQuantization) -> None:
+        self._quantization = quantization
+        self._awq = quantization.method == "awq"
+        self._weight, self._zeros = (_values(parts[name]) for name in ("qweight", "qzeros"))
+        self._scales = _values(parts["scales"])
+
+    def codes(self, rows: slice, columns: slice) -> npt.NDArray[np.uint8]:
+        """Codes 0 … 15 [out, in] of these outputs and inputs."""
+        if self._awq:
+            return unpacked_awq(self._weight[columns], rows).T
+        part = self._weight[columns.start // 8 : columns.stop // 8, rows]
+        return unpacked_gptq(part.T)
+
+    def zeros(self, rows: slice, columns: slice) -> npt.NDArray[Any]:
+        """Zero points 0 … 16 [in / group, out], signed numbers."""
+        import numpy as np
+
+        part = self._zeros[self._groups(columns)]
+        codes = unpacked_awq(part, rows) if self._awq else unpacked_gptq(part)[:, rows]
+        return codes.astype(np.int32) + self._quantization.stored_zero
+
+    def scales(self, rows: slice, columns: slice) -> npt.NDArray[Any]:
+        """Scales [in / group, out]."""
+        return self._scales[self._groups(columns), rows]
+
+    def _groups(self, columns: slice) -> slice:
+        size = self._quantization.group_size
+        return slice(columns.start // size, columns.stop // size)
+
+
+def unpacked_gptq(packed: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    """[n, m] numbers of 32 bits as [n, 8 m] codes, the lowest four bits first."""
+    import numpy as np
+
+    words = np.ascontiguousarray(packed).view(np.uint32)[:, :, None]
+    codes: npt.NDArray[np.uint8] = (words >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(np.uint8)
+    return codes.reshape(len(packed), -1)
+
+
+def unpacked_awq(packed: npt.NDArray[np.int32], outputs: slice) -> npt.NDArray[np.uint8]:
+    """[n, m] numbers of 32 bits as codes [n, outputs]: four bits hold outputs 0, 2, 4, 6, 1, 3, 5, 7 of 8."""
+    import numpy as np
+
+    first, last = outputs.start // 8, -(-outputs.stop // 8)
+    mixed = unpacked_gptq(packed[:, first:last]).reshape(len(packed), -1, 8)
+    codes: npt.NDArray[np.uint8] = mixed[:, :, np.argsort(_AWQ_ORDER)].reshape(len(packed), -1)
+    return codes[:, outputs.start - first * 8 : outputs.stop - first * 8]
+
+
+def _values(tensor: SourceTensor) -> npt.NDArray[Any]:
+    return tensor.file.stored(tensor.entry)
+
+
+def _scalar(tensor: SourceTensor) -> float:
+    values = _values(tensor).reshape(-1)
+    if len(values) != 1:
+        raise UnsupportedModelError(
+            f"{tensor.name} holds {len(values)} scales; only FP8 with one scale for a matrix can be converted here.",
+            hint="Convert with --converter upstream.",
+        )
+    return float(values[0])
