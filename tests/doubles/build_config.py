@@ -123,7 +123,7 @@ def make_build_config(
         "use_strip_plan": arguments.strip_plan,
         "max_encoder_input_len": arguments.max_encoder_input_len,
     }
-    if release < (1, 0):
+    if hasattr(arguments, "auto_parallel"):
         build["auto_parallel_config"] = {
             "world_size": arguments.auto_parallel,
             "gpus_per_node": arguments.gpus_per_node,

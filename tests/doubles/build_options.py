@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 Release = tuple[int, int]
 FIRST: Release = (0, 12)
-LATE: Release = (1, 0)  # the column "late" of the reference; single files of 1.x
+# The column "late" of the reference is made of single files after 0.16. What is dated by a source stands with its
+# release below (development snapshots of 0.12 – 0.17 and pull requests, found by the helper `releases` of issue 5 and
+# told with their commits); what is not, counts from 1.0.
+LATE: Release = (1, 0)
+SPRING: Release = (0, 19)  # a build log of April 2025 shows the new defaults and two new flags
 END: Release = (1, 3)
 
 _DTYPES = ("auto", "float16", "float32", "bfloat16", "int32", "disable")
@@ -87,8 +91,8 @@ _GENERAL = (
     _flag("--model_cls_name", "text"),
     _flag("--output_dir", "text", "engine_outputs"),
     _flag("--workers", "int", 1),
-    _flag("--log_level", "text", "info", until=(0, 16)),
-    _choice("--log_level", "internal_error error warning info verbose debug", "info", since=(0, 16), until=LATE),
+    _flag("--log_level", "text", "info", until=(0, 14)),
+    _choice("--log_level", "internal_error error warning info verbose debug", "info", since=(0, 14), until=LATE),
     _choice("--log_level", "internal_error error warning info verbose debug trace", "info", since=LATE),
     _flag("--max_batch_size", "int", 256, until=(0, 14)),
     _flag("--max_batch_size", "int", 2048, since=(0, 14)),
@@ -99,7 +103,7 @@ _GENERAL = (
     _flag("--opt_num_tokens", "int"),
     _flag("--max_encoder_input_len", "int", 1024),
     _flag("--max_prompt_embedding_table_size --max_multimodal_len", "int", 0),
-    _flag("--use_fused_mlp", "switch", until=(0, 14)),
+    _flag("--use_fused_mlp", "switch", until=(0, 13)),
     _choice("--kv_cache_type", "continuous paged disabled", since=(0, 13)),
     _flag("--paged_kv_cache", "text", since=(0, 13)),
     _flag("--gather_context_logits", "switch"),
@@ -135,10 +139,10 @@ _GENERAL = (
     _choice("--lora_ckpt_source", "hf nemo", "hf"),
     Flag(names=("--lora_target_modules",), kind="texts", choices=tuple(LORA_MODULES)),
     _flag("--max_lora_rank", "int", 64),
-    # Gone "by the end of 1.x"; a tool for all of 1.x cannot count on them.
-    _flag("--auto_parallel", "int", 1, until=LATE),
-    _flag("--gpus_per_node", "int", 8, until=LATE),
-    _flag("--cluster_key", "text", until=LATE),
+    # Removed in October 2025 (pull request #8329).
+    _flag("--auto_parallel", "int", 1, until=(1, 2)),
+    _flag("--gpus_per_node", "int", 8, until=(1, 2)),
+    _flag("--cluster_key", "text", until=(1, 2)),
 )
 _PLUGINS = (
     _plugin("--bert_attention_plugin", "auto"),
@@ -146,38 +150,36 @@ _PLUGINS = (
     _plugin("--moe_plugin", "auto"),
     _plugin("--mamba_conv1d_plugin", "auto"),
     _plugin("--nccl_plugin", "auto"),
-    _plugin("--gemm_plugin", "disable", until=(0, 16)),
-    _plugin("--gemm_plugin", "disable", "fp8", since=(0, 16), until=LATE),
-    _plugin("--gemm_plugin", "disable", "fp8 nvfp4", since=LATE),
-    _plugin("--gemm_swiglu_plugin", "disable", until=(0, 16)),
-    _plugin("--gemm_swiglu_plugin", "disable", only="fp8", since=(0, 16)),
+    _plugin("--gemm_plugin", "disable", "fp8", until=(0, 17)),
+    _plugin("--gemm_plugin", "disable", "fp8 nvfp4", since=(0, 17)),
+    _plugin("--gemm_swiglu_plugin", "disable", only="fp8"),
     _plugin("--fp8_rowwise_gemm_plugin", "disable"),
     _plugin("--lookup_plugin", "disable", until=(0, 15)),
     _plugin("--lora_plugin", "disable"),
-    _plugin("--low_latency_gemm_plugin", "disable", only="fp8", since=(0, 14)),
-    _plugin("--low_latency_gemm_swiglu_plugin", "disable", only="fp8", since=(0, 16)),
-    _plugin("--gemm_allreduce_plugin", "disable", only="float16 bfloat16", since=LATE),
+    _plugin("--low_latency_gemm_plugin", "disable", only="fp8", since=(0, 13)),
+    _plugin("--low_latency_gemm_swiglu_plugin", "disable", only="fp8", since=(0, 15)),
+    _plugin("--gemm_allreduce_plugin", "disable", only="float16 bfloat16", since=SPRING),
     _feature("--dora_plugin", "disable", since=LATE),
     _feature("--context_fmha", "enable"),
     _feature("--bert_context_fmha_fp32_acc", "disable"),
     _feature("--paged_kv_cache", "enable", until=(0, 13)),
     _feature("--remove_input_padding", "enable"),
-    Flag(names=("--tokens_per_block",), kind="int", default=64, until=LATE, plugin=True),
-    Flag(names=("--tokens_per_block",), kind="int", default=32, since=LATE, plugin=True),
-    _feature("--use_paged_context_fmha", "disable", until=(0, 17)),
-    _feature("--use_paged_context_fmha", "enable", since=(0, 17)),
-    _feature("--use_fp8_context_fmha", "disable", until=(0, 17)),
-    _feature("--use_fp8_context_fmha", "enable", since=(0, 17)),
+    Flag(names=("--tokens_per_block",), kind="int", default=64, until=SPRING, plugin=True),
+    Flag(names=("--tokens_per_block",), kind="int", default=32, since=SPRING, plugin=True),
+    _feature("--use_paged_context_fmha", "disable", until=SPRING),
+    _feature("--use_paged_context_fmha", "enable", since=SPRING),
+    _feature("--use_fp8_context_fmha", "disable", until=SPRING),
+    _feature("--use_fp8_context_fmha", "enable", since=SPRING),
     _feature("--multiple_profiles", "disable"),
     _feature("--paged_state", "enable"),
     _feature("--streamingllm", "disable"),
     _feature("--enable_xqa", "enable", until=(0, 16)),
     _feature("--reduce_fusion", "disable"),
-    _feature("--use_fused_mlp", "enable", since=(0, 14)),
-    _feature("--pp_reduce_scatter", "disable", since=(0, 16)),
+    _feature("--use_fused_mlp", "enable", since=(0, 13)),
+    _feature("--pp_reduce_scatter", "disable", since=(0, 15)),
     _feature("--user_buffer", "disable", since=(0, 16)),
     _feature("--fuse_fp4_quant", "disable", since=LATE),
-    _feature("--norm_quant_fusion", "disable", since=LATE),
+    _feature("--norm_quant_fusion", "disable", since=SPRING),
 )
 
 

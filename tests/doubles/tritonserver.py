@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from tests.doubles.containers import Versions, versions
+from tests.doubles.llmapi_model import is_llmapi, load_llmapi
 from tests.doubles.model_configs import LoadError, Model, check_ensembles, read_repository
 from tests.doubles.ranks import Meeting, Region, RegionError
 from tests.doubles.settings import Settings, read_settings, record_call
@@ -115,8 +116,12 @@ class _Server:
         time.sleep(self.settings.load_seconds)
         devices = Devices()
         cores = [model for model in chosen.values() if model.is_core]
-        if self.mpi.size > 1 and not cores:
+        apis = [model for model in chosen.values() if is_llmapi(model)]
+        if self.mpi.size > 1 and not cores + apis:
             raise LoadError("(strict double) several ranks, but no model with an engine among those to load")
+        completed = "disable-auto-complete-config" not in self.options.values
+        for model in apis:
+            load_llmapi(model, self.mpi.size, completed, self.found, self.settings)
         for model in cores:
             load_core(model, self.mpi, self.found, self.settings, devices)
             _log(f"successfully loaded '{model.name}'", place="model_lifecycle.cc:849")

@@ -15,6 +15,7 @@ from typing import Any
 from tests.doubles.containers import Versions
 from tests.doubles.engine import EngineError, read_engine, read_engine_config
 from tests.doubles.model_configs import LoadError, Model
+from tests.doubles.mounts import resolve
 from tests.doubles.settings import Settings
 
 _TYPES = frozenset({"V1", "v1", "inflight_batching", "inflight_fused_batching"})
@@ -156,7 +157,7 @@ def _check_keys(model: Model) -> None:
             raise LoadError(f"{_PREFIX}Cannot find parameter with name: {name}")
     if "lora_prefetch_dir" in model.config.parameters:
         text = model.config.parameters["lora_prefetch_dir"].string_value
-        if text and not Path(text).is_dir():  # an unfilled placeholder is passed on as it stands
+        if text and not resolve(text).is_dir():  # an unfilled placeholder is passed on as it stands
             raise _assertion(f"lora_prefetch_dir {text} does not exist")
 
 
@@ -179,8 +180,8 @@ def _engine_folder(model: Model) -> Path:
     if model.backend == "python":
         bases += [model.folder.parent, model.folder / "1"]
     for base in bases:
-        if (base / text).exists():
-            return base / text
+        if (base / resolve(text)).exists():
+            return base / resolve(text)
     raise _assertion(f"Decoder (GPT) model path at {text} does not exist.")
 
 

@@ -20,11 +20,17 @@ import pytest
 from tests.doubles.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
-# Executable → module of tests.doubles.
+# Executable → module and function of tests.doubles.
 TOOLS = {
-    "trtllm-build": "trtllm_build",
-    "nvidia-smi": "nvidia_smi",
-    "tritonserver": "tritonserver",
+    "trtllm-build": ("trtllm_build", "main"),
+    "nvidia-smi": ("nvidia_smi", "main"),
+    "tritonserver": ("tritonserver", "main"),
+    "trtllm-llmapi-launch": ("llmapi_launch", "main"),
+    "docker": ("docker", "main"),
+    "sbatch": ("slurm", "sbatch"),
+    "srun": ("slurm", "srun"),
+    "squeue": ("slurm", "squeue"),
+    "scancel": ("slurm", "scancel"),
 }
 
 
@@ -57,18 +63,20 @@ class Doubles:
         self.bin = folder / "bin"
         self.bin.mkdir(parents=True)
         (folder / "scratch").mkdir()
-        for name, module in TOOLS.items():
-            self._write(self.bin / name, module)
+        for backend in ("tensorrtllm", "python"):  # as beside NVIDIA's /opt/tritonserver/bin
+            (folder / "backends" / backend).mkdir(parents=True)
+        for name, (module, function) in TOOLS.items():
+            self._write(self.bin / name, module, function)
         self.configure(**settings)
 
-    def _write(self, path: Path, module: str) -> None:
+    def _write(self, path: Path, module: str, function: str) -> None:
         """A script without `site`: the interpreter starts in a third of the time, which four ranks at once feel."""
         packages = sysconfig.get_paths()["purelib"]
         text = (
             f"#!{sys.executable} -SE\n"
             f"import sys\nfrom pathlib import Path\nsys.path[:0] = [{str(ROOT)!r}]\nsys.path.append({packages!r})\n"
-            f"from tests.doubles.{module} import main\n"
-            f"raise SystemExit(main(sys.argv[1:], Path({str(self.folder)!r})))\n"
+            f"from tests.doubles.{module} import {function}\n"
+            f"raise SystemExit({function}(sys.argv[1:], Path({str(self.folder)!r})))\n"
         )
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
