@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -134,10 +133,9 @@ def _is_open_at(handle: TextIO, path: Path) -> bool:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace `path` by `content` in one rename."""
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # of its own, for each thread too
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace `path` by `content` in one rename; what a killed process left of its own is taken over."""
+    staged = path.with_name(f".{path.name}.partial")
+    with writing(path), locked(path.with_name(f".{path.name}.lock")):
         staged.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
         staged.replace(path)
 
@@ -152,11 +150,11 @@ def publish(kind: type[A], destination: Path, manifest: Manifest, produce: Calla
     """
     destination = destination.absolute()
     with writing(destination), locked(destination.parent / f".{destination.name}.lock"):
+        staging = destination.parent / f".{destination.name}.partial"
+        _recover(staging, destination)
         existing = reusable(kind, destination, manifest.fingerprint)
         if existing is not None:
             return existing
-        staging = destination.parent / f".{destination.name}.partial"
-        shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         try:
             twin = _twin(destination, manifest)
@@ -215,13 +213,25 @@ def _link_twin(twin: Path, staging: Path, manifest: Manifest) -> Manifest:
     return replace(manifest, facts={**Manifest.read(twin).facts, **manifest.facts})
 
 
+def _old(destination: Path) -> Path:
+    return destination.parent / f".{destination.name}.old"
+
+
+def _recover(staging: Path, destination: Path) -> None:
+    """Remove what a killed process left beside `destination`; what it was about to replace goes back to its place."""
+    old = _old(destination)
+    if old.exists() and not destination.exists():
+        old.rename(destination)
+    for leftover in (staging, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
 def _swap(staging: Path, destination: Path) -> None:
     """Put `staging` in the place of `destination`; a reader sees the old or the new folder, never a mixture."""
     if not destination.exists():
         staging.rename(destination)
         return
-    old = destination.parent / f".{destination.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
+    old = _old(destination)
     destination.rename(old)
     staging.rename(destination)
     shutil.rmtree(old)
