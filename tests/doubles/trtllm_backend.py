@@ -296,7 +296,8 @@ def load_core(model: Model, world: World, found: Versions, settings: Settings, d
     leads = world.rank == 0
     for instance in range(count):
         ids = _participants(model, instance, world, size)
-        _take(devices.participants, ids if len(ids) > 1 or world.orchestrator else [], model.name, "rank")
+        if world.orchestrator and not world.spawn:
+            _take(devices.participants, ids, f"{model.name}_{instance}", "rank")
         _check_devices(model, instance, size, settings, devices)
         positions = (
             range(size) if world.orchestrator and world.spawn else [ids.index(r) for r in ids if r == world.rank]
