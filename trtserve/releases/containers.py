@@ -1,6 +1,7 @@
 """Which of NVIDIA's Triton containers holds which TensorRT-LLM, TensorRT, CUDA, PyTorch and Python.
 
-Source: the compatibility page of triton-inference-server/server (docs/introduction/compatibility.md).
+Sources: the compatibility page of triton-inference-server/server (docs/introduction/compatibility.md); for building
+them, docs/build.md and build.sh of the tagged releases of tensorrtllm_backend and the release notes of TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trtserve.errors import UsageError
-from trtserve.releases import normalize_release, release_of
+from trtserve.releases import Row, normalize_release, release_of
 
 REPOSITORY = "nvcr.io/nvidia/tritonserver"
 
@@ -91,3 +92,66 @@ def containers_of(release: str) -> tuple[Container, ...]:
     """The containers with a release ("0.17", "0.17.0"), oldest first; UsageError for a release not in the tables."""
     wanted = normalize_release(release)
     return tuple(each for each in CONTAINERS if each.release == wanted)
+
+
+def shares_engines(one: Container, other: Container) -> bool:
+    """Whether engines built in one container load in the other: same release of TensorRT-LLM, same TensorRT."""
+    return one.release == other.release and one.tensorrt == other.tensorrt
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceBuild:
+    """How the container of a release is built from its sources; `base` is the tag of the base images, None: unknown.
+
+    `repository` (of GitHub) is cloned at the release's tag; `commands` are run in it; `note` is what to know.
+    """
+
+    repository: str
+    commands: tuple[str, ...]
+    note: str
+    base: str | None = None
+
+
+_BACKEND = "triton-inference-server/tensorrtllm_backend"
+_SUBMODULES = ("git lfs install", "git submodule update --init --recursive")
+_DOCKERFILE = "DOCKER_BUILDKIT=1 docker build -t triton_trt_llm -f dockerfile/Dockerfile.trt_llm_backend ."
+_MAKE = "make -C docker tritonrelease_build"
+_AARCH64 = "On aarch64 add `--build-arg TORCH_INSTALL_TYPE=src_non_cxx11_abi`."
+_SCRIPT = "`./build.sh` is another way: it makes the same image as NVIDIA's."
+_STALE = (
+    "`./build.sh` has not the versions of these releases: it needs the variables BASE_IMAGE, PYTORCH_IMAGE, "
+    "TRT_VERSION,\nTRITON_SERVER_REPO_TAG, TENSORRTLLM_BACKEND_REPO_TAG and PYTHON_BACKEND_REPO_TAG."
+)
+
+# Release, tag of the base images.
+_BASES = {
+    "0.12": "24.07",
+    "0.13": "24.07",
+    "0.14": "24.07",
+    "0.15": "24.10",
+    "0.16": "24.11",
+    "0.17": "25.01",
+    "0.18": "25.03",
+    "0.21": "25.05",
+    "1.0": "25.06",
+    "1.1": "25.10",
+    "1.2": "25.12",
+}
+
+
+def source_build(release: str) -> SourceBuild:
+    """How the container of a release is built from source; UsageError for a release not in the tables."""
+    wanted = normalize_release(release)
+    if Row(since="0.20").within(wanted):
+        return SourceBuild(
+            repository="NVIDIA/TensorRT-LLM",
+            commands=(*_SUBMODULES, "git lfs pull", _MAKE),
+            note="The Triton backend has moved into TensorRT-LLM's repository.",
+            base=_BASES.get(wanted),
+        )
+    return SourceBuild(
+        repository=_BACKEND,
+        commands=(*_SUBMODULES, _DOCKERFILE),
+        note=f"{_AARCH64}\n{_STALE if Row(since='0.16').within(wanted) else _SCRIPT}",
+        base=_BASES.get(wanted),
+    )

@@ -1,50 +1,83 @@
 """Where the scripts lie that convert, quantise and try models, in each release of TensorRT-LLM.
 
-Paths are relative to a checkout (or the source tree in a container). Source: the trees of the tagged releases.
+Paths are relative to a checkout of its repository. Source: the trees of the tagged releases, and for later ones the
+release notes and guides.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trtserve.errors import UnsupportedModelError
-from trtserve.releases import normalize_release, order
+from trtserve.releases import Row, normalize_release, order
 
 QUANTIZE_SCRIPT = "examples/quantization/quantize.py"
 LORA_SCRIPT = "examples/hf_lora_convert.py"
 RUN_SCRIPT = "examples/run.py"
 
 _MOVED = "0.20"
-"""The release from which each family lies below examples/models/core or examples/models/contrib."""
+"""The release from which families lie below examples/models, those of others than NVIDIA in contrib."""
 
-# Folder → the architectures (of a Hugging Face config.json) that its script converts.
-_CORE = {
-    "gemma": ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    "gpt": ("GPT2LMHeadModel", "Starcoder2ForCausalLM", "GPTBigCodeForCausalLM", "NemotronForCausalLM"),
-    "llama": ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"),
-    "phi": ("PhiForCausalLM", "Phi3ForCausalLM"),
-    "qwen": ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-}
-_CONTRIB = {
-    "bloom": ("BloomForCausalLM",),
-    "falcon": ("FalconForCausalLM",),
-    "gptj": ("GPTJForCausalLM",),
-    "gptneox": ("GPTNeoXForCausalLM",),
-    "opt": ("OPTForCausalLM",),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Converter(Row):
+    """Who converts an `architecture`, as a Hugging Face config.json names it: the script in `folder`."""
+
+    architecture: str
+    folder: str
+    place: str
+
+    def script(self, release: str) -> str:
+        """The script's path in a release."""
+        place = f"models/{self.place}/" if order(release) >= order(_MOVED) else ""
+        return f"examples/{place}{self.folder}/convert_checkpoint.py"
+
+
+_TABLE = """
+LlamaForCausalLM      llama    core     0.12
+MistralForCausalLM    llama    core     0.12
+MixtralForCausalLM    llama    core     0.12
+GPT2LMHeadModel       gpt      core     0.12
+GPTBigCodeForCausalLM gpt      core     0.12
+Starcoder2ForCausalLM gpt      core     0.12
+NemotronForCausalLM   gpt      core     0.15
+GemmaForCausalLM      gemma    core     0.12
+Gemma2ForCausalLM     gemma    core     0.13
+Gemma3ForCausalLM     gemma    core     0.19
+PhiForCausalLM        phi      core     0.12
+Phi3ForCausalLM       phi      core     0.12
+Qwen2ForCausalLM      qwen     core     0.12
+Qwen2MoeForCausalLM   qwen     core     0.12
+Qwen3ForCausalLM      qwen     core     1.0
+Qwen3MoeForCausalLM   qwen     core     1.0
+BloomForCausalLM      bloom    contrib  0.12
+FalconForCausalLM     falcon   contrib  0.12
+GPTJForCausalLM       gptj     contrib  0.12
+GPTNeoXForCausalLM    gptneox  contrib  0.12
+OPTForCausalLM        opt      contrib  0.12
+"""
+
+
+def _converter(line: str) -> Converter:
+    architecture, folder, place, since = line.split()
+    return Converter(architecture=architecture, folder=folder, place=place, since=since)
+
+
+CONVERTERS = {each.architecture: each for each in map(_converter, _TABLE.strip().splitlines())}
 
 
 def converter_script(architecture: str, release: str) -> str:
-    """The convert_checkpoint.py for an architecture; UnsupportedModelError when no family has it."""
-    moved = order(normalize_release(release)) >= order(_MOVED)
-    for place, families in (("core", _CORE), ("contrib", _CONTRIB)):
-        for folder, architectures in families.items():
-            if architecture in architectures:
-                return (
-                    f"examples/models/{place}/{folder}/convert_checkpoint.py"
-                    if moved
-                    else (f"examples/{folder}/convert_checkpoint.py")
-                )
-    known = sorted(name for families in (_CORE, _CONTRIB) for names in families.values() for name in names)
-    raise UnsupportedModelError(
-        f"No convert_checkpoint.py of TensorRT-LLM {release} is known for {architecture}.",
-        hint=f"Known: {', '.join(known)}.",
-    )
+    """The convert_checkpoint.py for an architecture; UnsupportedModelError when the release has none."""
+    wanted = normalize_release(release)
+    converter = CONVERTERS.get(architecture)
+    if converter is None:
+        raise UnsupportedModelError(
+            f"No convert_checkpoint.py of TensorRT-LLM is known for {architecture}.",
+            hint=f"Known: {', '.join(CONVERTERS)}.",
+        )
+    if not converter.within(wanted):
+        raise UnsupportedModelError(
+            f"TensorRT-LLM {wanted} does not convert {architecture}; {converter.since} is the first release that does.",
+            hint=f"Use TensorRT-LLM {converter.since} or newer.",
+        )
+    return converter.script(wanted)

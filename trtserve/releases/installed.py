@@ -15,6 +15,7 @@ from trtserve.releases.containers import CONTAINERS
 OPTION = "--trtllm-version"
 PACKAGE = "tensorrt_llm"
 BUILDER = "trtllm-build"
+_FOLDERS = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,10 @@ class Installed:
 
 
 def installed(override: str | None = None) -> Installed | None:
-    """What `--trtllm-version` says, else the package in this Python or in the one that trtllm-build belongs to."""
+    """What `--trtllm-version` says, else the package that trtllm-build on PATH belongs to, else that of this Python.
+
+    None when there is none; UsageError for an override that is no version.
+    """
     if override:
         return Installed(
             version=override.strip().removeprefix("v"),
@@ -89,16 +93,14 @@ def require_engine_path(version: str) -> str:
 
 
 def _environments() -> Iterator[list[str] | None]:
-    """Where packages may lie: None for this interpreter, else folders beside the trtllm-build on PATH."""
-    yield None
+    """Where packages may lie: folders beside the trtllm-build on PATH, and None for this interpreter."""
     builder = which(BUILDER)
     if builder is not None:
-        prefix = Path(builder).parent.parent
-        yield [
-            str(path)
-            for pattern in ("site-packages", "dist-packages")
-            for path in prefix.glob(f"lib/python3*/{pattern}")
-        ]
+        for prefix in dict.fromkeys((Path(builder).parent.parent, Path(builder).resolve().parent.parent)):
+            found = [str(path) for name in _FOLDERS for path in prefix.glob(f"lib/python3*/{name}")]
+            if found:
+                yield found
+    yield None
 
 
 def _version(package: str, folders: list[str] | None) -> tuple[str, Path] | None:
