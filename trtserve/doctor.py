@@ -193,18 +193,18 @@ def check_numpy(facts: Mapping[str, Any]) -> Check:
     )
 
 
-def check_shared_memory(folder: Path) -> Check:
-    """Each Python model needs at least 1 MiB there, more for large tensors."""
+def check_shared_memory(folder: Path, *, least: int = MINIMUM_SHARED_MEMORY) -> Check:
+    """Each Python model needs at least 1 MiB there, more for large tensors; `least` bytes must be free."""
     fix = "In Docker: --shm-size=1g."
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return Check(name="shared memory", result="failed", found=f"{folder} cannot be written", fix=fix)
     stat = os.statvfs(folder)
     free = stat.f_bavail * stat.f_frsize
-    fits = free >= MINIMUM_SHARED_MEMORY
+    fits = free >= least
     return Check(
         name="shared memory",
         result="ok" if fits else "failed",
-        found=f"{gibibytes(free)} free in {folder}" + ("" if fits else f"; {gibibytes(MINIMUM_SHARED_MEMORY)} needed"),
+        found=f"{gibibytes(free)} free in {folder}" + ("" if fits else f"; {gibibytes(least)} needed"),
         fix="" if fits else fix,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +20,50 @@ Phase = Literal["starting", "running", "stopping"]
 Condition = Literal["starting", "running", "stopping", "failed"]
 
 
+Processes = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """One of several launches that make up a server: its ports, its root process and what belongs to it."""
+
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    pid: int
+    started: float
+    log: Path
+    stubs: Processes = ()
+    ranks: Processes = ()
+
+    @property
+    def identity(self) -> Identity:
+        """The root process."""
+        return Identity(pid=self.pid, started=self.started)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Instance:
+        """The instance of a state file's content."""
+        return cls(
+            **{
+                **content,
+                "log": Path(content["log"]),
+                "stubs": _processes(content["stubs"]),
+                "ranks": _processes(content["ranks"]),
+            }
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Server:
     """One server, as its state file `$TRTSERVE_HOME/servers/<name>.json` has it.
 
-    `pid` and `started` (psutil's create_time) identify the tritonserver process, `stubs` the Python stubs that it had
-    when it became ready, as (pid, started). `model` is the text model that is asked by default, `streaming` says
-    whether core and BLS are decoupled. `shm_prefix` begins the names of all its shared-memory regions.
+    `pid` and `started` (psutil's create_time) identify the root process: tritonserver, or the mpirun of its ranks.
+    `stubs` are the Python stubs that it had when it became ready, as (pid, started), `ranks` mpirun's processes in
+    their order. `model` is the text model that is asked by default, `streaming` says whether core and BLS are
+    decoupled. `shm_prefix` begins the names of all its shared-memory regions. `mode` is that of its launch,
+    `exit_timeout` the seconds that Triton has to end in order. `more` are the further instances of the same model,
+    whose reverse proxy has its configuration in the file `proxy`.
     """
 
     name: str
@@ -40,12 +79,27 @@ class Server:
     streaming: bool
     phase: Phase
     shm_prefix: str
-    stubs: tuple[tuple[int, float], ...] = ()
+    stubs: Processes = ()
+    ranks: Processes = ()
+    mode: str = "single"
+    exit_timeout: int = triton_server.EXIT_TIMEOUT
+    more: tuple[Instance, ...] = ()
+    proxy: Path | None = None
 
     @property
     def identity(self) -> Identity:
-        """The tritonserver process."""
+        """The root process of the first instance."""
         return Identity(pid=self.pid, started=self.started)
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """All instances, the first included."""
+        own = {field: getattr(self, field) for field in Instance.__dataclass_fields__}
+        return (Instance(**own), *self.more)
+
+    def alive(self) -> bool:
+        """True while one of its instances lives."""
+        return any(instance.identity.alive() for instance in self.instances)
 
     @property
     def address(self) -> triton_server.Address:
@@ -58,8 +112,14 @@ class Server:
     def from_json(cls, content: dict[str, Any]) -> Server:
         """The server of a state file's content."""
         paths = {key: Path(content[key]) for key in ("log", "repository")}
-        stubs = tuple((int(pid), float(started)) for pid, started in content["stubs"])
-        return cls(**{**content, **paths, "stubs": stubs})
+        processes = {key: _processes(content[key]) for key in ("stubs", "ranks")}
+        more = tuple(Instance.from_json(each) for each in content["more"])
+        proxy = None if content["proxy"] is None else Path(content["proxy"])
+        return cls(**{**content, **paths, **processes, "more": more, "proxy": proxy})
+
+
+def _processes(content: Iterable[Sequence[float]]) -> Processes:
+    return tuple((int(pid), float(started)) for pid, started in content)
 
 
 def write_state(server: Server, store: Store) -> None:
@@ -72,9 +132,12 @@ def state_file(name: str, store: Store) -> Path:
     return store.servers / f"{name}.json"
 
 
-def log_file(name: str, store: Store) -> Path:
-    """Place of the log of the server `name`; it outlives the server."""
-    return store.servers / f"{name}.log"
+def log_file(name: str, store: Store, instance: int = 1) -> Path:
+    """Place of the log of the server `name`, or of a further instance of it; it outlives the server.
+
+    No server's name has an @ in it.
+    """
+    return store.servers / (f"{name}.log" if instance == 1 else f"{name}@{instance}.log")
 
 
 def recorded_servers(store: Store | None = None) -> list[Server]:
@@ -85,26 +148,41 @@ def recorded_servers(store: Store | None = None) -> list[Server]:
 
 
 def list_servers(store: Store | None = None) -> list[Server]:
-    """All servers whose process is alive."""
-    return [server for server in recorded_servers(store) if server.identity.alive()]
+    """All servers of which a process is alive."""
+    return [server for server in recorded_servers(store) if server.alive()]
 
 
 def condition(server: Server) -> tuple[Condition, str]:
     """Whether a server starts, runs or has failed, with the reason for the last."""
-    if not server.identity.alive():
+    if not server.alive():
         return "failed", "tritonserver has ended without being stopped"
     if server.phase == "stopping":
         return "stopping", ""
-    if lost := dead_stubs(server):
-        return "failed", f"{lost} of {len(server.stubs)} Python stubs have ended; requests to their models fail"
+    for instance in server.instances:
+        if not instance.identity.alive():
+            return "failed", f"the instance on HTTP port {instance.http_port} has ended"
+        if lost := dead_ranks(instance):
+            return "failed", f"rank {', '.join(map(str, lost))} of {len(instance.ranks)} has ended"
+        if stubs := dead_stubs(instance):
+            return "failed", f"{stubs} of {len(instance.stubs)} Python stubs have ended; requests to their models fail"
     if server.phase == "running" or triton_server.is_ready(server.address):
         return "running", ""
     return "starting", ""
 
 
-def dead_stubs(server: Server) -> int:
-    """How many of the stubs that a server became ready with have ended."""
-    return sum(not Identity(pid=pid, started=started).alive() for pid, started in server.stubs)
+def dead_stubs(instance: Instance) -> int:
+    """How many of the stubs that an instance became ready with have ended."""
+    return len(_dead(instance.stubs))
+
+
+def dead_ranks(instance: Instance) -> list[int]:
+    """Which of the ranks that an instance became ready with have ended."""
+    return _dead(instance.ranks)
+
+
+def _dead(processes: Processes) -> list[int]:
+    identities = (Identity(pid=pid, started=started) for pid, started in processes)
+    return [number for number, identity in enumerate(identities) if not identity.alive()]
 
 
 def find_server(name: str | None = None, *, store: Store | None = None, hint: str = "") -> Server:
@@ -139,6 +217,8 @@ def forget(server: Server, store: Store) -> None:
     recorded = recorded_server(server.name, store)
     if recorded is None or recorded.identity.matches(server.identity):
         state_file(server.name, store).unlink(missing_ok=True)
+        if server.proxy is not None:
+            shutil.rmtree(server.proxy.parent, ignore_errors=True)
 
 
 def recorded_server(name: str, store: Store) -> Server | None:
@@ -148,7 +228,11 @@ def recorded_server(name: str, store: Store) -> Server | None:
 
 def last_words(log: Path, count: int = 5) -> str:
     """The last significant lines of a log, indented for a message."""
-    lines = server_log.significant(server_log.read(log))[-count:]
+    return indented(server_log.significant(server_log.read(log))[-count:])
+
+
+def indented(lines: Iterable[str]) -> str:
+    """Lines of a log without their headers, for a message."""
     return "\n".join(f"  {words}" for line in lines if (words := server_log.plain(line)))
 
 
@@ -163,7 +247,7 @@ def _read(path: Path) -> Server | None:
 def _not_found(name: str, living: list[Server], store: Store) -> ServerNotFoundError:
     dead = recorded_server(name, store)
     if dead is not None:
-        if not tree(dead.identity):
+        if not any(tree(instance.identity) for instance in dead.instances):
             forget(dead, store)
         return ServerNotFoundError(
             f"The server {name} has ended without being stopped. Its last lines:\n{last_words(dead.log)}",

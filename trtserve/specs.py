@@ -12,7 +12,8 @@ from typing import Literal, get_args
 from trtserve.errors import UsageError
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4_awq", "int8_sq", "fp8"]
+Converter = Literal["own", "upstream"]
 KvPrecision = Literal["auto", "f32", "f16", "u8"]
 RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "openvino"]
 PluginType = Literal["disable", "auto", "float16", "float32", "bfloat16"]
@@ -21,6 +22,9 @@ TritonBackend = Literal["tensorrtllm", "python"]
 SpeculativeMode = Literal[
     "none", "draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"
 ]
+
+# Quantisations that look at activations: NVIDIA ModelOpt does them.
+CALIBRATED = ("int4_awq", "int8_sq", "fp8")
 
 # Triton's configuration and TensorRT-LLM's SizeType32 are 32-bit numbers.
 _LARGEST = 2**31 - 1
@@ -65,6 +69,10 @@ class ConvertSpec:
 
     `moe_tp_size` × `moe_ep_size` is `tp_size`: how many ranks split each expert, and how many share the experts out.
     `gpu_sm` is the compute capability (× 10) of the GPUs for which weights that are 4-bit already are put in order.
+
+    NVIDIA's tools convert when `converter` is upstream or `quantize` is one of CALIBRATED; the fields from `workers` on
+    are for them: threads, a dataset (name or folder) and how many of its samples, the folder of TensorRT-LLM's
+    examples, and flags that they get as they are.
     """
 
     tp_size: int = 1
@@ -74,11 +82,35 @@ class ConvertSpec:
     dtype: DType = "auto"
     quantize: Quantization = "none"
     gpu_sm: int = 80
+    converter: Converter = "own"
+    workers: int | None = None
+    calib_dataset: str | None = None
+    calib_size: int | None = None
+    trtllm_examples: Path | None = None
+    converter_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        _require_positive(self, "workers", "calib_size")
+        _require_choice("--converter", self.converter, get_args(Converter))
+        self._require_upstream()
         _require_positive(self, "tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "gpu_sm")
         _require_choice("--dtype", self.dtype, get_args(DType))
         _require_choice("--quantize", self.quantize, get_args(Quantization))
+
+    @property
+    def upstream(self) -> bool:
+        """True when one of NVIDIA's tools makes the checkpoint."""
+        return self.converter == "upstream" or self.quantize in CALIBRATED
+
+    def _require_upstream(self) -> None:
+        wishes = ("workers", "calib_dataset", "calib_size", "trtllm_examples", "converter_flags")
+        given = [name for name in wishes if getattr(self, name) not in (None, ())]
+        if given and not self.upstream:
+            raise UsageError(
+                f"--{given[0].replace('_', '-').replace('flags', 'flag')} is for NVIDIA's tools; this conversion is our "
+                "own.",
+                hint=f"Add --converter upstream, or --quantize {', '.join(CALIBRATED)}.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,14 +234,31 @@ class RepositorySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """How a server is started; port 0 is not allowed, since clients must know the ports beforehand."""
+    """How a server is started; port 0 is not allowed, since clients must know the ports beforehand.
+
+    With `auto_ports` further instances pass over ports that are taken. `gpus` are the devices for all instances, empty
+    for all of the machine. `multi_model` is orchestrator mode, whose workers `spawn_processes` False starts before it.
+    `trtllm_version` replaces the version that is found. `gpu0_pool_bytes` is the CUDA pool of GPU 0 on rank 0,
+    `exit_timeout` the seconds that tritonserver has to end in order. `proxy_port` and the one above it are those of
+    the reverse proxy that is written for several `instances`.
+    """
 
     name: str | None = None
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    auto_ports: bool = False
     world_size: int | None = None
+    instances: int = 1
+    proxy_port: int = 8080
+    gpus: tuple[int, ...] = ()
+    multi_model: bool = False
+    spawn_processes: bool = True
+    oversubscribe: bool = False
+    gpu0_pool_bytes: int = 0
+    exit_timeout: int = 3
+    trtllm_version: str | None = None
     ready_timeout: float = 600.0
     extra_arguments: tuple[str, ...] = ()
 
@@ -220,8 +269,23 @@ class ServerSpec:
                 raise UsageError(f"Port {port} is outside 1 … 65535.")
         if len(set(ports)) != len(ports):
             raise UsageError(f"The HTTP, gRPC and metrics ports must differ; got {', '.join(map(str, ports))}.")
-        _require_positive(self, "world_size")
+        _require_positive(self, "world_size", "instances", "exit_timeout")
+        _require_not_negative(self, "gpu0_pool_bytes")
         _require_above_zero(self, "ready_timeout")
+        if not 1 <= self.proxy_port < 65535:
+            raise UsageError(f"--proxy-port {self.proxy_port} is outside 1 … 65534 (the next one is for gRPC).")
+        self._require_mode()
+
+    def _require_mode(self) -> None:
+        if not self.spawn_processes and not self.multi_model:
+            raise UsageError(
+                "--disable-spawn-processes belongs to orchestrator mode.", hint="Give --multi-model with it."
+            )
+        if self.multi_model and self.instances > 1:
+            raise UsageError(
+                "--instances starts several leaders; an orchestrator has its instances in the repository.",
+                hint="Set the instance_group count and gpu_device_ids of the core model: 0,1;2,3 for two.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

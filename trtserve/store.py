@@ -18,9 +18,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from trtserve.artifacts import (
     KINDS,
@@ -252,7 +252,7 @@ def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NameRecord:
-    """What `import` made under a name: absolute paths of its artefacts."""
+    """What `import` made under a name: absolute paths of its artefacts, and what it was asked for (JSON)."""
 
     name: str
     source: str
@@ -261,6 +261,7 @@ class NameRecord:
     engine: str
     repository: str
     imported: str
+    spec: dict[str, Any] = field(default_factory=dict)
 
 
 class Store:

@@ -247,7 +247,7 @@ def test_models_that_never_end_loading_are_named(repository: Path, store: Store)
 
 
 def test_port_taken_between_check_and_bind(repository: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.start.is_free", lambda _host, _port: True)
+    monkeypatch.setattr("trtserve.start.checks.is_free", lambda _host, _port: True)
     with socket.create_server((HOST, 0)) as taken:
         spec = ServerSpec(http_port=free_spec().http_port, grpc_port=taken.getsockname()[1])
         with pytest.raises(ServerStartError, match="already in use"):
@@ -257,7 +257,7 @@ def test_port_taken_between_check_and_bind(repository: Path, store: Store, monke
 def test_two_starts_that_found_the_same_ports_free(
     repository: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.start.is_free", lambda _host, _port: True)
+    monkeypatch.setattr("trtserve.start.checks.is_free", lambda _host, _port: True)
     with running_server(repository, home=store.root) as first:
         spec = replace(free_spec("second"), http_port=first.http_port)
         with pytest.raises(ServerStartError, match="already in use"):

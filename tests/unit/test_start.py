@@ -19,7 +19,6 @@ from trtserve.errors import (
     PortInUseError,
     RepositoryError,
     ServerStartError,
-    UnsupportedModelError,
     UsageError,
 )
 from trtserve.machine import describe, differences
@@ -124,12 +123,6 @@ def test_shards_of_the_openvino_runtime_need_one_process(repository: ModelReposi
     plan = plan_server(repository, ServerSpec(world_size=4), store=Store(tmp_path))
     assert plan.served.world_size == 4
     assert plan.served.engine_bytes == 100
-
-
-def test_ranks_of_other_runtimes_are_refused(repository: ModelRepository, tmp_path: Path) -> None:
-    with_engine(repository, pretrained_config={"mapping": {"tp_size": 2, "pp_size": 2}})
-    with pytest.raises(UnsupportedModelError, match="4 ranks are wanted"):
-        plan_server(repository, ServerSpec(), store=Store(tmp_path))
 
 
 def test_placeholder_is_named_with_file_and_line(repository: ModelRepository) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
+from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, TrtllmVersionOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.specs import ServerSpec
 
 if TYPE_CHECKING:
     from trtserve.start import Plan, Server
+
+_GPUS = "Engines on GPUs"
 
 
 def start(
@@ -24,7 +27,10 @@ def start(
         list[str] | None, typer.Argument(metavar="[-- TRITON FLAGS]", help="Flags for tritonserver itself.")
     ] = None,
     model_repository: Annotated[
-        Path | None, typer.Option("--model-repository", help="Serve this folder instead of an import.", metavar="DIR")
+        Path | None,
+        typer.Option(
+            "--model-repository", "--model-repo", help="Serve this folder instead of an import.", metavar="DIR"
+        ),
     ] = None,
     server_name: Annotated[
         str | None, typer.Option("--name", help="Name of the server; default: the repository's.")
@@ -37,8 +43,65 @@ def start(
         bool, typer.Option("--auto-ports", help="Replace each port that is taken by the next free one.")
     ] = False,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", help="Number of ranks; default: what the engine needs.")
+        int | None,
+        typer.Option(
+            "--world-size",
+            help="Number of ranks; default: what the engine needs. For another number an imported model is converted "
+            "and built again.",
+        ),
     ] = None,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild/--no-rebuild", help="Whether --world-size may convert and build again.")
+    ] = True,
+    instances: Annotated[
+        int,
+        typer.Option(
+            "--instances",
+            help="Servers of this model, each with its own GPUs and ports, and a reverse proxy's configuration.",
+            rich_help_panel=_GPUS,
+        ),
+    ] = 1,
+    proxy_port: Annotated[
+        int,
+        typer.Option("--proxy-port", help="HTTP port of that proxy; the next one is for gRPC.", rich_help_panel=_GPUS),
+    ] = 8080,
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", help="Devices to use, for example 0,1; default: all.", rich_help_panel=_GPUS),
+    ] = None,
+    multi_model: Annotated[
+        bool,
+        typer.Option(
+            "--multi-model",
+            help="Orchestrator mode: one server spawns the workers of several models.",
+            rich_help_panel=_GPUS,
+        ),
+    ] = False,
+    disable_spawn_processes: Annotated[
+        bool,
+        typer.Option(
+            "--disable-spawn-processes",
+            help="With --multi-model: all workers are started with the orchestrator, as participant_ids says.",
+            rich_help_panel=_GPUS,
+        ),
+    ] = False,
+    oversubscribe: Annotated[
+        bool,
+        typer.Option(
+            "--oversubscribe", help="Let mpirun start more ranks than there are cores.", rich_help_panel=_GPUS
+        ),
+    ] = False,
+    gpu0_pool_bytes: Annotated[
+        int,
+        typer.Option(
+            "--multimodal-gpu0-cuda-mem-pool-bytes", help="CUDA memory pool of GPU 0 on rank 0.", rich_help_panel=_GPUS
+        ),
+    ] = 0,
+    exit_timeout: Annotated[
+        int,
+        typer.Option("--exit-timeout", help="Seconds that tritonserver has to end in order.", rich_help_panel=_GPUS),
+    ] = 3,
+    trtllm_version: TrtllmVersionOption = None,
     ready_timeout: Annotated[
         float, typer.Option("--ready-timeout", help="Seconds until all models must be ready.")
     ] = 600.0,
@@ -48,24 +111,17 @@ def start(
     quiet: QuietOption = False,
 ) -> None:
     """Serve a model with Triton, in the foreground until Ctrl-C, or with --detach in the background."""
+    options = locals()  # before anything else has a name here
+    from trtserve.pipeline.world_size import repository_for
     from trtserve.start import find_repository, plan_server, serve_foreground, start_server, with_free_ports
 
-    imported, extra = _split_arguments(name, triton_arguments or [])
-    spec = ServerSpec(
-        name=server_name,
-        host=host,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        metrics_port=metrics_port,
-        world_size=world_size,
-        ready_timeout=ready_timeout,
-        extra_arguments=extra,
-    )
+    imported, spec = _server_spec(options)
     spec = with_free_ports(spec) if auto_ports else spec
-    repository = find_repository(imported, path=model_repository)
     progress = TerminalProgress(quiet=quiet)
+    found = find_repository(imported, path=model_repository)
+    repository = repository_for(found, spec, rebuild=rebuild and not dry_run, progress=progress)
     if dry_run:
-        _print_plan(plan_server(repository, spec), json=json)
+        _print_plan(plan_server(repository, spec, elsewhere=True), json=json)
     elif detach:
         _print_server(start_server(repository, spec, progress=progress), json=json, quiet=quiet, detached=True)
     else:
@@ -77,6 +133,23 @@ def start(
         )
 
 
+def _server_spec(options: Mapping[str, Any]) -> tuple[str | None, ServerSpec]:
+    """The import's name and what the options ask for; most have the name of the field that they fill."""
+    from trtserve.launch.gpus import parse_gpus
+
+    imported, extra = _split_arguments(options["name"], options["triton_arguments"] or [])
+    derived = {
+        "name": options["server_name"],
+        "gpus": parse_gpus(options["gpus"]) if options["gpus"] is not None else (),
+        "spawn_processes": not options["disable_spawn_processes"],
+        "extra_arguments": extra,
+        # `with_free_ports` sets it with the ports.
+        "auto_ports": False,
+    }
+    same = {field.name: options[field.name] for field in fields(ServerSpec) if field.name not in derived}
+    return imported, ServerSpec(**same, **derived)
+
+
 def _split_arguments(name: str | None, rest: list[str]) -> tuple[str | None, tuple[str, ...]]:
     """`start -- --flag` puts the first flag where a name is expected."""
     if name is not None and name.startswith("-"):
@@ -85,11 +158,13 @@ def _split_arguments(name: str | None, rest: list[str]) -> tuple[str | None, tup
 
 
 def _print_plan(plan: Plan, *, json: bool) -> None:
+    commands = [str(instance.launch.command) for instance in plan.instances]
     if json:
-        print_json("start", {**_described(plan), "command": str(plan.command), "dry_run": True})
+        more = {"commands": commands} if len(commands) > 1 else {}
+        print_json("start", {**_described(plan), "command": commands[0], **more, "dry_run": True})
         return
     lines = [f"{key}: {value}" for key, value in _described(plan).items()]
-    print_data("\n".join([*lines, f"command: {plan.command}"]))
+    print_data("\n".join([*lines, *(f"command: {command}" for command in commands)]))
 
 
 def _described(plan: Plan) -> dict[str, Any]:
@@ -100,8 +175,10 @@ def _described(plan: Plan) -> dict[str, Any]:
         "repository": plan.repository,
         "model": plan.served.model,
         "transaction_policy": transaction_policy(plan.served.streaming),
-        "processes": 1,
+        "mode": plan.mode,
+        "processes": plan.processes,
         "log": plan.log,
+        **({} if plan.proxy is None else {"proxy": plan.proxy.file}),
     }
 
 
@@ -120,7 +197,10 @@ def _print_server(server: Server, *, json: bool, quiet: bool, detached: bool) ->
 def _print_hints(server: Server, *, detached: bool) -> None:
     from trtserve.start import list_servers
 
-    say(f"{server.name} is ready: gRPC {server.host}:{server.grpc_port}, metrics {server.host}:{server.metrics_port}")
+    for instance in server.instances:
+        ports = f"gRPC {server.host}:{instance.grpc_port}, metrics {server.host}:{instance.metrics_port}"
+        also = f"HTTP {server.host}:{instance.http_port}, " if server.more else ""
+        say(f"{server.name} is ready: {also}{ports}")
     which = f" --server {server.name}" if len(list_servers()) > 1 else ""
     say(f'{"Try" if detached else "Try in a second terminal"}: trtserve query "What is ML?"{which}')
     say(f"Stop: trtserve stop {server.name}" if detached else "Stop: Ctrl-C")

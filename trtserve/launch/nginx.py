@@ -67,8 +67,8 @@ http {{
 def proxy_config(
     addresses: Sequence[Address], *, file: Path, http_port: int = HTTP_PORT, grpc_port: int = GRPC_PORT
 ) -> str:
-    """Content of `file`: HTTP and gRPC of all instances behind one port each; temporary files go beside it."""
-    folder = file.parent / f"{file.stem}.nginx"
+    """Content of `file`: HTTP and gRPC of all instances behind one port each; its working files go beside it."""
+    folder = file.parent
     return _TEMPLATE.format(
         count=len(addresses),
         folder=folder,

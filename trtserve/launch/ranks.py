@@ -17,7 +17,7 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
 def rank_processes(mpirun: Identity) -> dict[int, Identity]:
-    """The living ranks that this mpirun started on this machine; empty for a process that is no mpirun."""
+    """The living ranks that this mpirun started here, in their order; empty for a process that is no mpirun."""
     found: dict[int, Identity] = {}
     for child in children(mpirun):
         environment = environment_of(child)
@@ -25,7 +25,7 @@ def rank_processes(mpirun: Identity) -> dict[int, Identity]:
         # Workers that an orchestrator spawns are a world of their own, with ranks that count from 0 again.
         if rank.isdigit():
             found.setdefault(int(rank), child)
-    return found
+    return dict(sorted(found.items()))
 
 
 def missing_rank(processes: Mapping[int, Identity], ranks: int, text: str) -> int:

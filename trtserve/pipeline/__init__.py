@@ -25,6 +25,8 @@ from trtserve.convert import checkpoint_config, convert_model, destination_of, p
 from trtserve.errors import ArtifactError
 from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
 from trtserve.machine import gibibytes
+from trtserve.pipeline.recorded import recordable
+from trtserve.pipeline.spec import ImportSpec
 from trtserve.progress import SILENT, Progress
 from trtserve.repo import (
     RepositoryPlan,
@@ -36,10 +38,20 @@ from trtserve.repo import (
     tokenizer_files,
 )
 from trtserve.repo.engine import read_engine
-from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec, RepositorySpec
 from trtserve.store import NameRecord, Store, reusable
 from trtserve.triton.profiles import profile
 from trtserve.triton.settings import resolve_settings
+
+__all__ = [
+    "ENGINE_DEST_PATH",
+    "ImportPlan",
+    "ImportSpec",
+    "Stage",
+    "engine_destination",
+    "import_to_repository",
+    "plan_import",
+    "require_room",
+]
 
 ENGINE_DEST_PATH = "ENGINE_DEST_PATH"
 
@@ -99,38 +111,6 @@ class ImportPlan:
             _stage("build", self.build.path if self.build else None, self.engine_bytes, done=not self.builds),
             _stage("repo", repository.path if repository else None, 0, done=bool(repository and repository.reused)),
         ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportSpec:
-    """Everything that `import` can be asked for; the repository's name is the name of all artefacts.
-
-    `tokenizer` is a Hugging Face folder, None for the model's own; `draft` is the engine of a draft model, and
-    `draft_tokenizer` its tokenizer's folder where that is known. `engine_out` and `out` are the folders of engine and
-    repository, None for the store; `discard_intermediate` removes the checkpoint when the repository is there. With
-    `verify` the checkpoint is compared with the model before it is built, also one that is reused.
-    """
-
-    source: str
-    convert: ConvertSpec
-    build: BuildSpec
-    repository: RepositorySpec
-    tokenizer: Path | None = None
-    draft: Engine | None = None
-    draft_tokenizer: Path | None = None
-    engine_out: Path | None = None
-    out: Path | None = None
-    discard_intermediate: bool = False
-    verify: CheckSpec | None = None
-
-    @property
-    def name(self) -> str:
-        """The name under which everything is filed and served."""
-        return self.repository.name
-
-    def tokenizer_of(self, model: Model) -> Path:
-        """The folder whose tokenizer is served with `model`."""
-        return self.tokenizer or model.path
 
 
 def engine_destination(name: str) -> Path | None:
@@ -264,9 +244,14 @@ def require_room(spec: ImportSpec, plan: ImportPlan, store: Store) -> None:
 
 
 def import_to_repository(
-    spec: ImportSpec, *, store: Store | None = None, token: str | None = None, progress: Progress = SILENT
+    spec: ImportSpec,
+    *,
+    store: Store | None = None,
+    token: str | None = None,
+    record: bool = True,
+    progress: Progress = SILENT,
 ) -> ModelRepository:
-    """Take a model from its source to a model repository, and remember it under its name.
+    """Take a model from its source to a model repository, and remember it under its name if `record`.
 
     Running it again reuses every step whose inputs and settings are the same. Raises what the stages raise;
     what was finished before the error is kept and reused.
@@ -279,9 +264,10 @@ def import_to_repository(
     engine = _make_engine(spec, model, conversion, store, progress)
     repository = _make_repository(spec, model, engine, store, progress)
     checkpoint = destination_of(conversion, spec.name, store=store).path
-    record = _record(spec, plan.model, model.path, checkpoint, engine.path, repository.path)
-    _tell_new_meaning(record, store, progress)
-    store.record(record)
+    if record:
+        made = _record(spec, plan.model, model.path, checkpoint, engine.path, repository.path)
+        _tell_new_meaning(made, store, progress)
+        store.record(made)
     if spec.discard_intermediate:
         _discard(checkpoint, store, progress)
     return repository
@@ -357,6 +343,7 @@ def _record(
         engine=str(engine.absolute()),
         repository=str(repository.absolute()),
         imported=datetime.datetime.now(datetime.timezone.utc).isoformat(),
+        spec=recordable(spec),
     )
 
 

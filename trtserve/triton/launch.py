@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from trtserve.errors import ServerStartError, ServerStopError
-from trtserve.process import Identity, exit_code, listeners, stop, tree
-from trtserve.triton import server_log
+from trtserve.process import Identity, exit_code, listeners, stop_all, tree
+from trtserve.triton import rank_log, server_log
 from trtserve.triton.server import EXIT_TIMEOUT, Address, is_ready, sweep_shared_memory
 
 STOP_GRACE = EXIT_TIMEOUT + 4.0
 _READY_POLL = 0.1
+_LAST_LINES = 5
 _PORT_LOST = "Another program took the port in the meantime: start again with --auto-ports, or choose ports."
 
 
@@ -25,16 +26,28 @@ def wait_until_ready(
     ready; after `timeout` seconds with the models that are still loading.
     """
     deadline = time.monotonic() + timeout
-    while not (is_ready(address) and _answers_itself(identity, address)):
-        if interrupted():
-            raise KeyboardInterrupt
-        if not identity.alive():
-            raise _start_error(_ending(identity), log)
-        if (failure := server_log.fatal(server_log.read(log))) is not None:
-            raise ServerStartError(f"The server cannot become ready: {failure}", log=log)
+    while not came_up(identity, address, log):
+        pause(interrupted)
         if time.monotonic() > deadline:
-            raise _timeout_error(timeout, log)
-        time.sleep(_READY_POLL)
+            raise timeout_error(timeout, log)
+
+
+def came_up(identity: Identity, address: Address, log: Path) -> bool:
+    """Whether every model is ready; ServerStartError when the server has ended or can never become ready."""
+    if is_ready(address) and _answers_itself(identity, address):
+        return True
+    if not identity.alive():
+        raise start_error(identity, log)
+    if (failure := server_log.fatal(server_log.read(log))) is not None:
+        raise ServerStartError(f"The server cannot become ready: {failure}", log=log)
+    return False
+
+
+def pause(interrupted: Callable[[], int]) -> None:
+    """Wait for a moment between two looks; KeyboardInterrupt when `interrupted` counts a signal."""
+    if interrupted():
+        raise KeyboardInterrupt
+    time.sleep(_READY_POLL)
 
 
 def _answers_itself(identity: Identity, address: Address) -> bool:
@@ -44,30 +57,50 @@ def _answers_itself(identity: Identity, address: Address) -> bool:
     return not holders or any(holder.matches(member) for holder in holders for member in own)
 
 
-def stop_triton(identity: Identity, shm_prefix: str, *, urgent: Callable[[], bool] = lambda: False) -> None:
-    """End a server with its stubs and remove its shared memory; ServerStopError when a process survives."""
-    if not stop(identity, grace=STOP_GRACE, urgent=urgent):
+def stop_triton(
+    identities: Collection[Identity],
+    shm_prefix: str,
+    *,
+    urgent: Callable[[], bool] = lambda: False,
+    asked: Collection[Identity] = (),
+    grace: float = STOP_GRACE,
+) -> None:
+    """End a server with its stubs and remove its shared memory; ServerStopError when a process survives.
+
+    `asked` get the TERM instead of the roots `identities`; see `process.stop_all`.
+    """
+    if not stop_all(identities, grace=grace, urgent=urgent, asked=asked):
+        pids = ", ".join(str(identity.pid) for identity in identities)
         raise ServerStopError(
-            f"Processes of the server (pid {identity.pid}) survived the KILL signal.",
+            f"Processes of the server (pid {pids}) survived the KILL signal.",
             hint="They wait in the kernel, for a disk or a driver; look with: ps -o pid,stat,wchan,args",
         )
     sweep_shared_memory(shm_prefix)
 
 
-def _start_error(ending: str, log: Path) -> ServerStartError:
-    reasons = server_log.failures(server_log.read(log))
+def start_error(identity: Identity, log: Path) -> ServerStartError:
+    """Why a server that has ended never became ready, as its log tells."""
+    text = server_log.read(log)
+    ended = rank_log.first_end(text)
+    ending = f"tritonserver {_ending(identity)}" if ended is None else ended.sentence
+    own = text if ended is None else "\n".join(rank_log.lines_of(text, ended.rank))
+    reasons = server_log.failures(own)
     if not reasons:
-        lines = "\n".join(f"  {line}" for line in server_log.tail(log, 5))
-        return ServerStartError(f"tritonserver {ending} before it was ready. Its last lines:\n{lines}", log=log)
-    text = "\n".join(f"  {str(reason).replace(chr(10), chr(10) + '  ')}" for reason in reasons)
-    hint = _PORT_LOST if "already in use" in text else None
-    return ServerStartError(f"tritonserver {ending} before it was ready:\n{text}", hint=hint, log=log)
+        last = own.splitlines() if ended is None else server_log.significant(own)
+        lines = "\n".join(f"  {line}" for line in last[-_LAST_LINES:]) or "  (nothing was written)"
+        hint = "Give --oversubscribe: mpirun starts one rank per core." if rank_log.lacks_slots(text) else None
+        message = f"{ending} before the server was ready. Last lines:\n{lines}"
+        return ServerStartError(message, hint=hint, log=log)
+    words = "\n".join(f"  {str(reason).replace(chr(10), chr(10) + '  ')}" for reason in reasons)
+    hint = _PORT_LOST if "already in use" in words else None
+    return ServerStartError(f"{ending} before the server was ready:\n{words}", hint=hint, log=log)
 
 
-def _timeout_error(timeout: float, log: Path) -> ServerStartError:
+def timeout_error(timeout: float, log: Path, ranks: str = "") -> ServerStartError:
+    """What is not ready after `timeout` seconds; `ranks` describes the ranks of a server that has some."""
     loading = ", ".join(server_log.still_loading(server_log.read(log))) or "none that its log names"
     return ServerStartError(
-        f"The server was not ready after {timeout:g} s; models still loading: {loading}.",
+        f"The server was not ready after {timeout:g} s; models still loading: {loading}.{ranks}",
         hint="Give it more time with --ready-timeout, or look into the log.",
         log=log,
     )

@@ -65,7 +65,7 @@ def round_trip(folder: Path, store: Store) -> str:
         return str(error).rstrip(".")
     finally:
         # The model holds nothing that needs an orderly end, which would take Triton four seconds.
-        stop_triton(identity, prefix, urgent=lambda: True)
+        stop_triton([identity], prefix, urgent=lambda: True)
 
 
 def write_probe_repository(repository: Path) -> Path:

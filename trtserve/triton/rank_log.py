@@ -19,12 +19,13 @@ class RankEnd:
     rank: int
     code: int
 
-    def __str__(self) -> str:
-        """Words for a message."""
+    @property
+    def sentence(self) -> str:
+        """Words for the beginning of a message."""
         if self.code == -9:
-            return f"rank {self.rank} was killed (signal 9; the kernel does so when memory runs out)"
+            return f"Rank {self.rank} was killed (signal 9; the kernel does so when memory runs out)"
         how = f"was ended by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
-        return f"rank {self.rank} {how}"
+        return f"Rank {self.rank} {how}"
 
 
 def rank_of(line: str) -> int | None:

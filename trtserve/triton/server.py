@@ -53,15 +53,23 @@ class Triton:
         return stub if stub.exists() else None
 
 
+# Where NVIDIA's container has it.
+CONTAINER_TRITON = Triton(executable=_SYSTEM_ROOT / "bin" / "tritonserver", backends=_SYSTEM_ROOT / "backends")
+
+
 def installed() -> list[Triton]:
     """Every tritonserver found: that of the nvidia-pytriton wheel, on PATH, in /opt/tritonserver."""
     places = (_from_wheel(), _from_root(program("tritonserver")), _from_root(_SYSTEM_ROOT / "bin" / "tritonserver"))
     return list(dict.fromkeys(triton for triton in places if triton is not None))
 
 
-def find_triton(backends: frozenset[str] = frozenset({"python"})) -> Triton:
-    """The first tritonserver that has all `backends`; MissingDependencyError when there is none."""
-    found = installed()
+def find_triton(backends: frozenset[str] = frozenset({"python"}), *, system_first: bool = False) -> Triton:
+    """The first tritonserver that has all `backends`; MissingDependencyError when there is none.
+
+    `system_first` puts that of the nvidia-pytriton wheel last: models that import tensorrt_llm need the Python that
+    the container's own server takes.
+    """
+    found = sorted(installed(), key=lambda triton: system_first and triton.package is not None)
     if not found:
         raise MissingDependencyError(
             "No tritonserver was found: neither the package nvidia-pytriton, nor on PATH, nor in /opt/tritonserver.",

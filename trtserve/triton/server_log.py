@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtserve.triton.rank_log import untagged
+
 _NOISE = (
     "Unable to allocate pinned system memory",
     "CUDA memory pool disabled",
@@ -64,8 +66,8 @@ def still_loading(text: str) -> list[str]:
 
 
 def significant(text: str) -> list[str]:
-    """Lines without tables, blank lines and the noise of a machine without a GPU."""
-    lines = (line.rstrip() for line in text.splitlines())
+    """Lines without tables, blank lines, the noise of a machine without a GPU, and the tags of ranks."""
+    lines = (untagged(line).rstrip() for line in text.splitlines())
     return [line for line in lines if line and line[0] not in "|+" and not any(noise in line for noise in _NOISE)]
 
 

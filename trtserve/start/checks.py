@@ -1,0 +1,125 @@
+"""What is looked at before a server is launched: its name, its ports, its GPUs, and what is to be said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
+from trtserve.errors import PortInUseError, ServerStartError
+from trtserve.launch.gpus import count_gpus, require_gpus
+from trtserve.machine import differences
+from trtserve.ports import is_free, owner
+from trtserve.process import arguments
+from trtserve.progress import Progress
+from trtserve.servers import list_servers, recorded_server
+from trtserve.specs import ServerSpec
+from trtserve.start.ending import end_server
+from trtserve.start.plan import Plan
+from trtserve.start.repositories import chosen_by
+from trtserve.store import Store
+from trtserve.triton.server import SHARED_MEMORY, Address
+
+
+def refuse_running(name: str, repository: Path, store: Store) -> None:
+    """A second server of the same name is refused; what a dead one left behind is removed."""
+    server = recorded_server(name, store)
+    if server is None:
+        return
+    if server.alive():
+        again = f"trtserve start {chosen_by(repository, store)} --name OTHER --auto-ports"
+        raise ServerStartError(
+            f"The server {name} is running already (pid {server.pid}, HTTP port {server.http_port}).",
+            hint=f"Stop it with `trtserve stop {name}`, or start a second one: {again}",
+        )
+    end_server(server, store)
+
+
+def require_ports(addresses: Sequence[Address], store: Store) -> None:
+    """Triton itself loads all models first and then names only the first port that is taken."""
+    several = len(addresses) > 1
+    lines, flags = [], []
+    for number, address in enumerate(addresses, start=1):
+        for flag, port in address.ports.items():
+            if not is_free(address.host, port):
+                which = f" of instance {number}" if several else ""
+                lines.append(f"{flag} {port}{which} is taken by {_owner(port, store)}")
+                flags.append(flag)
+    if lines:
+        others = " ".join(f"{flag} PORT" for flag in dict.fromkeys(flags))
+        raise PortInUseError(
+            f"{'; '.join(lines)}.", hint=f"Use --auto-ports, or choose others: trtserve start {others}"
+        )
+
+
+def require_devices(plan: Plan, spec: ServerSpec) -> None:
+    """MachineError when there are fewer GPUs than ranks need; instances of one core model may share them."""
+    if not plan.needs_gpus:
+        return
+    models = plan.served.core_models if plan.served.runtime != "llmapi" or spec.multi_model else ()
+    claimed = {device for model in models for group in model.gpu_device_ids for device in group}
+    if spec.multi_model:
+        wanted = len(claimed) or sum(model.world_size * model.instances for model in models)
+    else:
+        wanted = plan.served.world_size * spec.instances
+    require_gpus(wanted, count_gpus(), spec.gpus)
+
+
+def require_environment(plan: Plan, store: Store, progress: Progress) -> None:
+    """The checks of `doctor` that a start needs: all for the wheel's Triton, memory to share for every other."""
+    if plan.triton.package is not None:
+        require_machine(store, progress=progress)
+    else:
+        raise_failed([check_shared_memory(SHARED_MEMORY, least=plan.processes * MINIMUM_SHARED_MEMORY)])
+
+
+def announce(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
+    """What is served, how, and by which command."""
+    served = plan.served
+    policy, other = transaction_policy(served.streaming), transaction_policy(not served.streaming)
+    progress.step(f"{plan.name}: serving {served.model} from {plan.repository}, transaction policy {policy}")
+    progress.step(f"(to switch: `trtserve import` or `repo` with --{other})")
+    if served.precision:
+        progress.step("Engine: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in served.precision.items()))
+    if plan.needs_gpus:
+        _announce_ranks(plan, spec, progress)
+    else:
+        _announce_merging(plan, spec, progress)
+    for difference in differences(served.machine):
+        progress.warn(difference)
+
+
+def transaction_policy(streaming: bool) -> str:
+    """The switch of `repo` and `import` that makes a repository like this."""
+    return "streaming" if streaming else "no-streaming"
+
+
+def _announce_merging(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
+    ranks = max(plan.served.world_size, spec.world_size or 1)
+    if ranks > 1:
+        progress.step(f"World size {ranks}: this runtime merges the shards, so one process serves them all.")
+
+
+def _announce_ranks(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
+    launch = plan.instances[0].launch
+    each = f"{launch.ranks} rank(s)"
+    progress.step(f"Mode: {plan.mode}, {f'{len(plan.instances)} instances of ' if spec.instances > 1 else ''}{each}")
+    if "--oversubscribe" in launch.command.argv and not spec.oversubscribe:
+        progress.step("More ranks than cores: mpirun is told to --oversubscribe.")
+    for instance in plan.instances:
+        progress.step(f"Command: {instance.launch.command}")
+
+
+def _owner(port: int, store: Store) -> str:
+    identity, words = owner(port)
+    server = next(
+        (s for s in list_servers(store) for i in s.instances if port in (i.http_port, i.grpc_port, i.metrics_port)),
+        None,
+    )
+    if server is not None:
+        return f"trtserve's server {server.name} (pid {server.pid}; `trtserve stop {server.name}`)"
+    if identity is None:
+        return "a process that is not visible from here"
+    if Path(next(iter(arguments(identity)), "")).name == "tritonserver":
+        return f"a Triton server that was not started from this store, {words}"
+    return words

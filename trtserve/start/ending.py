@@ -1,0 +1,53 @@
+"""How a server ends: its ranks in order, everything else by force, and nothing of it is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trtserve.launch.ranks import rank_processes, sweep_session
+from trtserve.process import Identity
+from trtserve.progress import SILENT, Progress
+from trtserve.servers import Server, find_server, forget, recorded_server, write_state
+from trtserve.store import Store
+from trtserve.triton.launch import STOP_GRACE, stop_triton
+from trtserve.triton.server import EXIT_TIMEOUT
+
+
+def stop_server(name: str | None = None, *, store: Store | None = None, progress: Progress = SILENT) -> Server:
+    """Stop the server `name`, or the only one, with every process, port and shared-memory region that it has.
+
+    A server that ended by itself is cleaned up after. ServerNotFoundError, ServerAmbiguousError, ServerStopError.
+    """
+    store = store or Store()
+    server = None if name is None else recorded_server(name, store)
+    if server is None:
+        hint = "Name one: `trtserve stop NAME`, or stop them all: `trtserve stop --all`."
+        server = find_server(name, store=store, hint=hint)
+    progress.step(f"Stopping {server.name} (pid {server.pid}) …")
+    # A foreground `start` that supervises this server sees by it that the end is wanted.
+    write_state(replace(server, phase="stopping"), store)
+    end_server(server, store)
+    return server
+
+
+def end_server(server: Server, store: Store, *, urgent: Callable[[], bool] = lambda: False) -> None:
+    """End every instance of a server, remove its shared memory, mpirun's folders and its state file.
+
+    ServerStopError when a process survives.
+    """
+    roots = [instance.identity for instance in server.instances]
+    grace = STOP_GRACE - EXIT_TIMEOUT + server.exit_timeout
+    stop_triton(roots, server.shm_prefix, urgent=urgent, asked=[_asked(root) for root in roots], grace=grace)
+    for root in roots:
+        sweep_session(root)
+    forget(server, store)
+
+
+def _asked(root: Identity) -> Identity:
+    """The process that can end an instance in order: rank 0, which ends the others, or the only one.
+
+    mpirun kills its ranks a moment after it is asked to end; ranks other than 0 have no handler, so that a TERM to one
+    of them is a death that makes mpirun kill the rest.
+    """
+    return rank_processes(root).get(0, root)

@@ -1,0 +1,221 @@
+"""The life of a server: checked before it is launched, explained when it does not come up, watched until it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from trtserve.artifacts import ModelRepository
+from trtserve.capacity.rates import timed
+from trtserve.capacity.serving import require_servable
+from trtserve.errors import ServerDiedError
+from trtserve.launch.ranks import rank_processes
+from trtserve.process import Identity, children, spawn, stop_signals
+from trtserve.progress import SILENT, Progress
+from trtserve.servers import (
+    Instance,
+    Processes,
+    Server,
+    dead_ranks,
+    dead_stubs,
+    indented,
+    last_words,
+    recorded_server,
+    write_state,
+)
+from trtserve.specs import ServerSpec
+from trtserve.start.checks import announce, refuse_running, require_devices, require_environment, require_ports
+from trtserve.start.ending import end_server
+from trtserve.start.plan import InstancePlan, Plan, Proxy, plan_server
+from trtserve.start.readiness import wait_for_all
+from trtserve.store import Store, locked, writing
+from trtserve.triton import rank_log, server_log
+from trtserve.triton.server import kv_blocks, prepare_backends
+
+_SUPERVISION_INTERVAL = 0.25
+# mpirun says within this time which rank it ended the job for.
+_EXPLANATION = 5.0
+
+
+def start_server(
+    repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None, progress: Progress = SILENT
+) -> Server:
+    """Start a server that outlives this process, and wait until all its models are ready.
+
+    When it does not come up, nothing stays behind but its log; ServerStartError, PortInUseError, MachineError. SIGINT,
+    SIGTERM and SIGHUP meanwhile stop it again and end in KeyboardInterrupt.
+    """
+    with stop_signals() as signals:
+        return _launch(repository, spec, store or Store(), progress, signals)
+
+
+def serve_foreground(
+    repository: ModelRepository,
+    spec: ServerSpec,
+    *,
+    on_ready: Callable[[Server], None],
+    store: Store | None = None,
+    progress: Progress = SILENT,
+) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP, then stop in order; a second signal kills at once.
+
+    ServerDiedError with the last lines when the server, one of its ranks or one of its stubs ends by itself.
+    """
+    store = store or Store()
+    with stop_signals() as signals:
+        server = _launch(repository, spec, store, progress, signals)
+        try:
+            on_ready(server)
+            _supervise(server, store, signals)
+            progress.step(f"Stopping {server.name} …")
+        finally:
+            end_server(server, store, urgent=lambda: signals() > 1)
+
+
+def _launch(
+    repository: ModelRepository, spec: ServerSpec, store: Store, progress: Progress, interrupted: Callable[[], int]
+) -> Server:
+    plan = plan_server(repository, spec, store=store)
+    with locked(store.root / "locks" / f"server-{plan.name}.lock", wait=False):
+        refuse_running(plan.name, plan.repository, store)
+        require_ports([instance.address for instance in plan.instances], store)
+        announce(plan, spec, progress)
+        require_servable(plan.served, plan.name, progress)
+        require_devices(plan, spec)
+        require_environment(plan, store, progress)
+        prepare_backends(plan.triton, store)
+        server = _spawn_all(plan, spec, store, progress)
+        try:
+            with timed(store, "start", plan.served.engine_bytes):
+                wait_for_all(server, plan, timeout=spec.ready_timeout, interrupted=interrupted)
+            ready = _with_members(replace(server, phase="running"))
+            write_state(ready, store)
+            # The gauges know what memory left of the cache, which no file does.
+            for warning in plan.served.cache_warnings(kv_blocks(plan.address)):
+                progress.warn(warning)
+            if plan.proxy is not None:
+                progress.step(f"Reverse proxy for all instances: nginx -e stderr -c {plan.proxy.file}")
+        except BaseException:
+            end_server(server, store, urgent=lambda: interrupted() > 1)
+            raise
+    return ready
+
+
+def _spawn_all(plan: Plan, spec: ServerSpec, store: Store, progress: Progress) -> Server:
+    """All instances as processes; each is in the state file before the next one starts."""
+    if plan.proxy is not None:
+        _write_proxy(plan.proxy)
+    server: Server | None = None
+    for planned in plan.instances:
+        progress.step(f"Starting Triton, log: {planned.log}")
+        try:
+            identity = spawn(planned.launch.command, log=planned.log)
+        except BaseException:
+            if server is not None:
+                end_server(server, store, urgent=lambda: True)
+            raise
+        if server is None:
+            server = _server(plan, spec, identity)
+        else:
+            server = replace(server, more=(*server.more, _instance(planned, identity)))
+        write_state(server, store)
+    assert server is not None  # a plan has an instance
+    return server
+
+
+def _server(plan: Plan, spec: ServerSpec, identity: Identity) -> Server:
+    return Server(
+        name=plan.name,
+        host=plan.address.host,
+        http_port=plan.address.http_port,
+        grpc_port=plan.address.grpc_port,
+        metrics_port=plan.address.metrics_port,
+        pid=identity.pid,
+        started=identity.started,
+        log=plan.log,
+        repository=plan.repository,
+        model=plan.served.model,
+        streaming=plan.served.streaming,
+        phase="starting",
+        shm_prefix=plan.shm_prefix,
+        mode=plan.mode,
+        exit_timeout=spec.exit_timeout,
+        proxy=None if plan.proxy is None else plan.proxy.file,
+    )
+
+
+def _instance(planned: InstancePlan, identity: Identity) -> Instance:
+    return Instance(
+        http_port=planned.address.http_port,
+        grpc_port=planned.address.grpc_port,
+        metrics_port=planned.address.metrics_port,
+        pid=identity.pid,
+        started=identity.started,
+        log=planned.log,
+    )
+
+
+def _write_proxy(proxy: Proxy) -> None:
+    with writing(proxy.file):
+        proxy.folder.mkdir(parents=True, exist_ok=True)
+        proxy.file.write_text(proxy.content, encoding="utf-8")
+
+
+def _with_members(server: Server) -> Server:
+    """The server with the ranks and stubs that its instances became ready with."""
+    own = rank_processes(server.identity)
+    more = []
+    for instance in server.more:
+        ranks = rank_processes(instance.identity)
+        more.append(replace(instance, ranks=_known(ranks.values()), stubs=_stubs(instance.identity, ranks)))
+    return replace(server, ranks=_known(own.values()), stubs=_stubs(server.identity, own), more=tuple(more))
+
+
+def _stubs(root: Identity, ranks: Mapping[int, Identity]) -> Processes:
+    """The Python stubs of the process that answers: rank 0, or the only one."""
+    return _known(children(ranks.get(0, root)))
+
+
+def _known(identities: Iterable[Identity]) -> Processes:
+    return tuple((each.pid, each.started) for each in identities)
+
+
+def _supervise(server: Server, store: Store, signals: Callable[[], int]) -> None:
+    """Return on the first signal or when `trtserve stop` ends the server; ServerDiedError when it ends by itself."""
+    while not signals():
+        for instance in server.instances:
+            problem = _problem(instance)
+            if problem:
+                recorded = recorded_server(server.name, store)
+                if recorded is None or recorded.phase == "stopping":
+                    return
+                raise _died(server, instance, problem)
+        time.sleep(_SUPERVISION_INTERVAL)
+
+
+def _problem(instance: Instance) -> str:
+    if not instance.identity.alive():
+        return "tritonserver has ended by itself"
+    if ranks := dead_ranks(instance):
+        return f"rank {ranks[0]} of {len(instance.ranks)} has ended by itself"
+    lost = dead_stubs(instance)
+    return f"{lost} of {len(instance.stubs)} Python stubs have ended" if lost else ""
+
+
+def _died(server: Server, instance: Instance, what: str) -> ServerDiedError:
+    """The rank that mpirun names, where it names one: at the end of a job the others follow it within a moment."""
+    hint = "A process that ends without an error line was killed, most often for lack of memory."
+    words = last_words(instance.log)
+    if instance.ranks:
+        deadline = time.monotonic() + _EXPLANATION
+        while instance.identity.alive() and time.monotonic() < deadline:
+            time.sleep(_SUPERVISION_INTERVAL)
+        text = server_log.read(instance.log)
+        ended = rank_log.first_end(text)
+        rank = ended.rank if ended is not None else next(iter(dead_ranks(instance)), 0)
+        what = what if ended is None else f"{ended.sentence}, which ends all {len(instance.ranks)} ranks"
+        lines = server_log.significant("\n".join(rank_log.lines_of(text, rank)))
+        words = indented(lines[-5:]) or "  (it wrote nothing)"
+    which = f"{server.name}, HTTP port {instance.http_port}" if server.more else server.name
+    return ServerDiedError(f"{which}: {what}. Last lines:\n{words}", hint=hint, log=instance.log)

@@ -1,0 +1,233 @@
+"""What `start` would do: which processes with which commands, known before anything runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trtserve.artifacts import ModelRepository
+from trtserve.errors import MissingDependencyError, UsageError
+from trtserve.launch import Launch, Mode, Setup, leader, llmapi, orchestrator
+from trtserve.launch.gpus import count_gpus, split_gpus
+from trtserve.launch.instances import instance_addresses
+from trtserve.launch.nginx import proxy_config
+from trtserve.ports import ipv4_address, is_free, next_free
+from trtserve.process import Command
+from trtserve.servers import log_file
+from trtserve.specs import ServerSpec
+from trtserve.start.mpi import mpirun_program, needs_oversubscription
+from trtserve.start.world import launch_release, ranks_of, require_engine_mode, require_world_size
+from trtserve.store import Store
+from trtserve.triton.preflight import Served, inspect_repository, require_loadable
+from trtserve.triton.server import (
+    CONTAINER_TRITON,
+    Address,
+    Triton,
+    backend_folder,
+    find_triton,
+    server_command,
+    unique_prefix,
+)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# Runtimes that this process's own Triton and Python serve; a repository without an engine is a plain Triton model.
+_EMBEDDED = (None, "openvino")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstancePlan:
+    """One launch of the server: where it listens, where its output goes, what is run."""
+
+    address: Address
+    log: Path
+    launch: Launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proxy:
+    """The configuration of a reverse proxy, before it is written to `file`; nginx works in `folder`."""
+
+    file: Path
+    folder: Path
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `start` would do: the server's name, what it serves, and every command of its instances."""
+
+    name: str
+    repository: Path
+    served: Served
+    triton: Triton
+    shm_prefix: str
+    instances: tuple[InstancePlan, ...]
+    proxy: Proxy | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """How the processes of each instance belong together."""
+        return self.instances[0].launch.mode
+
+    @property
+    def address(self) -> Address:
+        """Where the first instance listens."""
+        return self.instances[0].address
+
+    @property
+    def log(self) -> Path:
+        """Log of the first instance."""
+        return self.instances[0].log
+
+    @property
+    def command(self) -> Command:
+        """Command of the first instance."""
+        return self.instances[0].launch.command
+
+    @property
+    def needs_gpus(self) -> bool:
+        """Whether every rank needs a GPU of its own."""
+        return self.served.runtime not in _EMBEDDED
+
+    @property
+    def processes(self) -> int:
+        """Processes that are started, all instances together; their stubs and workers are not counted."""
+        return sum(instance.launch.ranks for instance in self.instances)
+
+
+def plan_server(
+    repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None, elsewhere: bool = False
+) -> Plan:
+    """Read the repository and compose the commands; nothing is written and nothing started.
+
+    RepositoryError, MissingDependencyError, UsageError and UnsupportedModelError say what stands in the way.
+    With `elsewhere` the commands need not work here: where no tritonserver fits, they are those for NVIDIA's container.
+    """
+    store = store or Store()
+    name = repository.name if spec.name is None else spec.name
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a server.", hint="Use letters, digits, '.', '_' and '-': --name NAME")
+    served = inspect_repository(repository)
+    require_loadable(repository)
+    first = Address(
+        host=ipv4_address(spec.host), http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port
+    )
+    addresses = instance_addresses(
+        first, spec.instances, lambda port: spec.auto_ports and not is_free(first.host, port)
+    )
+    prefix = unique_prefix(name)
+    if served.runtime in _EMBEDDED:
+        triton = find_triton(served.backends | {"python"})
+        launches = [_embedded(triton, repository.path, first, spec, prefix, store)]
+    else:
+        triton = _gpu_triton(served, elsewhere=elsewhere)
+        launches = _gpu_launches(triton, repository, served, addresses, spec, prefix)
+    return Plan(
+        name=name,
+        repository=repository.path.absolute(),
+        served=served,
+        triton=triton,
+        shm_prefix=prefix,
+        instances=tuple(
+            InstancePlan(address=address, log=log_file(name, store, number), launch=launch)
+            for number, (address, launch) in enumerate(zip(addresses, launches, strict=True), start=1)
+        ),
+        proxy=_proxy(name, addresses, spec, store) if spec.instances > 1 else None,
+    )
+
+
+def with_free_ports(spec: ServerSpec) -> ServerSpec:
+    """The spec with each taken port replaced by the next free one, for further instances too."""
+    taken: list[int] = []
+    for port in (spec.http_port, spec.grpc_port, spec.metrics_port):
+        taken.append(next_free(ipv4_address(spec.host), port, taken=taken))
+    return replace(spec, http_port=taken[0], grpc_port=taken[1], metrics_port=taken[2], auto_ports=True)
+
+
+def _embedded(
+    triton: Triton, repository: Path, address: Address, spec: ServerSpec, prefix: str, store: Store
+) -> Launch:
+    """One process, whatever the checkpoint's shards: the embedded executor merges them."""
+    wanted = {"--instances": spec.instances > 1, "--multi-model": spec.multi_model, "--gpus": bool(spec.gpus)}
+    for flag, given in wanted.items():
+        if given:
+            raise UsageError(
+                f"{flag} is for engines on GPUs; this repository is served by one process on the CPU.",
+                hint=f"Leave {flag} out.",
+            )
+    command = server_command(
+        triton,
+        repository,
+        address,
+        backends=backend_folder(triton, store),
+        shm_prefix=prefix,
+        extra_arguments=spec.extra_arguments,
+    )
+    return Launch(mode="single", command=command, groups=(command.argv,), shm_prefixes=(prefix,))
+
+
+def _gpu_triton(served: Served, *, elsewhere: bool) -> Triton:
+    try:
+        return find_triton(served.backends | {"python"}, system_first=True)
+    except MissingDependencyError:
+        if not elsewhere:
+            raise
+        return CONTAINER_TRITON
+
+
+def _gpu_launches(
+    triton: Triton,
+    repository: ModelRepository,
+    served: Served,
+    addresses: Sequence[Address],
+    spec: ServerSpec,
+    prefix: str,
+) -> list[Launch]:
+    require_engine_mode(served, spec)
+    require_world_size(served, spec, repository)
+    ranks = ranks_of(served, spec)
+    gpus = [spec.gpus] if spec.multi_model else split_gpus(spec.gpus, instances=spec.instances, ranks=served.world_size)
+    processes = ranks * spec.instances
+    common = Setup(
+        executable=str(triton.executable),
+        repository=repository.path,
+        address=addresses[0],
+        release=launch_release(served, spec),
+        shm_prefix=prefix,
+        core_models=tuple(model.name for model in served.core_models),
+        pool_bytes=spec.gpu0_pool_bytes,
+        exit_timeout=spec.exit_timeout,
+        oversubscribe=spec.oversubscribe or needs_oversubscription(processes),
+        mpirun=mpirun_program(),
+        arguments=spec.extra_arguments,
+    )
+    setups = [
+        replace(common, address=address, gpus=devices, shm_prefix=prefix if number == 1 else f"{prefix}i{number}_")
+        for number, (address, devices) in enumerate(zip(addresses, gpus, strict=True), start=1)
+    ]
+    return [_gpu_launch(setup, served, spec) for setup in setups]
+
+
+def _gpu_launch(setup: Setup, served: Served, spec: ServerSpec) -> Launch:
+    if spec.multi_model:
+        gpus = len(spec.gpus) or count_gpus()
+        return orchestrator(setup, served.core_models, spawn=spec.spawn_processes, gpus=gpus)
+    if served.runtime == "llmapi":
+        # The instances of one model.yaml start workers of their own, which needs a server without MPI.
+        return llmapi(setup, 1 if served.core_models[0].instances > 1 else served.world_size)
+    return leader(setup, served.world_size)
+
+
+def _proxy(name: str, addresses: Sequence[Address], spec: ServerSpec, store: Store) -> Proxy:
+    used = {port for address in addresses for port in address.ports.values()}
+    if not used.isdisjoint((spec.proxy_port, spec.proxy_port + 1)):
+        raise UsageError(
+            f"--proxy-port {spec.proxy_port} (and {spec.proxy_port + 1} for gRPC) meets a port of an instance.",
+            hint=f"Choose --proxy-port {max(used) + 1}.",
+        )
+    folder = store.servers / f"{name}.proxy"
+    file = folder / "nginx.conf"
+    content = proxy_config(addresses, file=file, http_port=spec.proxy_port, grpc_port=spec.proxy_port + 1)
+    return Proxy(file=file, folder=folder, content=content)

@@ -1,0 +1,85 @@
+"""When all instances of a server are ready; until then, which rank ended or keeps the others waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from trtserve.errors import ServerStartError
+from trtserve.launch.ranks import describe_ranks, missing_rank, rank_processes
+from trtserve.process import Identity
+from trtserve.servers import Server
+from trtserve.start.plan import InstancePlan, Plan
+from trtserve.triton import server_log
+from trtserve.triton.launch import came_up, pause, start_error, timeout_error
+
+# mpirun ends a job within a moment of a rank that fails; one that ends with code 0 it lets go.
+_RANK_INTERVAL = 1.0
+_LET_GO = 3.0
+
+
+def wait_for_all(server: Server, plan: Plan, *, timeout: float, interrupted: Callable[[], int]) -> None:
+    """Wait until every model of every instance is ready; KeyboardInterrupt when `interrupted` counts a signal.
+
+    ServerStartError when an instance or one of its ranks ends, and after `timeout` seconds, with the rank that is
+    missing.
+    """
+    deadline = time.monotonic() + timeout
+    pairs = zip(server.instances, plan.instances, strict=True)
+    waiting = [_Waiting(instance.identity, planned) for instance, planned in pairs]
+    while True:
+        waiting = [one for one in waiting if not one.ready()]
+        if not waiting:
+            return
+        pause(interrupted)
+        if time.monotonic() > deadline:
+            raise waiting[0].timeout_error(timeout)
+
+
+class _Waiting:
+    """One instance on its way, with the ranks that it was seen to have."""
+
+    def __init__(self, root: Identity, planned: InstancePlan) -> None:
+        self.root = root
+        self.planned = planned
+        self._seen: dict[int, Identity] = {}
+        self._looked = time.monotonic()
+        self._lost_since: float | None = None
+
+    def ready(self) -> bool:
+        """Whether it is up; ServerStartError when it never will be."""
+        if came_up(self.root, self.planned.address, self.planned.log):
+            return True
+        if self.planned.launch.ranks > 1 and time.monotonic() - self._looked > _RANK_INTERVAL:
+            self._look_for_ranks()
+        return False
+
+    def _look_for_ranks(self) -> None:
+        self._looked = time.monotonic()
+        self._seen |= rank_processes(self.root)
+        lost = [rank for rank, process in self._seen.items() if not process.alive()]
+        if not lost or not self.root.alive():
+            self._lost_since = None
+            return
+        self._lost_since = self._lost_since or self._looked
+        if self._looked - self._lost_since >= _LET_GO:
+            raise ServerStartError(
+                f"Rank {lost[0]} of {self.planned.launch.ranks} has ended before the server was ready, and mpirun does "
+                f"not end the others.{self._report()}",
+                log=self.planned.log,
+            )
+
+    def timeout_error(self, timeout: float) -> ServerStartError:
+        """What is to be said after the deadline."""
+        if self.planned.launch.ranks == 1:
+            return timeout_error(timeout, self.planned.log)
+        if not self.root.alive():
+            return start_error(self.root, self.planned.log)
+        return timeout_error(timeout, self.planned.log, self._report())
+
+    def _report(self) -> str:
+        ranks = self.planned.launch.ranks
+        processes = {rank: each for rank, each in rank_processes(self.root).items() if rank < ranks}
+        text = server_log.read(self.planned.log)
+        missing = missing_rank(processes, ranks, text)
+        return f" Rank {missing} keeps the others waiting:\n{describe_ranks(processes, ranks, text)}"

@@ -1,0 +1,63 @@
+"""Which model repository a name or a path on the command line means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from trtserve.artifacts import ModelRepository, load_artifact
+from trtserve.errors import ModelNotFoundError, UsageError
+from trtserve.store import Store
+
+
+def find_repository(
+    name: str | None = None, *, path: Path | None = None, store: Store | None = None
+) -> ModelRepository:
+    """The model repository at `path`, or of the import or repository `name`, or of the last import.
+
+    ModelNotFoundError when nothing was imported or made (under that name).
+    """
+    if path is not None:
+        if name is not None:
+            raise UsageError(f"Both a name ({name}) and --model-repository were given; give one.")
+        return _open(path)
+    store = store or Store()
+    records = store.recorded()
+    chosen = [record for record in records if name is None or record.name == name]
+    if chosen:
+        return _open(Path(chosen[0].repository))
+    made = store.made(ModelRepository)
+    if name in made:
+        return _open(made[name].path)
+    if name is not None and (os.sep in name or Path(name).is_dir()):
+        raise _folder_for_name(name)
+    what = "Nothing has been imported yet." if name is None else f"Nothing was imported under the name {name}."
+    raise ModelNotFoundError(what, hint=_known_names([record.name for record in records], made))
+
+
+def chosen_by(repository: Path, store: Store) -> str:
+    """What names this repository on the command line: its import, else its path."""
+    record = next((record for record in store.recorded() if Path(record.repository) == repository), None)
+    return f"--model-repository {repository}" if record is None else record.name
+
+
+def _known_names(imported: list[str], made: Collection[str]) -> str:
+    others = sorted(set(made) - set(imported))
+    known = [f"Imported: {', '.join(imported)}."] if imported else []
+    known += [f"Made by `trtserve repo`: {', '.join(others)}."] if others else []
+    return " ".join(known) or "Import a model: trtserve import demo"
+
+
+def _folder_for_name(folder: str) -> ModelNotFoundError:
+    """A path where the name of an import is expected; a Hugging Face folder has a config.json, a repository has not."""
+    if (Path(folder) / "config.json").is_file():
+        hint = f"Import the model first: trtserve import {folder}"
+    else:
+        hint = f"Serve a model repository by its path: trtserve start --model-repository {folder}"
+    return ModelNotFoundError(f"{folder} is a path, not the name of an import.", hint=hint)
+
+
+def _open(path: Path) -> ModelRepository:
+    repository = load_artifact(ModelRepository, path)
+    return ModelRepository(path=repository.path, manifest=repository.manifest)

@@ -1,0 +1,117 @@
+"""How many ranks a repository needs, in which mode, and what to do when the command line wants another number."""
+
+from __future__ import annotations
+
+from trtserve.artifacts import ModelRepository
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.launch.devices import world_of
+from trtserve.releases import NEWEST, order
+from trtserve.releases.installed import installed, require_engine_path
+from trtserve.specs import ServerSpec
+from trtserve.triton.preflight import Served
+
+_LLMAPI_SINCE = "0.19"
+
+
+def launch_release(served: Served, spec: ServerSpec) -> str:
+    """The release whose launch script is followed: --trtllm-version, what is installed, or the repository's.
+
+    UsageError for a release that cannot serve this kind of repository.
+    """
+    found = installed(spec.trtllm_version)
+    engine = served.core_models[0].version if served.core_models else None
+    version = found.version if found is not None else served.release or engine or NEWEST
+    if served.runtime != "llmapi":
+        return require_engine_path(version)
+    if order(version) < order(_LLMAPI_SINCE):
+        raise UsageError(f"TensorRT-LLM {version} has no llmapi model for Triton; {_LLMAPI_SINCE} was the first.")
+    # Releases after the last one of the tables still have this launcher.
+    return NEWEST if order(version) > order(NEWEST) else require_engine_path(version)
+
+
+def ranks_of(served: Served, spec: ServerSpec) -> int:
+    """Processes of one instance in the mode of `spec`, as mpirun counts them."""
+    if not spec.multi_model:
+        return served.world_size
+    return 1 if spec.spawn_processes else world_of(served.core_models)
+
+
+def require_engine_mode(served: Served, spec: ServerSpec) -> None:
+    """UsageError or RepositoryError for a mode in which these core models cannot run."""
+    if served.runtime == "llmapi":
+        if spec.multi_model:
+            raise UsageError(
+                "--multi-model is for TensorRT engines; the LLM API starts its own workers.",
+                hint="Leave --multi-model out.",
+            )
+        return
+    unknown = next((model for model in served.core_models if not model.config), None)
+    if unknown is not None:
+        raise RepositoryError(
+            f"The engine of {unknown.name} is not on this machine, so its number of ranks is not known.",
+            hint="Make the repository with the engine inside: trtserve repo ENGINE --tokenizer FOLDER",
+        )
+    sizes = {model.name: model.world_size for model in served.core_models}
+    if not spec.multi_model and len(set(sizes.values())) > 1:
+        words = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise UsageError(
+            f"The engines of this repository have different world sizes ({words}); leader mode starts one number.",
+            hint="Serve them in orchestrator mode: --multi-model, with gpu_device_ids of each model.",
+        )
+
+
+def require_world_size(served: Served, spec: ServerSpec, repository: ModelRepository) -> None:
+    """UsageError when --world-size is not what the engine and the mode need; the hint makes such an engine."""
+    needed = ranks_of(served, spec)
+    if spec.world_size in (None, needed):
+        return
+    if spec.multi_model:
+        raise UsageError(
+            f"--world-size is {spec.world_size}; an orchestrator "
+            + (
+                "spawns its workers itself: 1."
+                if spec.spawn_processes
+                else f"and the ranks of its models are {needed}."
+            ),
+            hint=f"Leave it out, or give --world-size {needed}.",
+        )
+    raise UsageError(
+        f"--world-size is {spec.world_size}; the engine was built for {served.world_size} rank(s).",
+        hint=rebuild_commands(served, repository, int(spec.world_size or 1)),
+    )
+
+
+def wants_rebuild(served: Served, spec: ServerSpec) -> bool:
+    """Whether another engine is needed for --world-size: never on the CPU, where one process merges all shards."""
+    fixed = served.runtime in (None, "openvino") or spec.multi_model
+    return not fixed and spec.world_size not in (None, served.world_size)
+
+
+def rebuild_commands(served: Served, repository: ModelRepository, world_size: int) -> str:
+    """The commands that make an engine for `world_size` ranks, in the words of whoever made the one that is there."""
+    if served.runtime == "llmapi":
+        return f"Set tensor_parallel_size: {world_size} in model.yaml, or leave --world-size out."
+    if repository.manifest is None:
+        return (
+            f"Make the checkpoint again with --tp_size {world_size} (convert_checkpoint.py), then the engine "
+            "(trtllm-build), then put it into the repository; or leave --world-size out."
+        )
+    other = f"{repository.name}-tp{world_size}"
+    return (
+        f"trtserve convert {repository.name} --tp-size {world_size}{_weights(served)} --name {other} && "
+        f"trtserve build {other}{_limits(served)} && "
+        f"trtserve repo {other} --tokenizer {repository.name} && trtserve start {other}"
+    )
+
+
+def _weights(served: Served) -> str:
+    pretrained = served.engine.get("pretrained_config", {})
+    return f" --dtype {pretrained['dtype']}" if "dtype" in pretrained else ""
+
+
+def _limits(served: Served) -> str:
+    """The limits of the engine that is there, as flags of `build`."""
+    limits = served.engine.get("build_config", {})
+    names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens")
+    given = (f" --{name.replace('_', '-')} {limits[name]}" for name in names if limits.get(name))
+    return "".join((*given, f" --runtime {served.runtime}"))
