@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # What `repo` does with a repository or with templates that exist already is no part of an import.
-OF_REPO_ALONE = {"into", "from_template"}
+OF_REPO_ALONE = {"into", "from_template", "drop_unset", "in_place"}
 
 
 @pytest.mark.parametrize("stage", ["convert", "build", "repo"])

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtserve.artifacts import Adapter, Engine, Model, looks_like
-from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, TrtllmVersionOption
+from trtserve.cli.options import (
+    DryRunOption,
+    JsonOption,
+    OutOption,
+    PpSizeOption,
+    QuietOption,
+    RuntimeOption,
+    TpSizeOption,
+    TrtllmVersionOption,
+)
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.cli.repo_options import (
     AbsolutePathsOption,
@@ -46,11 +55,18 @@ if TYPE_CHECKING:
 
 
 def repo(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="Engine folder, or the name of an imported model.")],
-    tokenizer: Annotated[
+    engine: Annotated[
         str,
-        typer.Option("--tokenizer", help="Hugging Face folder with the tokenizer, or the name of an imported model."),
+        typer.Argument(
+            metavar="ENGINE",
+            help="Engine folder, or the name of an imported model; with --runtime llmapi a Hugging Face model; with "
+            "--from-template KEY:VALUE,…",
+        ),
     ],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", help="Hugging Face folder with the tokenizer, or the name of an imported model."),
+    ] = None,
     name: NameOption = None,
     streaming: StreamingOption = True,
     settings: SetOption = None,
@@ -76,6 +92,19 @@ def repo(
     suffix: SuffixOption = "",
     absolute_paths: AbsolutePathsOption = False,
     container_paths: ContainerPathsOption = None,
+    runtime: RuntimeOption = "auto",
+    tp_size: TpSizeOption = 1,
+    pp_size: PpSizeOption = 1,
+    from_template: Annotated[
+        Path | None,
+        typer.Option("--from-template", metavar="DIR", help="Fill NVIDIA's own templates in DIR instead."),
+    ] = None,
+    drop_unset: Annotated[
+        bool, typer.Option("--drop-unset", help="With --from-template: leave out optional parameters without a value.")
+    ] = False,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="With --from-template: fill the files where they are.")
+    ] = False,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the engine files instead of hard-linking them.")] = False,
     into: Annotated[
         Path | None, typer.Option("--into", metavar="REPOSITORY", help="Add the models to this repository.")
@@ -86,26 +115,97 @@ def repo(
     quiet: QuietOption = False,
 ) -> None:
     """Assemble the Triton model repository of an engine and print its path."""
-    from trtserve.repo import assemble_repository, default_name, plan_repository, tree
-
     options = locals()  # before anything else has a name here
-    store, progress = Store(), TerminalProgress(quiet=quiet)
-    source = store.find(Engine, engine, progress=progress)
-    spec = repository_spec({**options, "name": name or default_name(source)}, store)
-    folder = store.find(Model, tokenizer, progress=progress).path
-    draft, draft_tokenizer = find_draft(draft_engine, store, progress)
-    more: dict[str, Any] = {"draft": draft, "draft_tokenizer": draft_tokenizer, "out": out, "into": into}
-    plan = plan_repository(source, folder, spec, **more)
-    if not dry_run:
-        assemble_repository(source, folder, spec, **more, progress=progress)
-    if json:
-        print_json("repo", _described(plan))
-    elif dry_run:
-        print_data("\n".join(_lines(plan)))
+    progress = TerminalProgress(quiet=quiet)
+    if from_template is not None:
+        _fill(from_template, options, progress)
+    elif runtime == "llmapi":
+        _assemble_llmapi(options, progress)
     else:
-        if not quiet:
-            say(tree(plan.path))
-        print_data(str(plan.path))
+        _assemble(options, progress)
+
+
+def _assemble(options: Mapping[str, Any], progress: TerminalProgress) -> None:
+    from trtserve.repo import assemble_repository, default_name, plan_repository
+
+    store, tokenizer = Store(), options["tokenizer"]
+    if tokenizer is None:
+        raise UsageError("--tokenizer is missing.", hint="Give the Hugging Face folder of the model, or its name.")
+    source = store.find(Engine, options["engine"], progress=progress)
+    spec = repository_spec({**options, "name": options["name"] or default_name(source)}, store)
+    folder = store.find(Model, tokenizer, progress=progress).path
+    draft, draft_tokenizer = find_draft(options["draft_engine"], store, progress)
+    more: dict[str, Any] = {"draft": draft, "draft_tokenizer": draft_tokenizer}
+    more |= {name: options[name] for name in ("out", "into")}
+    plan = plan_repository(source, folder, spec, **more)
+    if not options["dry_run"]:
+        assemble_repository(source, folder, spec, **more, progress=progress)
+    _print_result(options, plan.path, _described(plan), _lines(plan))
+
+
+def _assemble_llmapi(options: Mapping[str, Any], progress: TerminalProgress) -> None:
+    from trtserve.import_.sources import parse_source
+    from trtserve.repo import default_name
+    from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
+
+    for name in ("tokenizer", "draft_engine", "into"):
+        if options[name] is not None:
+            raise UsageError(f"--{name.replace('_', '-')} has no meaning with --runtime llmapi.")
+    store, text = Store(), options["engine"]
+    hub_id = text.removeprefix("hf:")
+    remote = text != hub_id or ("/" in text and not Path(text).expanduser().exists())
+    model = hub_id if remote else store.find(Model, text, progress=progress)
+    default = parse_source(f"hf:{hub_id}").name if isinstance(model, str) else default_name(model)
+    spec = repository_spec({**options, "name": options["name"] or default}, store)
+    sizes = {name: options[name] for name in ("tp_size", "pp_size")}
+    plan = plan_llmapi(model, spec, **sizes, out=options["out"], store=store)
+    if isinstance(model, str):
+        progress.warn(f"The server loads {model} from the hub when it starts.")
+    if not options["dry_run"]:
+        assemble_llmapi(plan, progress=progress)
+    described = {"path": str(plan.path), "reused": plan.reused, "models": list(plan.models), **plan.manifest.facts}
+    lines = [
+        f"{'reuse' if plan.reused else 'make':<9} {plan.path}",
+        f"models    {', '.join(plan.models)}",
+        f"model     {model if isinstance(model, str) else model.path}",
+        "ranks     tensor parallel {tp_size}, pipeline parallel {pp_size}".format_map(plan.manifest.facts),
+    ]
+    _print_result(options, plan.path, described, lines)
+
+
+def _fill(folder: Path, options: Mapping[str, Any], progress: TerminalProgress) -> None:
+    from trtserve.repo.templates import fill_templates, write_filled
+
+    out, in_place = options["out"], options["in_place"]
+    if out is not None and in_place:
+        raise UsageError("--out and --in-place contradict each other; give one.")
+    release = options["release"] or options["trtllm_version"]
+    filled = fill_templates(
+        folder, options["engine"], release=release, drop_unset=options["drop_unset"], progress=progress
+    )
+    if (out is not None or in_place) and not options["dry_run"]:
+        write_filled(folder, filled, out)
+    if options["json"]:
+        print_json("repo", {"path": str(out or folder), "files": {str(each.path): each.text for each in filled}})
+    elif out is not None or in_place:
+        print_data(str(out or folder))
+    else:  # as NVIDIA's tool does
+        print_data("\n".join(each.text for each in filled))
+
+
+def _print_result(
+    options: Mapping[str, Any], path: Path, described: Mapping[str, object], lines: Sequence[str]
+) -> None:
+    from trtserve.repo import tree
+
+    if options["json"]:
+        print_json("repo", described)
+    elif options["dry_run"]:
+        print_data("\n".join(lines))
+    else:
+        if not options["quiet"]:
+            say(tree(path))
+        print_data(str(path))
 
 
 def repository_spec(options: Mapping[str, Any], store: Store) -> RepositorySpec:

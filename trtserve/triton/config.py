@@ -58,6 +58,28 @@ def build_config(profile: Profile, model: str, options: ConfigOptions, *, name: 
     return config
 
 
+def llmapi_config_text(description: ModelProfile, *, name: str, decoupled: bool, gpu_device_ids: str) -> str:
+    """`config.pbtxt` of a model of the LLM API, which has no batch axis; one instance for each group of GPUs.
+
+    Batches and streaming are told here and not in model.yaml alone: servers are started without auto-completion.
+    """
+    from google.protobuf import text_format
+    from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+
+    options = ConfigOptions(max_batch_size=0, decoupled=decoupled)
+    config = ModelConfig(name=name, backend="python")
+    for tensor in description.inputs:
+        _add_input(config, tensor, options)
+    for tensor in description.outputs:
+        config.output.add(name=tensor.name, data_type=_data_type(tensor, options), dims=tensor.dims)
+    config.model_transaction_policy.decoupled = decoupled
+    if gpu_device_ids:
+        config.parameters["gpu_device_ids"].string_value = gpu_device_ids
+    count = max(1, len(gpu_device_ids.split(";")))
+    config.instance_group.add(count=count, kind=ModelInstanceGroup.KIND_CPU)
+    return str(text_format.MessageToString(config))
+
+
 def parse_config(text: str) -> Any:
     """The `ModelConfig` message that `text` says; ParseError of text_format when it says none."""
     from google.protobuf import text_format

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from trtserve.errors import UsageError
 from trtserve.releases import NEWEST, RELEASES, Row, normalize_release, order
-from trtserve.triton.tables import bls, core, ensemble, parameters, processing
+from trtserve.triton.tables import bls, core, ensemble, llmapi, parameters, processing
 from trtserve.triton.tables.rows import Parameter
 
 CORE = "tensorrt_llm"
@@ -18,6 +19,9 @@ BLS = "tensorrt_llm_bls"
 ENSEMBLE = "ensemble"
 PREPROCESSING = "preprocessing"
 POSTPROCESSING = "postprocessing"
+LLMAPI_SINCE = "0.19"
+"""The first release with a model for the LLM API."""
+
 MODELS = (PREPROCESSING, CORE, POSTPROCESSING, ENSEMBLE, BLS)
 
 
@@ -218,6 +222,18 @@ _MAPS = (
     ),
     ModelTables(inputs=ensemble.POSTPROCESSING_INPUT_MAP, outputs=ensemble.POSTPROCESSING_OUTPUT_MAP),
 )
+
+
+def llmapi_model(release: str) -> ModelProfile:
+    """The model of the LLM API; releases after the newest of the tables have its tensors."""
+    chosen = NEWEST if order(release) > order(NEWEST) else normalize_release(release)
+    if order(chosen) < order(LLMAPI_SINCE):
+        raise UsageError(
+            f"Release {chosen} has no model for the LLM API; {LLMAPI_SINCE} was the first.",
+            hint="Serve an engine of that release, or name the newer one that is installed: --trtllm-version",
+        )
+    inputs = _of_release(_tensors(llmapi.INPUTS + llmapi.OWN_INPUTS), chosen)
+    return ModelProfile(name=CORE, inputs=inputs, outputs=_of_release(_tensors(llmapi.OUTPUTS), chosen))
 
 
 def _steps(release: str, *, union: bool) -> tuple[Step, ...]:

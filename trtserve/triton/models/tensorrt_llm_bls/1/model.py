@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
-import uuid
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,124 +11,37 @@ import triton_python_backend_utils as pb_utils
 from chain import Chain, engine_length
 from conversation import Conversation
 from core_inputs import answered_often
-from guarded_sender import GuardedSender
-from inner_models import InnerModelError, Tensors, finished_calls, forget_calls, stop_request
+from inner_models import InnerModelError, Tensors, stop_request
 from lora_names import LoraNames
-from model_parameters import ModelParameters, check_request_type
+from model_parameters import ModelParameters
 from parameter_classes import check_classes
-
-# Threads only wait for other models; as many requests as this are in work at once, the next ones wait in line.
-_MOST_AT_ONCE = 256
-_CANCEL_PERIOD = 0.05
-_OWN_ERRORS = (ValueError, TypeError, KeyError, UnicodeDecodeError)
+from text_model import TextModel
 
 
-class TritonPythonModel:
-    """Runs each request in a thread of its own, so that the core model can batch them in flight."""
+class TritonPythonModel(TextModel):
+    """Asks preprocessing, the core model and postprocessing."""
 
-    def initialize(self, args: dict[str, str]) -> None:
+    def prepare(self, config: dict[str, Any], repository: Path, parameters: ModelParameters) -> None:
         """Read the names of the models behind this one."""
-        config = json.loads(args["model_config"])
-        repository = Path(args["model_repository"]).resolve().parent
-        parameters = ModelParameters(config, repository, pb_utils.Logger.log_warn)
-        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
-        try:
-            check_classes(parameters, Path(__file__).parent, pb_utils.Logger.log_info)
-            self._chain = _chain(config, repository, parameters, decoupled=self._decoupled)
-        except ValueError as error:
-            raise pb_utils.TritonModelException(f"The BLS model cannot be loaded: {error}") from error
-        self._workers = ThreadPoolExecutor(max_workers=_MOST_AT_ONCE, thread_name_prefix="request")
-        self._active: dict[str, tuple[GuardedSender, threading.Event, bool]] = {}
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch_cancellation, daemon=True, name="cancellation")
-        self._watcher.start()
+        check_classes(parameters, Path(__file__).parent, pb_utils.Logger.log_info)
+        decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
+        self._chain = _chain(config, repository, parameters, decoupled=decoupled)
+        # A stream of pushed answers needs it; there are as many processes as the engine takes requests.
+        self.one_at_a_time = self._chain.pushed
 
-    def execute(self, requests: Sequence[Any]) -> None:
-        """Start each request; the answers go through its response sender."""
-        for request in requests:
-            sender = GuardedSender(request.get_response_sender())
-            try:
-                check_request_type(request.parameters())
-                inputs = {tensor.name(): _array(tensor) for tensor in request.inputs()}
-            except ValueError as error:
-                self._fail(sender, str(error))
-            else:
-                self._start(inputs, request.request_id(), sender)
+    def answers(self, inputs: Tensors, inner_id: str, cancelled: threading.Event) -> Iterator[Tensors]:
+        """The answers of one request."""
+        return Conversation(self._chain, inputs, inner_id, cancelled).answers()
 
-    def _start(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
-        if self._chain.pushed:  # one at a time has this process for itself; other processes take the other requests
-            self._serve(inputs, client_id, sender)
-        else:
-            self._workers.submit(self._serve, inputs, client_id, sender)
-
-    def _serve(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
-        # The core model knows this mark: a stop request sent to it with the client's id reaches this request.
-        inner_id = f"{client_id}/bls-{uuid.uuid4()}"
-        cancelled = threading.Event()
-        with self._lock:
-            self._active[inner_id] = sender, cancelled, answered_often(inputs)
-        try:
-            self._send_all(Conversation(self._chain, inputs, inner_id, cancelled).answers(), sender)
-        except InnerModelError as error:
-            self._fail(sender, str(error))
-        except _OWN_ERRORS as error:
-            self._fail(sender, str(error))
-        except Exception as error:  # noqa: BLE001 - without an answer the client would wait for ever
-            self._fail(sender, f"The BLS model failed with {type(error).__name__}: {error}")
-        finally:
-            with self._lock:
-                del self._active[inner_id]
-
-    def _send_all(self, answers: Iterator[Tensors], sender: GuardedSender) -> None:
-        for answer in answers:
-            tensors = [pb_utils.Tensor(name, value) for name, value in answer.items()]
-            sender.send(pb_utils.InferenceResponse(output_tensors=tensors), final=not self._decoupled)
-        if self._decoupled:
-            sender.send(final=True)
-
-    def _fail(self, sender: GuardedSender, message: str) -> None:
-        error = pb_utils.TritonError(message)
-        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
-
-    def _watch_cancellation(self) -> None:
-        """Pass the cancellation of a client on to the core model."""
-        stopped: set[str] = set()
-        while not self._stopping.wait(_CANCEL_PERIOD):
-            with self._lock:
-                active = dict(self._active)
-            stopped &= active.keys()
-            finished, asked = finished_calls(), False
-            for inner_id, (sender, cancelled, often) in active.items():
-                if inner_id in stopped:
-                    continue
-                if sender.is_cancelled():
-                    stopped.add(inner_id)
-                    self._cancel(inner_id, cancelled, often=often)
-                elif not sender.ended:
-                    asked = True  # the question went to the server, behind the end of every finished call
-            if asked:
-                forget_calls(finished)
-
-    def _cancel(self, inner_id: str, cancelled: threading.Event, *, often: bool) -> None:
-        cancelled.set()  # between two rounds of speculative decoding no core model knows the request
-        if often and self._chain.pushed:
-            return  # the conversation sees it with the next answer
+    def stop(self, inner_id: str, inputs: Tensors) -> None:
+        """Stop it in the core models; between two rounds of speculative decoding none of them knows it."""
+        if self._chain.pushed and answered_often(inputs):
+            return  # the conversation does it with the next answer
         for model in filter(None, (self._chain.core, self._chain.draft)):
-            self._stop(model, inner_id)
-
-    def _stop(self, model: str, inner_id: str) -> None:
-        try:
-            stop_request(model, inner_id)
-        except (InnerModelError, RuntimeError) as error:
-            pb_utils.Logger.log_error(f"A cancelled request could not be stopped in {model}: {error}")
-
-    def finalize(self) -> None:
-        """Wait for the requests in work; Triton unloads a model only when it has answered."""
-        self._stopping.set()
-        self._workers.shutdown(wait=True)
-        self._watcher.join(timeout=5)
-        forget_calls(finished_calls())  # not when the interpreter ends: the shared memory is gone by then
+            try:
+                stop_request(model, inner_id)
+            except (InnerModelError, RuntimeError) as error:  # noqa: PERF203 - the other model must be stopped too
+                pb_utils.Logger.log_error(f"A cancelled request could not be stopped in {model}: {error}")
 
 
 def _chain(config: dict[str, Any], repository: Path, parameters: ModelParameters, *, decoupled: bool) -> Chain:
@@ -151,11 +61,3 @@ def _chain(config: dict[str, Any], repository: Path, parameters: ModelParameters
         postprocessing=parameters.text("postprocessing_model_name") or "postprocessing",
         pushed=decoupled and parameters.text("core_answers") == "pushed",
     )
-
-
-def _array(tensor: Any) -> Any:
-    """The tensor as an array; as it is where its type is BF16, which NumPy has not, for the core model to read."""
-    try:
-        return tensor.as_numpy()
-    except pb_utils.TritonModelException:
-        return tensor

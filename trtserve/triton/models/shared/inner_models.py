@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 Tensors = dict[str, NDArray[Any]]
 """Arrays by name; an input in BF16, which NumPy has not, is the `pb_utils.Tensor` itself."""
 
-_PLACEHOLDERS: Tensors = dict.fromkeys(
+_ENGINE_INPUTS: Tensors = dict.fromkeys(
     ("input_ids", "input_lengths", "request_output_len"), np.ones((1, 1), dtype=np.int32)
 )
-"""What the core model's configuration demands of every request."""
+_TEXT_INPUTS: Tensors = {"text_input": np.array([b""], dtype=np.object_)}
 _finished: list[Any] = []
 
 
@@ -46,10 +46,10 @@ def call_streamed(
         yield from _exchange(_request(model, inputs, outputs, request_id))
         return
     if pushed:
-        yield from _pushed(model, _request(model, inputs, outputs, request_id), request_id)
+        yield from _pushed(model, inputs, outputs, request_id)
         return
     answers = _exchange(_request(model, inputs, outputs, request_id, answers="first"))
-    following = _request(model, _PLACEHOLDERS, outputs, request_id, answers="next")
+    following = _request(model, _placeholders(inputs), outputs, request_id, answers="next")
     ended = False
     try:
         while answers:
@@ -61,7 +61,7 @@ def call_streamed(
         raise
     finally:
         if not ended:  # nobody wants the rest
-            stop_request(model, request_id)
+            _stop(model, request_id, inputs, outputs)
             _fetch_rest(following)
 
 
@@ -91,14 +91,30 @@ def only(answers: Iterator[Tensors]) -> Tensors:
 
 def stop_request(core_model: str, request_id: str) -> None:
     """Stop the request of the core model that has this id; unknown ids do nothing."""
-    inputs = {**_PLACEHOLDERS, "stop": np.array([[True]])}
-    for _ in call_streamed(core_model, inputs, ("output_ids", "sequence_length"), request_id):
+    _stop(core_model, request_id, _ENGINE_INPUTS, ("output_ids", "sequence_length"))
+
+
+def stop_text_request(model: str, request_id: str) -> None:
+    """The same for a model that takes texts, such as that of the LLM API, which ends it with an error."""
+    with suppress(InnerModelError):
+        _stop(model, request_id, _TEXT_INPUTS, ("text_output",))
+
+
+def _stop(model: str, request_id: str, like: Tensors, outputs: Sequence[str]) -> None:
+    batch = () if "text_input" in like else (1,)
+    inputs = {**_placeholders(like), "stop": np.full((*batch, 1), True)}
+    for _ in call_streamed(model, inputs, outputs, request_id):
         pass
+
+
+def _placeholders(inputs: Tensors) -> Tensors:
+    """What the configuration of the model that takes `inputs` demands of every request."""
+    return _TEXT_INPUTS if "text_input" in inputs else _ENGINE_INPUTS
 
 
 def _answers_often(inputs: Tensors) -> bool:
     """Whether the core model may answer a request more than once."""
-    several = len(inputs["input_ids"]) > 1 or np.any(np.greater(inputs.get("num_return_sequences", 1), 1))
+    several = len(inputs.get("input_ids", ())) > 1 or np.any(np.greater(inputs.get("num_return_sequences", 1), 1))
     return bool(several or np.any(inputs.get("streaming", False)))
 
 
@@ -113,8 +129,8 @@ def _exchange(request: Any) -> list[Tensors]:
         _finished.append(call)
 
 
-def _pushed(model: str, request: Any, request_id: str) -> Iterator[Tensors]:
-    call = request.exec(decoupled=True)
+def _pushed(model: str, inputs: Tensors, outputs: Sequence[str], request_id: str) -> Iterator[Tensors]:
+    call = _request(model, inputs, outputs, request_id).exec(decoupled=True)
     ended = False
     try:
         for answer in call:
@@ -123,7 +139,7 @@ def _pushed(model: str, request: Any, request_id: str) -> Iterator[Tensors]:
         ended = True
     finally:
         if not ended:  # an error, after which there may be more rows, or nobody wants the rest
-            stop_request(model, request_id)
+            _stop(model, request_id, inputs, outputs)
             while next(call, None) is not None:
                 pass
         _finished.append(call)

@@ -1,0 +1,132 @@
+"""One request of the BLS model for the model of the LLM API: its tensors there, and its answers as text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from inner_models import Tensors, call_streamed, stop_text_request
+from llm_names import NEUTRAL, OTHERS, OUTPUTS, SAMPLING, WORDS
+
+_REASONS = {b"length": b"length", b"timeout": b"timed_out", b"cancelled": b"cancelled"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmModel:
+    """The model behind: its name, and the inputs and outputs that its configuration declares."""
+
+    name: str
+    outputs: tuple[str, ...]
+    accumulate: bool = False
+
+
+class LlmConversation:
+    """Answers of one request, in order."""
+
+    def __init__(self, model: LlmModel, inputs: Tensors, request_id: str, cancelled: threading.Event) -> None:
+        """ValueError names the first input that cannot be carried out."""
+        _check(inputs)
+        self._model, self._request_id, self._cancelled = model, request_id, cancelled
+        self._prompt = inputs["text_input"].reshape(-1)[0].decode("utf-8")
+        self._streamed = _asks(inputs, "stream")
+        self._excludes = bool(np.any(inputs.get("exclude_input_in_output", False)))
+        self._reason = _asks(inputs, "return_finish_reason")
+        self._metrics = _asks(inputs, "return_perf_metrics") or _asks(inputs, "return_kv_cache_reuse_stats")
+        self._inputs = _llm_inputs(inputs, reason=self._reason)
+
+    def answers(self) -> Iterator[Tensors]:
+        """Run the request; InnerModelError carries the message of the model that refused it."""
+        before = ""
+        wanted = ["text_output", *(["finish_reason", "stop_reason"] if self._reason else [])]
+        wanted += [OUTPUTS[name] for name in self._model.outputs if self._metrics and name in OUTPUTS]
+        for answer in call_streamed(self._model.name, self._inputs, wanted, self._request_id):
+            text = answer["text_output"].reshape(-1)[0].decode("utf-8")
+            piece, others = self._piece(text, before), self._others(answer)
+            if piece or others or not self._streamed:
+                yield {"text_output": _encoded([piece]), **others}
+            before = text
+            if self._cancelled.is_set():
+                stop_text_request(self._model.name, self._request_id)
+
+    def _piece(self, text: str, before: str) -> str:
+        """Each answer of the LLM API holds the whole text so far."""
+        if not self._streamed:
+            return text if self._excludes else self._prompt + text
+        if self._model.accumulate:
+            return text
+        return text.removeprefix(before)
+
+    def _others(self, answer: Tensors) -> Tensors:
+        found = {name: answer[inner].reshape(1, -1) for name, inner in OUTPUTS.items() if inner in answer}
+        if "finish_reason" in answer and "finish_reason" in self._model.outputs:
+            word = _reason(answer["finish_reason"].reshape(-1)[0], answer["stop_reason"].reshape(-1)[0])
+            found |= {"finish_reason": np.array([[word]], dtype=np.object_)} if word else {}
+        return {name: value for name, value in found.items() if name in self._model.outputs}
+
+
+def _reason(finish: bytes, stop: bytes) -> bytes | None:
+    """The executor's word for why the text ended; None while it goes on."""
+    if finish == b"stop":
+        return b"end_id" if stop in (b"None", b"") else b"stop_words"
+    return _REASONS.get(finish)
+
+
+def _check(inputs: Tensors) -> None:
+    text, limit = inputs.get("text_input"), inputs.get("max_tokens")
+    if text is None or text.size == 0:
+        raise ValueError("text_input is required")
+    if text.size > 1:
+        raise ValueError(f"text_input has {text.size} prompts; the LLM API's model takes one for each request.")
+    if limit is None or limit.size != 1 or int(limit.reshape(-1)[0]) <= 0:
+        raise ValueError("max_tokens must be a single value > 0")
+    known = {*SAMPLING, *WORDS, *OTHERS}
+    for name in inputs:
+        if name not in known and _asks(inputs, name):
+            raise ValueError(
+                f"{name} cannot be carried out on the llmapi runtime; leave it out, or serve an engine of TensorRT-LLM."
+            )
+
+
+def _asks(inputs: Tensors, name: str) -> bool:
+    """Whether an input asks for anything: most clients send neutral values too."""
+    value: Any = inputs.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, np.ndarray):  # what NumPy has no type for is a tensor of Triton
+        return True
+    return bool(np.any(value != NEUTRAL[name] if name in NEUTRAL else value))
+
+
+def _llm_inputs(inputs: Tensors, *, reason: bool) -> Tensors:
+    result: Tensors = {
+        "text_input": inputs["text_input"].reshape(1),
+        "streaming": np.array([_asks(inputs, "stream")]),
+        # The prompt is put before the answer here, as the client wrote it.
+        "sampling_param_exclude_input_from_output": np.array([True]),
+    }
+    given: dict[str, str] = {}
+    for name, parameter in SAMPLING.items():
+        if name not in inputs or (name == "top_p" and not inputs[name].reshape(-1)[0] > 0):
+            continue
+        value = inputs[name].reshape(1)
+        inner = f"sampling_param_{parameter}"
+        if inner in result and result[inner][0] != value[0]:
+            told = f"{given[inner]} {result[inner][0]} and {name} {value[0]}"
+            raise ValueError(f"Two names of one setting were given with different values: {told}.")
+        result[inner], given[inner] = value, name
+    for name, parameter in WORDS.items():
+        if _asks(inputs, name):
+            result[f"sampling_param_{parameter}"] = inputs[name].reshape(-1)
+    if "sampling_param_stop" in result:
+        result["sampling_param_include_stop_str_in_output"] = np.array([True])
+    if reason:
+        result |= {"return_finish_reason": np.array([True]), "return_stop_reason": np.array([True])}
+    return result
+
+
+def _encoded(texts: Sequence[str]) -> np.ndarray[tuple[int, ...], np.dtype[np.object_]]:
+    """BYTES [texts]."""
+    return np.array([text.encode("utf-8") for text in texts], dtype=np.object_)

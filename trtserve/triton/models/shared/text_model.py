@@ -1,0 +1,139 @@
+"""What Triton models have in common that take text, ask other models, and work on many requests at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from guarded_sender import GuardedSender
+from inner_models import InnerModelError, Tensors, finished_calls, forget_calls
+from model_parameters import ModelParameters, check_request_type
+
+# Threads only wait for other models; as many requests as this are in work at once, the next ones wait in line.
+_MOST_AT_ONCE = 256
+_CANCEL_PERIOD = 0.05
+_OWN_ERRORS = (ValueError, TypeError, KeyError, UnicodeDecodeError)
+
+
+class TextModel:
+    """Runs each request in a thread of its own, so that the model behind it can batch them in flight."""
+
+    one_at_a_time = False
+    """Whether a request has the process for itself; Triton then gives the others to other processes."""
+
+    def prepare(self, config: dict[str, Any], repository: Path, parameters: ModelParameters) -> None:
+        """Read what the model needs to know; ValueError when it cannot work."""
+        raise NotImplementedError
+
+    def answers(self, inputs: Tensors, inner_id: str, cancelled: threading.Event) -> Iterator[Tensors]:
+        """The answers of one request as output arrays; ValueError or InnerModelError with a message for the client."""
+        raise NotImplementedError
+
+    def stop(self, inner_id: str, inputs: Tensors) -> None:
+        """Stop the request behind `inner_id`, which a client gave up."""
+        raise NotImplementedError
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Prepare, and start to watch for clients that give up."""
+        config = json.loads(args["model_config"])
+        repository = Path(args["model_repository"]).resolve().parent
+        parameters = ModelParameters(config, repository, pb_utils.Logger.log_warn)
+        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
+        try:
+            self.prepare(config, repository, parameters)
+        except ValueError as error:
+            raise pb_utils.TritonModelException(f"The BLS model cannot be loaded: {error}") from error
+        self._workers = ThreadPoolExecutor(max_workers=_MOST_AT_ONCE, thread_name_prefix="request")
+        self._active: dict[str, tuple[GuardedSender, threading.Event, Tensors]] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch_cancellation, daemon=True, name="cancellation")
+        self._watcher.start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Start each request; the answers go through its response sender."""
+        for request in requests:
+            sender = GuardedSender(request.get_response_sender())
+            try:
+                check_request_type(request.parameters())
+                inputs = {tensor.name(): _array(tensor) for tensor in request.inputs()}
+            except ValueError as error:
+                self._fail(sender, str(error))
+            else:
+                self._start(inputs, request.request_id(), sender)
+
+    def _start(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
+        if self.one_at_a_time:
+            self._serve(inputs, client_id, sender)
+        else:
+            self._workers.submit(self._serve, inputs, client_id, sender)
+
+    def _serve(self, inputs: Tensors, client_id: str, sender: GuardedSender) -> None:
+        # The core model knows this mark: a stop request sent to it with the client's id reaches this request.
+        inner_id = f"{client_id}/bls-{uuid.uuid4()}"
+        cancelled = threading.Event()
+        with self._lock:
+            self._active[inner_id] = sender, cancelled, inputs
+        try:
+            self._send_all(self.answers(inputs, inner_id, cancelled), sender)
+        except InnerModelError as error:
+            self._fail(sender, str(error))
+        except _OWN_ERRORS as error:
+            self._fail(sender, str(error))
+        except Exception as error:  # noqa: BLE001 - without an answer the client would wait for ever
+            self._fail(sender, f"The BLS model failed with {type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                del self._active[inner_id]
+
+    def _send_all(self, answers: Iterator[Tensors], sender: GuardedSender) -> None:
+        for answer in answers:
+            tensors = [pb_utils.Tensor(name, value) for name, value in answer.items()]
+            sender.send(pb_utils.InferenceResponse(output_tensors=tensors), final=not self._decoupled)
+        if self._decoupled:
+            sender.send(final=True)
+
+    def _fail(self, sender: GuardedSender, message: str) -> None:
+        error = pb_utils.TritonError(message)
+        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
+
+    def _watch_cancellation(self) -> None:
+        """Pass the cancellation of a client on to the model behind."""
+        stopped: set[str] = set()
+        while not self._stopping.wait(_CANCEL_PERIOD):
+            with self._lock:
+                active = dict(self._active)
+            stopped &= active.keys()
+            finished, asked = finished_calls(), False
+            for inner_id, (sender, cancelled, inputs) in active.items():
+                if inner_id in stopped:
+                    continue
+                if sender.is_cancelled():
+                    stopped.add(inner_id)
+                    cancelled.set()
+                    self.stop(inner_id, inputs)
+                elif not sender.ended:
+                    asked = True  # the question went to the server, behind the end of every finished call
+            if asked:
+                forget_calls(finished)
+
+    def finalize(self) -> None:
+        """Wait for the requests in work; Triton unloads a model only when it has answered."""
+        self._stopping.set()
+        self._workers.shutdown(wait=True)
+        self._watcher.join(timeout=5)
+        forget_calls(finished_calls())  # not when the interpreter ends: the shared memory is gone by then
+
+
+def _array(tensor: Any) -> Any:
+    """The tensor as an array; as it is where its type is BF16, which NumPy has not, for the core model to read."""
+    try:
+        return tensor.as_numpy()
+    except pb_utils.TritonModelException:
+        return tensor
