@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from trtserve.errors import UsageError
 from trtserve.releases import Row, normalize_release
-from trtserve.releases.retired import retired
+from trtserve.releases.retired import retired_in
 
 Kind = Literal["int", "switch", "choice", "enable", "text", "list"]
 
@@ -189,7 +189,7 @@ def check_build_arguments(release: str, arguments: Sequence[str]) -> None:
         flag = known.get(name)
         if flag is None:
             raise _unknown(name, release, known)
-        values = [value] if sign else _take(flag, left)
+        values = [value] if sign else _take(left)
         _require_form(flag, name, values)
 
 
@@ -200,18 +200,19 @@ def build_notes(release: str, arguments: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{flag.name} is deprecated: {flag.deprecated}." for flag in given if flag and flag.deprecated)
 
 
-def _take(flag: BuildFlag, left: list[str]) -> list[str]:
+def _take(left: list[str]) -> list[str]:
     """The values that follow a flag, removed from `left`."""
     values: list[str] = []
-    most = {"switch": 0, "list": len(left)}.get(flag.kind, 1)
-    while left and len(values) < most and not left[0].startswith("--"):
+    while left and not left[0].startswith("--"):
         values.append(left.pop(0))
     return values
 
 
 def _unknown(name: str, release: str, known: dict[str, BuildFlag]) -> UsageError:
     message = f"{TOOL} of TensorRT-LLM {release} has no option {name}."
-    gone = retired(TOOL, name)
+    if not name.startswith("-"):
+        return UsageError(message, hint=f"Every argument of {TOOL} has a name: `{TOOL} --help` lists them.")
+    gone = retired_in("build", name)
     if gone is not None:
         return UsageError(message, hint=gone.answer)
     later = [flag for flag in BUILD_FLAGS if name in (flag.name, *flag.also)]
@@ -233,6 +234,8 @@ def _require_form(flag: BuildFlag, name: str, values: list[str]) -> None:
         raise UsageError(f"{given}: {name} takes no value.", hint=f"Write {name} alone.")
     if flag.kind != "switch" and not values:
         raise UsageError(f"{name} needs a value.", hint=_expected(flag))
+    if flag.kind != "list" and len(values) > 1:
+        raise UsageError(f"{given}: {name} takes one value.", hint=_expected(flag))
     for value in values:
         if not _accepts(flag, value):
             raise UsageError(f"{given}: {_expected(flag)}")

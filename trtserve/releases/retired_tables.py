@@ -95,7 +95,6 @@ nemo_ckpt_path                   -     Export the NeMo model to the Hugging Face
 ckpt_type                        -     The Hugging Face format is read; convert others to it first.
 gpt_variant                      -     Leave it out: it is read from the model's config.json.
 world_size                       -     It is --tp-size.
-workers                          -     Leave it out: ranks are written as they stream by.
 load_by_shard                    -     Leave it out: weights stream by shard always.
 load_model_on_cpu                -     Leave it out: no GPU is used.
 use_weight_only                  -     It is --quantize int8.
@@ -134,17 +133,14 @@ log_level                        -     Leave it out: `trtserve --debug convert` 
 """
 
 LAUNCH = """
-model_repo                           -     Here it is --model-repository, or the name of the model as the argument.
-tritonserver                         -     The tritonserver on PATH is started, else that of the container.
-force                                -     Leave it out: only ports that are taken matter; --auto-ports finds free ones.
-log                                  -     `trtserve logs` shows the log; `-- --log-verbose=3` makes it say more.
-log_file                             -     Leave it out: the log is kept, `trtserve logs` shows it.
-tensorrt_llm_model_name              -     Leave it out: the core models are read from the repository.
-no_mpi                               -     Leave it out: one rank is started without mpirun where the release can.
-trtllm_llmapi_launch                 -     Leave it out: repositories of the llmapi runtime are launched so.
-exit_timeout                         -     Give it to Triton: `-- --exit-timeout-secs=N`.
-multimodal_gpu0_cuda_mem_pool_bytes  -     Give it to Triton: `-- --cuda-memory-pool-byte-size=0:BYTES`.
-trt_root                             0.9   Leave it out: TensorRT is that of the container.
+tritonserver             -     The tritonserver on PATH is started, else that of the container.
+force                    -     Leave it out: only ports that are taken matter; --auto-ports finds free ones.
+log                      -     `trtserve logs` shows the log; `-- --log-verbose=3` makes it say more.
+log_file                 -     Leave it out: the log is kept, `trtserve logs` shows it.
+tensorrt_llm_model_name  -     Leave it out: the core models are read from the repository.
+no_mpi                   -     Leave it out: one rank is started without mpirun where the release can.
+trtllm_llmapi_launch     -     Leave it out: repositories of the llmapi runtime are launched so.
+trt_root                 0.9   Leave it out: TensorRT is that of the container.
 """
 
 TEMPLATE = """
@@ -162,7 +158,6 @@ triton_backend                 -     Here it is --triton-backend.
 engine_dir                     -     Here the engine is the argument: `trtserve repo ENGINE`.
 gpt_model_path                 -     Here the engine is the argument: `trtserve repo ENGINE`.
 max_kv_cache_length            0.6   It became max_attention_window_size.
-in_place                       -     Leave it out: the repository is written as a whole; --dry-run shows it.
 """
 
 CLIENT = """

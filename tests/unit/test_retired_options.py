@@ -1,0 +1,167 @@
+"""Options that old guides type: the command line says what they were and what does the same here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from trtserve.cli.app import _command_line, run
+from trtserve.errors import UsageError
+from trtserve.releases.retired import RETIRED, Retired, retired, retired_in
+from trtserve.releases.retired_tables import TOOLS_OF
+from trtserve.triton.profiles import profile
+from trtserve.triton.settings import resolve_settings
+
+# From the guides themselves: what is typed, and what its answer must name.
+GUIDES = [
+    ("build c --max_output_len 64", "until TensorRT-LLM 0.11", "--max_seq_len"),
+    ("build c --max-output-len=64", "trtllm-build", "--max_seq_len"),
+    ("build c --tp_size 4", "until TensorRT-LLM 0.11", "trtserve convert --tp-size"),
+    ("build c --world_size 4", "trtllm-build", "trtserve convert --tp-size"),
+    ("build c --use_inflight_batching", "build.py", "every engine batches in flight"),
+    ("build c --use_gpt_attention_plugin float16", "build.py", "--gpt_attention_plugin"),
+    ("build c --use_gemm_plugin float16", "build.py", "--gemm_plugin"),
+    ("build c --use_layernorm_plugin float16", "build.py", "Leave it out"),
+    ("build c --enable_context_fmha", "build.py", "--context_fmha"),
+    ("build c --use_lora_plugin float16", "build.py", "--lora_plugin"),
+    ("build c --hidden_act gelu", "build.py", "config.json"),
+    ("build c --model_dir m", "build.py", "trtserve convert MODEL"),
+    ("build c --checkpoint_dir c", "trtllm-build", "trtserve build CHECKPOINT"),
+    ("build c --output_dir e", "trtllm-build", "--out"),
+    ("build --paged_kv_cache enable c", "option of trtllm-build", "-- --paged_kv_cache"),
+    ("build c --gemm_plugin float16", "option of trtllm-build", "-- --gemm_plugin"),
+    ("import m --use_inflight_batching", "build.py", "every engine batches in flight"),
+    ("import m --max_output_len 64", "trtllm-build", "--max_seq_len"),
+    ("convert m --model_dir m", "convert_checkpoint.py", "trtserve convert MODEL"),
+    ("convert m --output_dir c", "convert_checkpoint.py", "--out"),
+    ("convert m --use_weight_only", "convert_checkpoint.py", "--quantize int8"),
+    ("convert m --load_by_shard", "convert_checkpoint.py", "stream"),
+    ("convert m --use_embedding_sharing", "until TensorRT-LLM 0.15", "Leave it out"),
+    ("convert m --world_size 2", "convert_checkpoint.py", "--tp-size"),
+    ("repo e --tokenizer_type llama", "until TensorRT-LLM 0.8", "files of the tokenizer"),
+    ("repo e --engine_dir e", "fill_template.py", "trtserve repo ENGINE"),
+    ("repo e --decoupled_mode True", "fill_template.py", "--streaming"),
+    ("start --no-mpi", "launch_triton_server.py", "without mpirun"),
+    ("start --log", "launch_triton_server.py", "trtserve logs"),
+    ("start --log-file f", "launch_triton_server.py", "trtserve logs"),
+    ("start --force", "launch_triton_server.py", "--auto-ports"),
+    ("start --tensorrt_llm_model_name a,b", "launch_triton_server.py", "read from the repository"),
+    ("query --tokenizer-type llama hi", "inflight_batcher_llm_client.py", "Leave it out"),
+    ("query --dtype float16 hi", "inflight_batcher_llm_client.py", "Leave it out"),
+    ("query --overwrite-output-text hi", "inflight_batcher_llm_client.py", "Leave it out"),
+    ("query --num_beams 2 hi", "run.py", "--beam-width"),
+    ("query --max_output_len 8 hi", "run.py", "--max-tokens"),
+    ("bench token-norm-dist -i grpc", "benchmark_core_model.py", "gRPC"),
+    ("bench token-norm-dist --time-delay-dist constant", "benchmark_core_model.py", "--arrivals"),
+    ("bench token-norm-dist --op-stats-csv f", "benchmark_core_model.py", "--out"),
+    ("bench token-norm-dist --synthetic-input-tokens-mean 100", "genai-perf", "--input-mean"),
+    ("bench --num-prompts 100", "genai-perf", "--num-requests"),
+]
+
+
+@pytest.fixture(scope="module")
+def tree() -> Any:
+    return _command_line()
+
+
+def _error(tree: Any, arguments: list[str]) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        tree(args=arguments, prog_name="trtserve", standalone_mode=False)
+    return caught.value
+
+
+@pytest.mark.parametrize(("typed", "was", "instead"), GUIDES)
+def test_what_guides_type(tree: Any, typed: str, was: str, instead: str) -> None:
+    error = _error(tree, typed.split())
+    assert was in str(error.hint)
+    assert instead in str(error.hint)
+    option = next(word for word in typed.split() if word.startswith("-")).partition("=")[0]
+    assert option in error.message
+
+
+def _taken(tree: Any, command: str) -> set[str]:
+    """Options that a command, or one below it, has itself."""
+    node = tree.commands[command]
+    nodes = [node, *getattr(node, "commands", {}).values()]
+    return {
+        option for each in nodes for parameter in each.params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+
+
+def _entries() -> Iterator[tuple[str, Retired]]:
+    for command, tools in TOOLS_OF.items():
+        for (tool, _), entry in RETIRED.items():
+            if tool in tools:
+                yield command, entry
+
+
+def test_every_entry_reaches_the_command_line(tree: Any) -> None:
+    leaf = {"bench": ["bench", "token-norm-dist"]}
+    for command, entry in _entries():
+        option = entry.option if entry.option.startswith("-") else f"--{entry.option}"
+        if option.replace("_", "-") in _taken(tree, command):
+            continue
+        error = _error(tree, [*leaf.get(command, [command]), option])
+        assert option in error.message
+        expected = retired_in(command, option)
+        assert expected is not None
+        assert error.hint == expected.answer
+
+
+def test_answers_name_options_that_exist(tree: Any) -> None:
+    """`trtserve X --flag` in an answer is a command with that flag."""
+    for entry in RETIRED.values():
+        for quoted in entry.instead.split("`")[1::2]:
+            words = quoted.split()
+            if words[0] == "trtserve" and words[1] in tree.commands:
+                options = {word.partition("=")[0] for word in words[2:] if word.startswith("--")}
+                assert options <= _taken(tree, words[1]), entry
+
+
+def test_any_spelling_is_found() -> None:
+    first = retired("trtllm-build", "--max_output_len")
+    assert first is not None
+    assert first.last == "0.11"
+    assert retired("trtllm-build", "max-output-len") is first
+    assert retired("trtllm-build", "--max_seq_len") is None
+    assert retired("no such tool", "--max_output_len") is None
+
+
+def test_options_of_other_commands_and_misspelt_ones(tree: Any) -> None:
+    assert "`trtserve import`" in str(_error(tree, ["start", "--kv-precision", "f16"]).hint)
+    assert "Did you mean --max-batch-size" in str(_error(tree, ["build", "c", "--max_batchsize", "4"]).hint)
+    assert "`trtserve list -h`" in str(_error(tree, ["list", "--frobnicate"]).hint)
+    assert "`trtserve -h`" in str(_error(tree, ["--frobnicate"]).hint)
+
+
+def test_exit_code_and_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["build", "c", "--max_output_len", "64"]) == 2
+    error = capsys.readouterr().err
+    assert "`trtserve build` has no option --max_output_len." in error
+    assert "--max_seq_len" in error
+
+
+def test_help_and_values_are_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["build", "--help"]) == 0
+    assert "--max-seq-len" in capsys.readouterr().out
+    assert run(["build", "c", "--max-batch-size", "many"]) == 2
+    assert "Usage: trtserve build" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "release", "answer"),
+    [
+        ("max_num_sequences", None, "until TensorRT-LLM 0.7"),
+        ("enable_trt_overlap", "0.19", "until TensorRT-LLM 0.9"),
+        ("preprocessing.tokenizer_type", None, "until TensorRT-LLM 0.8"),
+        ("postprocessing.tokenizer_type", "0.12", "files of the tokenizer"),
+        ("decoupled_mode", None, "--streaming"),
+        ("max_kv_cache_length", None, "max_attention_window_size"),
+    ],
+)
+def test_set_answers_keys_of_old_templates(key: str, release: str | None, answer: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve_settings({key: "1"}, profile(release))
+    assert answer in str(caught.value.hint)
