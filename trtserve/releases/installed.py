@@ -39,10 +39,11 @@ def installed(override: str | None = None) -> Installed | None:
     None when there is none; UsageError for an override that is no version.
     """
     if override:
+        version = override.strip().removeprefix("v")
         return Installed(
-            version=override.strip().removeprefix("v"),
-            release=release_of(override),
-            tensorrt=_tensorrt_of_container(override),
+            version=version,
+            release=release_of(version),
+            tensorrt=_tensorrt_of_container(version),
             source=OPTION,
         )
     for folders in _environments():
