@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trtserve.cli.app import _command_line
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.releases import NEWEST, RELEASES, normalize_release, order, release_of
 from trtserve.releases.containers import CONTAINERS, container, containers_of, shares_engines, source_build
@@ -119,6 +120,27 @@ def test_launcher(release: str) -> None:
     assert facts.ports_twice == facts.log_after_ports == facts.no_mpi == (order(release) >= (0, 19))
     assert facts.exit_timeout == facts.llmapi_launch == (order(release) >= (1, 0))
     assert facts.spawn_switch == facts.memory_pools == (release != "0.12")
+
+
+@pytest.mark.parametrize(
+    ("release", "script", "examples"),
+    [
+        ("0.16", "/tensorrtllm_backend/scripts", "/tensorrtllm_backend/tensorrt_llm/examples"),
+        ("0.18", "/app/scripts", "/app/examples"),
+        ("0.19", "/app/scripts", "/app/tensorrt_llm/examples"),
+    ],
+)
+def test_folders_in_containers(release: str, script: str, examples: str) -> None:
+    facts = launcher_facts(release)
+    assert (facts.scripts, facts.examples) == (script, examples)
+
+
+def test_the_option_is_read_from_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = _command_line().commands["repo"]
+    monkeypatch.setenv("TRTSERVE_TRTLLM_VERSION", "1.1.0")
+    assert repo.make_context("repo", ["engine", "--tokenizer", "t"]).params["trtllm_version"] == "1.1.0"
+    given = ["engine", "--tokenizer", "t", "--trtllm-version", "1.2.1"]
+    assert repo.make_context("repo", given).params["trtllm_version"] == "1.2.1"
 
 
 def test_the_way_of_engines() -> None:

@@ -31,14 +31,15 @@ POOLS_NEWER_THAN = "24.06"
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherFacts:
-    """How the command of one release is composed.
+    """How the command of one release is composed, and where its tools lie.
 
     `ports_twice`: the three port arguments stand right after the repository and again at their old place.
     `log_after_ports`: the log arguments of rank 0 follow the first group of ports instead of the repository.
     `no_mpi`: a world of one rank may be started without mpirun. `llmapi_launch`: trtllm-llmapi-launch exists.
     `exit_timeout`: --exit-timeout-secs is passed on, right after the repository. `spawn_switch`: workers may be
     started before the orchestrator (--disable-spawn-processes). `memory_pools`: rank 0 may get a CUDA pool, and
-    orchestrator mode empties the pools. `oversubscribe`: mpirun may be told to oversubscribe.
+    orchestrator mode empties the pools. `oversubscribe`: mpirun may be told to oversubscribe. `scripts`, `templates`,
+    `tools` and `examples` are folders in the containers, where guides before 0.17 mount a checkout.
     """
 
     release: str
@@ -60,6 +61,7 @@ def launcher_facts(release: str) -> LauncherFacts:
     """The facts of a release; UsageError for one that the tables lack. Paths are those inside its containers."""
     wanted = normalize_release(release)
     since = order(wanted)
+    top = "/app" if since >= (0, 17) else "/tensorrtllm_backend"
     return LauncherFacts(
         release=wanted,
         ports_twice=since >= (0, 19),
@@ -70,8 +72,8 @@ def launcher_facts(release: str) -> LauncherFacts:
         spawn_switch=since >= (0, 13),
         memory_pools=since >= (0, 13),
         oversubscribe=since >= (0, 11),
-        scripts="/app/scripts",
-        templates="/app/all_models/inflight_batcher_llm",
-        tools="/app/tools",
-        examples="/app/examples" if since <= (0, 18) else "/app/tensorrt_llm/examples",
+        scripts=f"{top}/scripts",
+        templates=f"{top}/all_models/inflight_batcher_llm",
+        tools=f"{top}/tools",
+        examples=f"{top}/examples" if wanted in ("0.17", "0.18") else f"{top}/tensorrt_llm/examples",
     )
