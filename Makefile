@@ -25,7 +25,7 @@ lint: $(READY) ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	for model in preprocessing postprocessing tensorrt_llm tensorrt_llm_bls; do \
+	for model in preprocessing postprocessing tensorrt_llm tensorrt_llm_bls llmapi llmapi_bls; do \
 	    folder=trtserve/triton/models; \
 	    MYPYPATH=$$folder/shared:$$folder/$$model/1 \
 	        $(BIN)/mypy --exclude '^$$' $$folder/$$model/1/*.py $$folder/shared/*.py || exit 1; \
