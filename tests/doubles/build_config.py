@@ -10,8 +10,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from tests.doubles.build_options import Release, plugin_config
+from tests.doubles.build_options import plugin_config
 from tests.doubles.checkpoint import LoaderError
+from tests.doubles.flags import Release
 
 Warn = Callable[[str], None]
 _MODES = ("draft_tokens_external", "medusa", "lookahead_decoding", "explicit_draft_tokens", "eagle")

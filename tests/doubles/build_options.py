@@ -7,20 +7,15 @@ unknown or removed flag and a wrong form of a value end with its usage text and 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
 
-Release = tuple[int, int]
-FIRST: Release = (0, 12)
+from tests.doubles.flags import DTYPES, END, FIRST, SWITCHES, Flag, Release, add_flag, choice, flag
+
 # The column "late" of the reference is made of single files after 0.16. What is dated by a source stands with its
 # release below (development snapshots of 0.12 – 0.17 and pull requests, found by the helper `releases` of issue 5 and
 # told with their commits); what is not, counts from 1.0.
 LATE: Release = (1, 0)
 SPRING: Release = (0, 19)  # a build log of April 2025 shows the new defaults and two new flags
-END: Release = (1, 3)
 
-_DTYPES = ("auto", "float16", "float32", "bfloat16", "int32", "disable")
-_SWITCHES = ("enable", "disable")
 # LoRA module names of convert-and-build.md, section 6, in the order of their ids.
 LORA_MODULES = [
     "attn_qkv",
@@ -44,105 +39,78 @@ LORA_MODULES = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """One flag in the releases since ≤ release < until."""
-
-    names: tuple[str, ...]
-    kind: str  # int, text, texts, switch, or choice
-    default: object = None
-    choices: tuple[str, ...] = ()
-    since: Release = FIRST
-    until: Release = END
-    plugin: bool = False  # goes into plugin_config
-
-    def valid_in(self, release: Release) -> bool:
-        """Whether this release's parser knows the flag in this form."""
-        return self.since <= release < self.until
-
-
-def _flag(names: str, kind: str, default: object = None, *, since: Release = FIRST, until: Release = END) -> Flag:
-    return Flag(names=tuple(names.split()), kind=kind, default=default, since=since, until=until)
-
-
-def _choice(
-    name: str, choices: str, default: str | None = None, *, since: Release = FIRST, until: Release = END
-) -> Flag:
-    return Flag(names=(name,), kind="choice", default=default, choices=tuple(choices.split()), since=since, until=until)
-
-
 def _plugin(
     name: str, default: object, extra: str = "", *, only: str = "", since: Release = FIRST, until: Release = END
 ) -> Flag:
     """A plugin with a data type; `extra` adds choices, `only` replaces all but `disable`."""
-    choices = (*only.split(), "disable") if only else (*_DTYPES, *extra.split())
+    choices = (*only.split(), "disable") if only else (*DTYPES, *extra.split())
     return Flag(names=(name,), kind="choice", default=default, choices=choices, since=since, until=until, plugin=True)
 
 
 def _feature(name: str, default: str, *, since: Release = FIRST, until: Release = END) -> Flag:
-    return Flag(names=(name,), kind="choice", default=default, choices=_SWITCHES, since=since, until=until, plugin=True)
+    return Flag(names=(name,), kind="choice", default=default, choices=SWITCHES, since=since, until=until, plugin=True)
 
 
 _GENERAL = (
-    _flag("--checkpoint_dir", "text"),
-    _flag("--model_config", "text"),
-    _flag("--build_config", "text"),
-    _flag("--model_cls_file", "text"),
-    _flag("--model_cls_name", "text"),
-    _flag("--output_dir", "text", "engine_outputs"),
-    _flag("--workers", "int", 1),
-    _flag("--log_level", "text", "info", until=(0, 14)),
-    _choice("--log_level", "internal_error error warning info verbose debug", "info", since=(0, 14), until=LATE),
-    _choice("--log_level", "internal_error error warning info verbose debug trace", "info", since=LATE),
-    _flag("--max_batch_size", "int", 256, until=(0, 14)),
-    _flag("--max_batch_size", "int", 2048, since=(0, 14)),
-    _flag("--max_input_len", "int", 1024),
-    _flag("--max_seq_len --max_decoder_seq_len", "int"),
-    _flag("--max_beam_width", "int", 1),
-    _flag("--max_num_tokens", "int", 8192),
-    _flag("--opt_num_tokens", "int"),
-    _flag("--max_encoder_input_len", "int", 1024),
-    _flag("--max_prompt_embedding_table_size --max_multimodal_len", "int", 0),
-    _flag("--use_fused_mlp", "switch", until=(0, 13)),
-    _choice("--kv_cache_type", "continuous paged disabled", since=(0, 13)),
-    _flag("--paged_kv_cache", "text", since=(0, 13)),
-    _flag("--gather_context_logits", "switch"),
-    _flag("--gather_generation_logits", "switch"),
-    _flag("--gather_all_token_logits", "switch"),
-    _flag("--builder_opt", "int", until=(0, 14)),
-    _flag("--builder_force_num_profiles", "int", until=(0, 15)),
-    _choice("--logits_dtype", "float16 float32"),
-    _flag("--weight_sparsity", "switch"),
-    _flag("--weight_streaming", "switch"),
-    _flag("--strip_plan", "switch"),
-    _flag("--dry_run", "switch"),
-    _flag("--visualize_network", "switch", until=(0, 17)),
-    _flag("--visualize_network", "text", since=LATE),
-    _flag("--fast_build", "switch"),
-    _flag("--monitor_memory", "switch", since=(0, 15)),
-    _flag("--input_timing_cache", "text"),
-    _flag("--output_timing_cache", "text", "model.cache"),
-    _choice("--profiling_verbosity", "layer_names_only detailed none", "layer_names_only"),
-    _flag("--enable_debug_output", "switch"),
-    _flag("--max_draft_len", "int", 0),
-    _choice(
+    flag("--checkpoint_dir", "text"),
+    flag("--model_config", "text"),
+    flag("--build_config", "text"),
+    flag("--model_cls_file", "text"),
+    flag("--model_cls_name", "text"),
+    flag("--output_dir", "text", "engine_outputs"),
+    flag("--workers", "int", 1),
+    flag("--log_level", "text", "info", until=(0, 14)),
+    choice("--log_level", "internal_error error warning info verbose debug", "info", since=(0, 14), until=LATE),
+    choice("--log_level", "internal_error error warning info verbose debug trace", "info", since=LATE),
+    flag("--max_batch_size", "int", 256, until=(0, 14)),
+    flag("--max_batch_size", "int", 2048, since=(0, 14)),
+    flag("--max_input_len", "int", 1024),
+    flag("--max_seq_len --max_decoder_seq_len", "int"),
+    flag("--max_beam_width", "int", 1),
+    flag("--max_num_tokens", "int", 8192),
+    flag("--opt_num_tokens", "int"),
+    flag("--max_encoder_input_len", "int", 1024),
+    flag("--max_prompt_embedding_table_size --max_multimodal_len", "int", 0),
+    flag("--use_fused_mlp", "switch", until=(0, 13)),
+    choice("--kv_cache_type", "continuous paged disabled", since=(0, 13)),
+    flag("--paged_kv_cache", "text", since=(0, 13)),
+    flag("--gather_context_logits", "switch"),
+    flag("--gather_generation_logits", "switch"),
+    flag("--gather_all_token_logits", "switch"),
+    flag("--builder_opt", "int", until=(0, 14)),
+    flag("--builder_force_num_profiles", "int", until=(0, 15)),
+    choice("--logits_dtype", "float16 float32"),
+    flag("--weight_sparsity", "switch"),
+    flag("--weight_streaming", "switch"),
+    flag("--strip_plan", "switch"),
+    flag("--dry_run", "switch"),
+    flag("--visualize_network", "switch", until=(0, 17)),
+    flag("--visualize_network", "text", since=LATE),
+    flag("--fast_build", "switch"),
+    flag("--monitor_memory", "switch", since=(0, 15)),
+    flag("--input_timing_cache", "text"),
+    flag("--output_timing_cache", "text", "model.cache"),
+    choice("--profiling_verbosity", "layer_names_only detailed none", "layer_names_only"),
+    flag("--enable_debug_output", "switch"),
+    flag("--max_draft_len", "int", 0),
+    choice(
         "--speculative_decoding_mode",
         "draft_tokens_external lookahead_decoding medusa explicit_draft_tokens",
         until=(0, 15),
     ),
-    _choice(
+    choice(
         "--speculative_decoding_mode",
         "draft_tokens_external lookahead_decoding medusa explicit_draft_tokens eagle",
         since=(0, 15),
     ),
-    _flag("--lora_dir", "texts"),
-    _choice("--lora_ckpt_source", "hf nemo", "hf"),
+    flag("--lora_dir", "texts"),
+    choice("--lora_ckpt_source", "hf nemo", "hf"),
     Flag(names=("--lora_target_modules",), kind="texts", choices=tuple(LORA_MODULES)),
-    _flag("--max_lora_rank", "int", 64),
+    flag("--max_lora_rank", "int", 64),
     # Removed in October 2025 (pull request #8329).
-    _flag("--auto_parallel", "int", 1, until=(1, 2)),
-    _flag("--gpus_per_node", "int", 8, until=(1, 2)),
-    _flag("--cluster_key", "text", until=(1, 2)),
+    flag("--auto_parallel", "int", 1, until=(1, 2)),
+    flag("--gpus_per_node", "int", 8, until=(1, 2)),
+    flag("--cluster_key", "text", until=(1, 2)),
 )
 _PLUGINS = (
     _plugin("--bert_attention_plugin", "auto"),
@@ -185,7 +153,7 @@ _PLUGINS = (
 
 def flags(release: Release) -> tuple[Flag, ...]:
     """Every flag that this release's trtllm-build knows."""
-    return tuple(flag for flag in (*_GENERAL, *_PLUGINS) if flag.valid_in(release))
+    return tuple(known for known in (*_GENERAL, *_PLUGINS) if known.valid_in(release))
 
 
 def _kv_cache_type(text: str) -> str:
@@ -195,40 +163,26 @@ def _kv_cache_type(text: str) -> str:
     raise argparse.ArgumentTypeError(f"Invalid value '{text}'. Expected one of ['continuous', 'paged', 'disabled']")
 
 
-def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
-    if flag.kind == "switch":
-        parser.add_argument(*flag.names, action="store_true", default=bool(flag.default))
-        return
-    if flag.names == ("--kv_cache_type",):
-        parser.add_argument("--kv_cache_type", type=_kv_cache_type, default=None)
-        return
-    kind: Callable[[str], object] = int if flag.kind == "int" else str
-    parser.add_argument(
-        *flag.names,
-        type=kind,
-        default=flag.default,
-        choices=flag.choices or None,
-        nargs="+" if flag.kind == "texts" else None,
-    )
-
-
 def build_parser(release: Release) -> argparse.ArgumentParser:
     """The parser of one release."""
     parser = argparse.ArgumentParser(prog="trtllm-build", allow_abbrev=False)
-    for flag in flags(release):
-        _add(parser, flag)
+    for known in flags(release):
+        if known.names == ("--kv_cache_type",):
+            parser.add_argument("--kv_cache_type", type=_kv_cache_type, default=None)
+        else:
+            add_flag(parser, known)
     return parser
 
 
 def plugin_config(release: Release, arguments: argparse.Namespace) -> dict[str, object]:
     """The object `plugin_config` of the engine: booleans for features, null for a plugin that is off."""
     config: dict[str, object] = {}
-    for flag in flags(release):
-        if not flag.plugin:
+    for known in flags(release):
+        if not known.plugin:
             continue
-        name = flag.names[0].removeprefix("--")
+        name = known.names[0].removeprefix("--")
         value = getattr(arguments, name)
-        if flag.choices == _SWITCHES:
+        if known.choices == SWITCHES:
             value = value == "enable"
         elif value == "disable":
             value = None

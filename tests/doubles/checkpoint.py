@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tests.doubles.build_options import Release
+from tests.doubles.flags import Release
 
 _MAPPING_KEYS = frozenset(
     {"world_size", "gpus_per_node", "cp_size", "tp_size", "pp_size", "moe_tp_size", "moe_ep_size"}

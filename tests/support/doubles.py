@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.doubles.containers import CONTAINERS
+from tests.doubles.convert_checkpoint import script_path
+from tests.doubles.converter_options import FAMILIES
 from tests.doubles.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +83,51 @@ class Doubles:
         )
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
+
+    def examples(self, release: str) -> Path:
+        """A folder `examples` as in this release's source tree, with the converters as doubles of that release."""
+        found = [row for row in CONTAINERS.values() if row.tensorrt_llm.startswith(f"{release}.")][-1]
+        folder = self.folder / f"source-{release}" / "examples"
+        for family in FAMILIES:
+            path = folder / script_path(family, found.release)
+            self._write_script(path, f"main, {{'family': {family!r}}}", found.tensorrt_llm)
+        self._write_script(folder / "quantization" / "quantize.py", "quantize, {}", found.tensorrt_llm)
+        self._write_script(folder / "hf_lora_convert.py", "convert_lora, {}", found.tensorrt_llm)
+        return folder
+
+    def _write_script(self, path: Path, call: str, version: str) -> None:
+        """A script for any interpreter, as the real ones are called: `<python> examples/…/convert_checkpoint.py`."""
+        function, _, keywords = call.partition(", ")
+        text = (
+            f"import os\nimport sys\nfrom pathlib import Path\n\nsys.path[:0] = [{str(ROOT)!r}]\n"
+            f"os.environ[{PREFIX + 'VERSION'!r}] = {version!r}\n"
+            f"from tests.doubles.convert_checkpoint import {function}\n"
+            f"raise SystemExit({function}(sys.argv[1:], Path({str(self.folder)!r}), script=__file__, **{keywords}))\n"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def packages(self, version: str) -> Path:
+        """A folder for sys.path with the metadata of an installed TensorRT-LLM; importing the package is recorded.
+
+        The package cannot be used: who needs more than its version must not get it by importing gigabytes.
+        """
+        found = next(row for row in CONTAINERS.values() if row.tensorrt_llm == version)
+        folder = self.folder / f"packages-{version}"
+        for name, number in (("tensorrt_llm", version), ("tensorrt", found.tensorrt)):
+            metadata = folder / f"{name}-{number}.dist-info" / "METADATA"
+            metadata.parent.mkdir(parents=True)
+            title = name.replace("_", "-")
+            metadata.write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: {number}\n", encoding="utf-8")
+        (folder / "tensorrt_llm").mkdir()
+        (folder / "tensorrt_llm" / "__init__.py").write_text(
+            f"import sys\nfrom pathlib import Path\n\nsys.path[:0] = [{str(ROOT)!r}]\n"
+            "from tests.doubles.settings import record_call\n"
+            f"record_call(Path({str(self.folder)!r}), 'import tensorrt_llm', [])\n"
+            "raise ImportError('libnvinfer.so.10: cannot open shared object file: No such file or directory')\n",
+            encoding="utf-8",
+        )
+        return folder
 
     def configure(self, **settings: Any) -> None:
         """Settings for every call from now on, also for those whose environment is not handed down."""
