@@ -1,0 +1,167 @@
+"""Conversions that are killed at chosen moments, each in a process of its own: `python -m ... MODEL FOLDER KILLS`.
+
+A moment is a call that touches the file system (as Python's audit events tell) or a report of progress, while other
+threads read and write. One process imports everything and forks for each moment, which takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trtserve.architectures import streaming
+from trtserve.artifacts import MANIFEST, Model
+from trtserve.convert import convert_model
+from trtserve.progress import SilentProgress, Task
+from trtserve.specs import ConvertSpec
+from trtserve.store import Store
+
+_TOUCHING = ("open", "os.", "shutil.", "fcntl.")
+SPEC = ConvertSpec(tp_size=2, dtype="bfloat16")
+OTHER = ConvertSpec(tp_size=1, dtype="float16")
+
+
+class _Moments(SilentProgress):
+    """Counts moments once it is switched on, and calls `at` with their number."""
+
+    def __init__(self, at: Callable[[int], None]) -> None:
+        self._at = at
+        self.count = 0
+        self.on = False
+        sys.addaudithook(self._heard)
+
+    def _heard(self, event: str, _: object) -> None:
+        if event.startswith(_TOUCHING):
+            self._passed()
+
+    @contextmanager
+    def task(self, text: str, *, total: int, unit: str = "items", done: int = 0) -> Iterator[Task]:
+        yield self
+
+    def advance(self, amount: int) -> None:
+        self._passed()
+
+    def _passed(self) -> None:
+        if self.on:
+            self.count += 1
+            self._at(self.count)
+
+
+def _in_child(work: Callable[[], None]) -> int:
+    """Exit status of `work` in a fork of this process, as os.waitpid gives it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def _convert(model: Path, folder: Path, spec: ConvertSpec, moments: _Moments | None = None) -> None:
+    store = Store(folder / "home")
+    if moments is None:
+        convert_model(Model(path=model), spec, out=folder / "out" / "made", store=store)
+    else:
+        moments.on = True
+        convert_model(Model(path=model), spec, out=folder / "out" / "made", store=store, progress=moments)
+        moments.on = False
+
+
+def _count_moments(model: Path, folder: Path) -> int:
+    """Moments of an undisturbed conversion, read from a file that the process leaves."""
+
+    def work() -> None:
+        moments = _Moments(lambda _: None)
+        _convert(model, folder, SPEC, moments)
+        (folder / "count").write_text(str(moments.count))
+
+    assert _in_child(work) == 0
+    count = int((folder / "count").read_text())
+    (folder / "count").unlink()
+    return count
+
+
+def _killed(model: Path, folder: Path, moment: int) -> bool:
+    """Whether a conversion was killed at that moment (it may have had fewer)."""
+
+    def at(count: int) -> None:
+        if count == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    status = _in_child(lambda: _convert(model, folder, SPEC, _Moments(at)))
+    assert status in (0, signal.SIGKILL), f"moment {moment}: status {status}"
+    return status != 0
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Hashes of all files below a folder by their places; the time in a manifest and measured rates do not count."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        data = path.read_bytes() if path.is_file() else b"folder"
+        if path.name == MANIFEST:
+            data = json.dumps({key: value for key, value in json.loads(data).items() if key != "created"}).encode()
+        found[str(path.relative_to(folder))] = "" if path.name == "rates.json" else hashlib.sha256(data).hexdigest()
+    return found
+
+
+def _prepare(folder: Path, earlier: Path | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if earlier is not None:
+        shutil.copytree(earlier, folder / "out" / "made")
+
+
+def _complete_ones(folder: Path) -> dict[str, str] | None:
+    """What lies at the destination if a reader would take it for complete."""
+    made = folder / "out" / "made"
+    return contents(made) if (made / MANIFEST).exists() else None
+
+
+def run(model: Path, folder: Path, *, replace: bool, kills: int) -> dict[str, int]:
+    """Kill a conversion at `kills` random moments and at its last ones, and run it again.
+
+    With `replace` another checkpoint lay there before. Asserts that what looks complete after the kill is the old or
+    the new checkpoint, that the second run ends with the files of an undisturbed one, and that nothing else is left.
+    Returns how many were killed, and how many of them while rank files were written.
+    """
+    earlier = folder / "earlier" / "out" / "made" if replace else None
+    if earlier is not None:
+        assert _in_child(lambda: _convert(model, folder / "earlier", OTHER)) == 0
+    _prepare(folder / "run", earlier)
+    count = _count_moments(model, folder / "run")
+    expected = contents(folder / "run")
+    whole = _complete_ones(folder / "run")
+    allowed = [None, whole] if earlier is None else [None, whole, contents(earlier)]
+    killed = writing = 0
+    for moment in _chosen(count, kills):
+        _prepare(folder / "run", earlier)
+        killed += _killed(model, folder / "run", moment)
+        writing += (folder / "run" / "out" / ".made.partial" / "rank1.safetensors").exists()
+        assert _complete_ones(folder / "run") in allowed, f"moment {moment}"
+        assert _in_child(lambda: _convert(model, folder / "run", SPEC)) == 0
+        assert contents(folder / "run") == expected, f"moment {moment}"
+    return {"moments": count, "killed": killed, "writing": writing}
+
+
+def _chosen(count: int, kills: int) -> list[int]:
+    """Random moments, the same in every run; always the last few, where the checkpoint is put in its place."""
+    last = range(max(1, count - 5), count + 1)
+    return sorted({*last, *random.Random(0).sample(range(1, last.start), min(kills, last.start - 1))})
+
+
+if __name__ == "__main__":
+    streaming.CHUNK = 4 << 10  # more moments, and threads that are all at work
+    os.environ.pop("TRTSERVE_HOME", None)
+    source, work, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    results = [run(source, work / str(replace), replace=replace, kills=number) for replace in (False, True)]
+    sys.stdout.write(json.dumps(results))
