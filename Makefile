@@ -10,7 +10,7 @@ BENCH_WORK ?= .bench
 # Arguments for pytest, for example: make test ARGS="-k sampling"
 ARGS ?=
 
-.PHONY: help demo test lint bench soak docs golden clean
+.PHONY: help demo test lint bench soak kills docs golden clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -37,6 +37,9 @@ bench: $(READY) $(VENV)/.bench ## the figures of docs/performance.md, as ratios 
 soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with random cancels: nothing may grow
 	TRTSERVE_MIXES=300 $(BIN)/python -m pytest -q tests/integration/test_request_mix.py
 	$(BIN)/python -m tests.benchmarks.soak --work $(BENCH_WORK) $(ARGS)
+
+kills: $(READY) ## twenty launches of four ranks, of which one is killed at a random moment: nothing may be left
+	TRTSERVE_KILLS=20 $(BIN)/python -m pytest -q tests/integration/test_launches.py -k random_moments $(ARGS)
 
 docs: $(READY) ## the generated parts of docs/
 	$(BIN)/python docs/generate.py

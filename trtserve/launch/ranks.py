@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trtserve.machine import gibibytes
-from trtserve.process import Identity, children, environment_of, usage
+from trtserve.process import Identity, arguments, children, environment_of, tree, usage
+from trtserve.releases.launcher import LLMAPI_LAUNCH
 from trtserve.triton import rank_log
 
 # Open MPI and PMIx name the rank in the environment of each process that they start.
@@ -26,6 +27,25 @@ def rank_processes(mpirun: Identity) -> dict[int, Identity]:
         if rank.isdigit():
             found.setdefault(int(rank), child)
     return dict(sorted(found.items()))
+
+
+def serving_process(root: Identity) -> Identity:
+    """The tritonserver of a launch that answers the clients; `root` itself where there is none below it.
+
+    It is the only process that can end a launch in order: mpirun kills its ranks a moment after it is asked to end,
+    ranks other than 0 have no handler while they load, and trtllm-llmapi-launch dies without ending its command.
+    """
+    first = rank_processes(root).get(0)
+    if first is None:
+        return root
+    found = [process for process in (first, *tree(first)) if _is_server(arguments(process))]
+    return found[0] if found else first
+
+
+def _is_server(line: list[str]) -> bool:
+    """Whether a command line is tritonserver's; a script has its interpreter in front."""
+    words = {Path(word).name for word in line[:3]}
+    return "tritonserver" in words and LLMAPI_LAUNCH not in words
 
 
 def missing_rank(processes: Mapping[int, Identity], ranks: int, text: str) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from trtserve.launch.ranks import rank_processes, sweep_session
-from trtserve.process import Identity
+from trtserve.launch.ranks import serving_process, sweep_session
 from trtserve.progress import SILENT, Progress
 from trtserve.servers import Server, find_server, forget, recorded_server, write_state
 from trtserve.store import Store
@@ -38,16 +37,7 @@ def end_server(server: Server, store: Store, *, urgent: Callable[[], bool] = lam
     """
     roots = [instance.identity for instance in server.instances]
     grace = STOP_GRACE - EXIT_TIMEOUT + server.exit_timeout
-    stop_triton(roots, server.shm_prefix, urgent=urgent, asked=[_asked(root) for root in roots], grace=grace)
+    stop_triton(roots, server.shm_prefix, urgent=urgent, asked=[serving_process(root) for root in roots], grace=grace)
     for root in roots:
         sweep_session(root)
     forget(server, store)
-
-
-def _asked(root: Identity) -> Identity:
-    """The process that can end an instance in order: rank 0, which ends the others, or the only one.
-
-    mpirun kills its ranks a moment after it is asked to end; ranks other than 0 have no handler, so that a TERM to one
-    of them is a death that makes mpirun kill the rest.
-    """
-    return rank_processes(root).get(0, root)

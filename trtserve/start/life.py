@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from trtserve.artifacts import ModelRepository
 from trtserve.capacity.rates import timed
 from trtserve.capacity.serving import require_servable
 from trtserve.errors import ServerDiedError
-from trtserve.launch.ranks import rank_processes
+from trtserve.launch.ranks import rank_processes, serving_process
 from trtserve.process import Identity, children, spawn, stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.servers import (
@@ -164,17 +164,22 @@ def _write_proxy(proxy: Proxy) -> None:
 
 def _with_members(server: Server) -> Server:
     """The server with the ranks and stubs that its instances became ready with."""
-    own = rank_processes(server.identity)
-    more = []
-    for instance in server.more:
-        ranks = rank_processes(instance.identity)
-        more.append(replace(instance, ranks=_known(ranks.values()), stubs=_stubs(instance.identity, ranks)))
-    return replace(server, ranks=_known(own.values()), stubs=_stubs(server.identity, own), more=tuple(more))
+    more = (
+        replace(instance, ranks=_ranks(instance.identity), stubs=_stubs(instance.identity)) for instance in server.more
+    )
+    return replace(server, ranks=_ranks(server.identity), stubs=_stubs(server.identity), more=tuple(more))
 
 
-def _stubs(root: Identity, ranks: Mapping[int, Identity]) -> Processes:
-    """The Python stubs of the process that answers: rank 0, or the only one."""
-    return _known(children(ranks.get(0, root)))
+def _ranks(root: Identity) -> Processes:
+    return _known(rank_processes(root).values())
+
+
+def _stubs(root: Identity) -> Processes:
+    """The Python stubs of the tritonserver that answers, and that itself where its rank is another program."""
+    serving = serving_process(root)
+    ranks = rank_processes(root).values()
+    hidden = () if serving in (root, *ranks) else (serving,)
+    return _known((*hidden, *children(serving)))
 
 
 def _known(identities: Iterable[Identity]) -> Processes:

@@ -16,6 +16,7 @@ from trtserve.triton.launch import came_up, pause, start_error, timeout_error
 # mpirun ends a job within a moment of a rank that fails; one that ends with code 0 it lets go.
 _RANK_INTERVAL = 1.0
 _LET_GO = 3.0
+_GIVEN_UP = "error: creating server: "
 
 
 def wait_for_all(server: Server, plan: Plan, *, timeout: float, interrupted: Callable[[], int]) -> None:
@@ -50,6 +51,9 @@ class _Waiting:
         """Whether it is up; ServerStartError when it never will be."""
         if came_up(self.root, self.planned.address, self.planned.log):
             return True
+        # trtllm-llmapi-launch waits for ever for a leader whose tritonserver has failed.
+        if self.planned.launch.mode == "llmapi" and _GIVEN_UP in server_log.read(self.planned.log):
+            raise start_error(self.root, self.planned.log)
         if self.planned.launch.ranks > 1 and time.monotonic() - self._looked > _RANK_INTERVAL:
             self._look_for_ranks()
         return False
