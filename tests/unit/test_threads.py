@@ -83,3 +83,14 @@ def test_a_worker_that_cannot_be_made_is_told() -> None:
 
     with pytest.raises(MemoryError, match="no buffer"):
         run_all(range(10), worker, lambda _: None)
+
+
+def test_where_no_thread_can_be_started_the_caller_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    workers = Workers(lambda number: 1)
+    run_all(range(5), workers, lambda _: None)
+    assert workers.begun == list(range(5))
+    assert workers.left == 1

@@ -35,7 +35,10 @@ def run_all(
     try:
         for _ in range(worker_count() - 1):
             helper = threading.Thread(target=_help, args=(shared, worker))
-            helper.start()
+            try:
+                helper.start()
+            except RuntimeError:
+                break  # a limit allows no further thread: those that there are do all of it
             helpers.append(helper)
         _work(shared, worker, advance)
     finally:
