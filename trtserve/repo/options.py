@@ -12,7 +12,7 @@ from trtserve.repo.placement import ENGINE, TOKENIZER
 from trtserve.repo.release import engine_types, release_of_engine
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import ConfigOptions
-from trtserve.triton.core_models import device_groups
+from trtserve.triton.core_models import device_groups, world_size
 from trtserve.triton.embedded import require_carried_out, require_startable
 from trtserve.triton.parameters import find_parameter
 from trtserve.triton.profiles import BLS, CORE, DRAFT, MODELS, POSTPROCESSING, PREPROCESSING, Profile, profile
@@ -77,12 +77,7 @@ def _embedded_release(spec: RepositorySpec) -> str | None:
             "--triton-backend tensorrtllm serves engines of TensorRT-LLM; this one is for the openvino runtime.",
             hint="Leave it out: the embedded executor is driven by the python backend.",
         )
-    if spec.trtllm_version is not None:
-        raise UsageError(
-            "--trtllm-version is for engines of TensorRT-LLM; this one is for the openvino runtime.",
-            hint="--release gives this repository the tensors of one release.",
-        )
-    return spec.release
+    return spec.release  # --trtllm-version may come from the environment of a whole machine, and means nothing here
 
 
 def backend_of(spec: RepositorySpec, config: Mapping[str, Any]) -> str:
@@ -108,6 +103,8 @@ def _options(
     if excluded.lower() in ("true", "1"):
         # The BLS model looks for stop words behind the prompt, and cannot see what the core model does by default.
         parameters[BLS]["exclude_input_in_output"] = excluded
+    if not embedded:
+        _require_gpus(parameters[CORE].get("gpu_device_ids", ""), config, backend_of(spec, config))
     backend, batch = backend_of(spec, config), spec.triton_max_batch_size or limits["max_batch_size"] or 1
     if backend == "tensorrtllm":
         # Answers of the C++ backend come as they are made; the python core model hands them out one by one.
@@ -126,6 +123,21 @@ def _options(
         keep_unset=backend == "python",
         **{**({} if embedded else engine_types(table, config)), **settings.variables},
     )
+
+
+def _require_gpus(text: str, config: Mapping[str, Any], backend: str) -> None:
+    groups, ranks = device_groups(text), world_size(config)
+    if backend == "python" and len(groups) > 1:
+        raise UsageError(
+            f"--set gpu_device_ids={text}: the python variant takes one group of GPUs, not {len(groups)}.",
+            hint="Leave --triton-backend python out, or add a second model with --suffix and --into.",
+        )
+    wrong = next((group for group in groups if len(group) != ranks), None)
+    if wrong is not None:
+        raise UsageError(
+            f"--set gpu_device_ids={text}: the group {','.join(map(str, wrong))} has {len(wrong)} "
+            f"GPU{'' if len(wrong) == 1 else 's'} for {ranks} ranks (tensor × pipeline parallel)."
+        )
 
 
 def bls_instances(backend: str, max_batch_size: int | None, *, streaming: bool) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.releases import NEWEST, RELEASES, normalize_release, order
 from trtserve.releases import release_of as release_of_version
+from trtserve.releases.installed import require_engine_path
 from trtserve.specs import RepositorySpec
 from trtserve.triton.profiles import Profile
 
@@ -31,13 +32,8 @@ def release_of_engine(spec: RepositorySpec, config: Mapping[str, Any]) -> str:
 
 
 def _installed(version: str) -> str:
-    release = release_of_version(version)
-    if release not in RELEASES and order(release) > order(NEWEST):
-        raise UsageError(
-            f"TensorRT-LLM {version} has no engines and no Triton models for them: they ended with release {NEWEST}.",
-            hint="Serve the Hugging Face model: trtserve repo MODEL --runtime llmapi",
-        )
-    return normalize_release(release, option="--trtllm-version")
+    require_engine_path(version)
+    return normalize_release(release_of_version(version), option="--trtllm-version")
 
 
 def _built_by(config: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,246 @@
+"""Repositories of TensorRT-LLM engines: what their configurations say, in which release, and where their paths lead."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine_folders import built_here, write_engine
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Engine, ModelRepository
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.repo import assemble_repository, plan_repository
+from trtserve.specs import RepositorySpec
+from trtserve.triton.config import parse_config
+from trtserve.triton.engine_match import Installation, rebuild_command, require_matching
+from trtserve.triton.preflight import Served, inspect_repository
+
+SPEC = RepositorySpec(name="tiny")
+# Of the reference, section 2: what the C++ backend does not load without.
+MANDATORY = {"gpt_model_type", "gpt_model_path", "batch_scheduler_policy"}
+KEY_MUST_EXIST = {"tokenizer_dir", "guided_decoding_backend", "xgrammar_tokenizer_info_path"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("hf") / "model")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return write_engine(tmp_path / "engine")
+
+
+def config(repository: Path, model: str) -> Any:
+    return parse_config((repository / model / "config.pbtxt").read_text())
+
+
+def parameters(repository: Path, model: str) -> dict[str, str]:
+    return {key: value.string_value for key, value in config(repository, model).parameters.items()}
+
+
+def made(engine: Engine, tokenizer: Path, out: Path, **changes: Any) -> Path:
+    return assemble_repository(engine, tokenizer, replace(SPEC, **changes), out=out).path
+
+
+def test_the_backend_is_nvidias(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    repository = made(engine, tokenizer, tmp_path / "out")
+    core = config(repository, "tensorrt_llm")
+    assert (core.backend, core.max_batch_size, core.model_transaction_policy.decoupled) == ("tensorrtllm", 12, True)
+    assert core.instance_group[0].count == 1
+    assert parameters(repository, "tensorrt_llm") == {
+        "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
+        "batch_scheduler_policy": "guaranteed_no_evict",
+        "executor_worker_path": "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
+        "gpt_model_path": "tensorrt_llm/1",
+        "gpt_model_type": "inflight_fused_batching",
+        "max_beam_width": "2",
+    }
+    assert (repository / "tensorrt_llm" / "1" / "rank0.engine").samefile(engine.path / "rank0.engine")
+    # A stream of pushed answers needs a process of its own; the engine takes twelve requests.
+    assert config(repository, "tiny").instance_group[0].count == 12
+    assert parameters(repository, "tiny")["core_answers"] == "pushed"
+    made(engine, tokenizer, tmp_path / "plain", streaming=False)
+    assert config(tmp_path / "plain", "tiny").instance_group[0].count == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "logits"),
+    [
+        ("0.12.0", {"min_length", "random_seed"}, "TYPE_FP32"),
+        ("0.17.0.post1", {"min_length", "random_seed"}, "TYPE_FP16"),
+        ("0.19.0", {"min_length", "random_seed"}, "TYPE_FP16"),
+        ("0.20.0", {"min_tokens", "seed"}, "TYPE_FP16"),
+        ("1.0.3.2510", {"min_tokens", "seed"}, "TYPE_FP16"),
+    ],
+)
+def test_the_release_is_the_engines(
+    version: str, names: set[str], logits: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    from tritonclient.grpc.model_config_pb2 import DataType
+
+    engine = write_engine(tmp_path / "engine", version=version, model={"logits_dtype": "float16"})
+    repository = made(engine, tokenizer, tmp_path / "out")
+    core = config(repository, "tensorrt_llm")
+    assert names == {t.name for t in core.input} & {"min_length", "min_tokens", "random_seed", "seed"}
+    for model in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "tiny"):
+        types = {t.name: DataType.Name(t.data_type) for t in config(repository, model).output}
+        assert types["context_logits"] == types["generation_logits"] == logits
+    assert set(parameters(repository, "tensorrt_llm")) >= MANDATORY
+    present = KEY_MUST_EXIST & set(parameters(repository, "tensorrt_llm"))
+    assert present == (set() if version < "0.19" else KEY_MUST_EXIST)
+
+
+def test_which_release_wins(tokenizer: Path, tmp_path: Path) -> None:
+    engine = write_engine(tmp_path / "engine", version="0.19.0")
+    plan = plan_repository(engine, tokenizer, replace(SPEC, release="0.20"))
+    assert plan.facts["release"] == "0.20"
+    assert plan_repository(engine, tokenizer, replace(SPEC, trtllm_version="0.21.0")).facts["release"] == "0.21"
+    with pytest.raises(UsageError, match="different releases"):
+        plan_repository(engine, tokenizer, replace(SPEC, release="0.20", trtllm_version="0.21.0"))
+    with pytest.raises(UsageError) as caught:
+        plan_repository(engine, tokenizer, replace(SPEC, trtllm_version="1.3.0rc2"))
+    assert "llmapi" in f"{caught.value} {caught.value.hint}"
+    old = write_engine(tmp_path / "old", version="0.9.0")
+    with pytest.raises(RepositoryError, match=r"built by TensorRT-LLM 0\.9\.0"):
+        plan_repository(old, tokenizer, SPEC)
+    nameless = write_engine(tmp_path / "nameless", version=None)
+    assert plan_repository(nameless, tokenizer, SPEC).facts["release"] == "1.2"
+
+
+def test_the_python_variant(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    repository = made(engine, tokenizer, tmp_path / "out", triton_backend="python")
+    assert config(repository, "tensorrt_llm").backend == "python"
+    assert "executor" not in parameters(repository, "tensorrt_llm")
+    assert parameters(repository, "tiny").get("core_answers") is None
+    assert config(repository, "tiny").instance_group[0].count == 1
+    assert not list(repository.glob("*/1/parameter_classes.json"))
+    with pytest.raises(UsageError, match="one group of GPUs"):
+        made(engine, tokenizer, tmp_path / "two", triton_backend="python", settings={"gpu_device_ids": "0;1"})
+
+
+def test_gpus_of_instances(tokenizer: Path, tmp_path: Path) -> None:
+    engine = write_engine(tmp_path / "engine", tp_size=2)
+    repository = made(engine, tokenizer, tmp_path / "out", settings={"gpu_device_ids": "0,1;2,3"})
+    assert config(repository, "tensorrt_llm").instance_group[0].count == 2
+    served = inspect_repository(ModelRepository(path=repository))
+    assert served.core_models[0].gpu_device_ids == ((0, 1), (2, 3))
+    assert (served.world_size, served.core_models[0].instances) == (2, 2)
+    with pytest.raises(UsageError, match=r"the group 0 has 1 GPU for 2 ranks"):
+        made(engine, tokenizer, tmp_path / "wrong", settings={"gpu_device_ids": "0"})
+
+
+def test_every_rank_has_its_file(tokenizer: Path, tmp_path: Path) -> None:
+    engine = write_engine(tmp_path / "engine", tp_size=2, pp_size=2)
+    (engine.path / "rank3.engine").unlink()
+    with pytest.raises(RepositoryError, match=r"rank3\.engine missing or empty"):
+        plan_repository(engine, tokenizer, SPEC)
+
+
+@pytest.mark.parametrize("change", [{}, {"absolute_paths": True}, {"container_paths": "/models/"}])
+def test_paths(change: dict[str, Any], engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    repository = made(engine, tokenizer, tmp_path / "out", **change)
+    root = {"absolute_paths": f"{repository}/", "container_paths": "/models/"}.get(next(iter(change), ""), "")
+    assert parameters(repository, "tensorrt_llm")["gpt_model_path"] == f"{root}tensorrt_llm/1"
+    for model in ("preprocessing", "postprocessing"):
+        assert parameters(repository, model)["tokenizer_dir"] == f"{root}preprocessing/1/tokenizer"
+    served = inspect_repository(ModelRepository(path=repository, manifest=_manifest(repository)))
+    assert served.core_models[0].engine == repository / "tensorrt_llm" / "1"
+    assert (served.runtime, served.backend, served.release) == ("tensorrt_llm", "tensorrtllm", "0.18")
+
+
+def _manifest(repository: Path) -> Any:
+    from trtserve.artifacts import Manifest
+
+    return Manifest.read(repository)
+
+
+def test_two_models_in_one_repository(tokenizer: Path, tmp_path: Path) -> None:
+    first = write_engine(tmp_path / "first", tp_size=2)
+    second = write_engine(tmp_path / "second", build={"max_batch_size": 3})
+    repository = made(first, tokenizer, tmp_path / "out")
+    before = {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
+    spec = replace(SPEC, name="small", suffix="_b")
+    assert assemble_repository(second, tokenizer, spec, into=repository).path == repository
+    for path, content in before.items():
+        assert path.name == "manifest.json" or path.read_bytes() == content
+    for model in ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"):
+        assert config(repository, f"{model}_b").name == f"{model}_b"
+    steps = config(repository, "ensemble_b").ensemble_scheduling.step
+    assert [step.model_name for step in steps] == ["preprocessing_b", "tensorrt_llm_b", "postprocessing_b"]
+    for model in ("tensorrt_llm_bls_b", "small"):
+        named = parameters(repository, model)
+        assert (named["tensorrt_llm_model_name"], named["preprocessing_model_name"]) == (
+            "tensorrt_llm_b",
+            "preprocessing_b",
+        )
+        assert named["postprocessing_model_name"] == "postprocessing_b"
+    assert parameters(repository, "tensorrt_llm_b")["gpt_model_path"] == "tensorrt_llm_b/1"
+    assert parameters(repository, "postprocessing_b")["tokenizer_dir"] == "preprocessing_b/1/tokenizer"
+    served = inspect_repository(ModelRepository(path=repository, manifest=_manifest(repository)))
+    assert [(core.name, core.world_size) for core in served.core_models] == [("tensorrt_llm", 2), ("tensorrt_llm_b", 1)]
+    assert served.model == "tiny"
+    members = _manifest(repository).facts["members"]
+    assert set(members) == {"tiny", "small"}
+    # Again is nothing new; another engine under a name that is taken is refused, and nothing changes.
+    again = plan_repository(second, tokenizer, spec, into=repository)
+    assert again.reused
+    with pytest.raises(RepositoryError, match="has a model preprocessing_b already"):
+        assemble_repository(first, tokenizer, spec, into=repository)
+    with pytest.raises(UsageError, match="differs from what the models"):
+        plan_repository(first, tokenizer, replace(SPEC, name="c", suffix="_c", container_paths="/m"), into=repository)
+
+
+def test_adding_to_a_foreign_folder_is_refused(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "foreign" / "x").mkdir(parents=True)
+    with pytest.raises(RepositoryError, match="was not made by trtserve"):
+        plan_repository(engine, tokenizer, replace(SPEC, suffix="_b"), into=tmp_path / "foreign")
+
+
+def served_of(engine: Engine, tokenizer: Path, out: Path) -> Served:
+    repository = assemble_repository(engine, tokenizer, SPEC, out=out)
+    return inspect_repository(repository)
+
+
+def test_an_engine_that_does_not_fit_names_the_command(tokenizer: Path, tmp_path: Path) -> None:
+    engine = built_here(write_engine(tmp_path / "engine", build={"gather_context_logits": True}))
+    served = served_of(engine, tokenizer, tmp_path / "out")
+    assert served.core_models[0].origin["gpu"] == "NVIDIA H200"
+    here = Installation(tensorrt_llm="0.18.2", tensorrt="10.9.0.34", sm="9.0", gpu="NVIDIA H200")
+    require_matching(served, here)
+    require_matching(served, Installation())
+    command = "trtserve build tiny --runtime tensorrt_llm --max-batch-size 12 --max-input-len 64 --max-seq-len 128"
+    for change, message in (
+        ({"tensorrt_llm": "0.19.0"}, "was built by TensorRT-LLM 0.18.2, and 0.19.0 is installed"),
+        ({"tensorrt": "10.8.0.43"}, "was built by TensorRT 10.9.0.34, and 10.8.0.43 is installed"),
+        ({"sm": "80", "gpu": "NVIDIA A100"}, r"compute capability 90 \(NVIDIA H200\), and this GPU has 80"),
+    ):
+        with pytest.raises(RepositoryError, match=message) as caught:
+            require_matching(served, replace(here, **change))
+        assert command in str(caught.value.hint)
+        assert "--gather-context-logits" in str(caught.value.hint)
+
+
+def test_a_foreign_engine_is_compared_by_its_version(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    served = served_of(engine, tokenizer, tmp_path / "out")
+    with pytest.raises(RepositoryError, match=r"built by TensorRT-LLM 0\.18\.2, and 1\.0\.0 is installed"):
+        require_matching(served, Installation(tensorrt_llm="1.0.0"))
+    assert rebuild_command(served.core_models[0]).startswith("trtserve build CHECKPOINT --runtime tensorrt_llm")
+
+
+def test_facts(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    facts = json.loads((made(engine, tokenizer, tmp_path / "out") / "manifest.json").read_text())["facts"]
+    assert (facts["runtime"], facts["triton_backend"], facts["world_size"]) == ("tensorrt_llm", "tensorrtllm", 1)
+    assert facts["core_models"] == {
+        "tensorrt_llm": {
+            "engine": "tensorrt_llm/1",
+            "world_size": 1,
+            "gpu_device_ids": "",
+            "origin": {"tensorrt_llm": "0.18.2"},
+            "built_as": None,
+        }
+    }
