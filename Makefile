@@ -34,6 +34,9 @@ lint: $(READY) ## style and types
 bench: $(READY) $(VENV)/.bench ## the figures of docs/performance.md, as ratios of pairs in one run
 	$(BIN)/python -m tests.benchmarks --work $(BENCH_WORK) $(ARGS)
 
+kills: $(READY) ## 20 conversions of 2.2 GB killed at random moments and run again: the same files, nothing left
+	$(BIN)/python -m tests.benchmarks.kills --work $(BENCH_WORK) $(ARGS)
+
 soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with random cancels: nothing may grow
 	TRTSERVE_MIXES=300 $(BIN)/python -m pytest -q tests/integration/test_request_mix.py
 	$(BIN)/python -m tests.benchmarks.soak --work $(BENCH_WORK) $(ARGS)

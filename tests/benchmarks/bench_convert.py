@@ -1,4 +1,4 @@
-"""Conversion of a random 1.1 B-parameter Llama (2.2 GB of float16): peak memory, and speed beside `cp`.
+"""Conversion of a random 1.1 B-parameter Llama (2.2 GB): speed beside `cp` and the usual way, and peak memory.
 
 Run as `python -m tests.benchmarks.bench_convert --work FOLDER`. This process imports nothing large, because the
 kernel hands its resident size on to the ru_maxrss of the processes that it starts.
@@ -7,234 +7,216 @@ kernel hands its resident size on to the ru_maxrss of the processes that it star
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-SIZES = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "intermediate_size": 5632,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
+from tests.benchmarks.conversions import (
+    TIMEOUT,
+    Case,
+    clean,
+    converted,
+    converted_as_usual,
+    copied,
+    model_folder,
+    require_same,
+)
+
+CASES = {
+    "tp 1": Case(reach=0.8),
+    "tp 4": Case(tp_size=4),
+    "pp 2": Case(pp_size=2),
+    "bfloat16 to float16": Case(source="bfloat16"),
+    "float16 to bfloat16": Case(dtype="bfloat16"),
 }
-CASES = {"tp 1": (1, "float16"), "tp 4": (4, "float16"), "tp 1 to bfloat16": (1, "bfloat16")}
-SAMPLE_SECONDS = 0.004
-TIMEOUT = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """One run: seconds of the call, of the whole process, and peaks in bytes.
-
-    `sampled` is RssAnon + RssShmem as read every 4 ms; `maxrss` is ru_maxrss, which includes file pages of the
-    interpreter; `imports` is ru_maxrss before the call.
-    """
-
-    seconds: float
-    process_seconds: float
-    sampled: int
-    maxrss: int
-    imports: int
-    largest_tensor: int
+USUAL = ("tp 1", "tp 4", "bfloat16 to float16")
+LIMITED = ("tp 1", "tp 4", "bfloat16 to float16")
+ALLOWANCE = 250_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One case: medians over pairs; `speed` is seconds of cp divided by seconds of the conversion."""
+    """One case beside `cp`: medians over pairs.
+
+    `speed` is seconds of cp divided by those of the whole command, `writing_speed` by those of writing alone.
+    """
 
     case: str
     pairs: int
-    convert_seconds: float
+    reach: float
+    seconds: float
+    writing_seconds: float
     cp_seconds: float
     speed: float
     speed_lowest: float
     speed_highest: float
+    writing_speed: float
     sampled_peak: int
     maxrss_peak: int
-    largest_tensor: int
 
 
-def generate(folder: Path) -> None:
-    """Write the model, tensor by tensor, with the format's header in front."""
-    import numpy as np
+@dataclass(frozen=True, kw_only=True)
+class UsualRow:
+    """One case beside the usual way, whole processes: medians over pairs, peaks over all of them."""
 
-    from tests.support.tiny_models import FAMILIES
-    from trtserve.architectures.tensor_files import layout
-
-    defaults, shapes = FAMILIES["llama"]
-    config = defaults | SIZES | {"dtype": "float16", "torch_dtype": "float16"}
-    listed = dict(shapes(config))
-    header, _ = layout(listed, "float16")
-    folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    with (folder / "model.safetensors").open("wb") as handle:
-        handle.write(header)
-        for shape in listed.values():
-            handle.write((0.02 * generator.standard_normal(shape, dtype=np.float32)).astype(np.float16).tobytes())
-    (folder / "config.json").write_text(json.dumps(config))
+    case: str
+    pairs: int
+    seconds: float
+    usual_seconds: float
+    speed: float
+    speed_lowest: float
+    speed_highest: float
+    sampled_peak: int
+    usual_sampled_peak: int
+    memory: float
 
 
-def convert_once(model: Path, out: Path, tp_size: int, dtype: str) -> None:
-    """Convert in this process and print what it took as JSON."""
-    import resource
-
-    import ml_dtypes  # noqa: F401 - loaded before the clock starts
-    import numpy as np  # noqa: F401
-
-    from trtserve.artifacts import Model
-    from trtserve.convert import convert_model, plan_conversion
-    from trtserve.specs import ConvertSpec, DType
-
-    wanted: DType = "bfloat16" if dtype == "bfloat16" else "float16"
-    spec = ConvertSpec(tp_size=tp_size, dtype=wanted)
-    imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    start = time.perf_counter()
-    convert_model(Model(path=model), spec, out=out)
-    seconds = time.perf_counter() - start
-    facts = {
-        "seconds": seconds,
-        "imports": imports,
-        "maxrss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "largest_tensor": plan_conversion(Model(path=model), spec).largest_tensor,
-    }
-    sys.stdout.write(json.dumps(facts))
-
-
-def _call(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tests.benchmarks.bench_convert", *arguments]
-
-
-def measure(model: Path, out: Path, tp_size: int, dtype: str) -> Conversion:
-    """Convert in a fresh process and watch its memory."""
-    start = time.perf_counter()
-    with subprocess.Popen(
-        _call("--convert", str(model), str(out), str(tp_size), dtype), stdout=subprocess.PIPE, text=True
-    ) as process:
-        peak = 0
-        while process.poll() is None:
-            peak = max(peak, _private_bytes(process.pid))
-            if time.perf_counter() - start > TIMEOUT:
-                process.kill()
-            time.sleep(SAMPLE_SECONDS)
-        answer = process.stdout.read() if process.stdout else ""
-    if process.returncode:
-        raise SystemExit(f"the conversion ended with code {process.returncode}")
-    return Conversion(process_seconds=time.perf_counter() - start, sampled=peak, **json.loads(answer))
-
-
-def _private_bytes(pid: int) -> int:
-    """RssAnon + RssShmem of a process; 0 when it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-def copy_once(model: Path, out: Path) -> float:
-    """Seconds that `cp` needs for the weights."""
-    out.mkdir()
-    start = time.perf_counter()
-    subprocess.run(["cp", str(model / "model.safetensors"), str(out)], check=True, timeout=TIMEOUT)
-    return time.perf_counter() - start
-
-
-def _clean(*folders: Path) -> None:
-    """Remove what a run wrote and let the disk come to rest, so that the next one does not pay for it."""
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    os.sync()
-
-
-def run_case(case: str, model: Path, work: Path, pairs: int) -> Row:
+def beside_cp(name: str, work: Path, pairs: int) -> Row:
     """Alternate conversion and cp; the first pair warms both up and does not count."""
-    tp_size, dtype = CASES[case]
-    converted, copied = work / "converted", work / "copied"
+    case = CASES[name]
+    model = model_folder(work, case.source)
+    ours, copy, home = work / "converted", work / "copied", work / "convert-home"
     runs, copies = [], []
     for _ in range(pairs + 1):
-        _clean(converted, copied)
-        runs.append(measure(model, converted, tp_size, dtype))
-        _clean(converted)
-        copies.append(copy_once(model, copied))
-    _clean(converted, copied)
+        clean(ours, copy)
+        runs.append(converted(model, ours, case, home))
+        clean(ours)
+        copies.append(copied(model, copy))
+    clean(ours, copy, home)
     runs, copies = runs[1:], copies[1:]
     ratios = sorted(copy / run.seconds for run, copy in zip(runs, copies, strict=True))
     return Row(
-        case=case,
+        case=name,
         pairs=pairs,
-        convert_seconds=statistics.median(run.seconds for run in runs),
+        reach=case.reach,
+        seconds=statistics.median(run.seconds for run in runs),
+        writing_seconds=statistics.median(run.writing for run in runs),
         cp_seconds=statistics.median(copies),
         speed=statistics.median(ratios),
         speed_lowest=ratios[0],
         speed_highest=ratios[-1],
+        writing_speed=statistics.median(copy / run.writing for run, copy in zip(runs, copies, strict=True)),
         sampled_peak=max(run.sampled for run in runs),
         maxrss_peak=max(run.maxrss for run in runs),
-        largest_tensor=runs[0].largest_tensor,
     )
+
+
+def beside_usual(name: str, work: Path, pairs: int) -> UsualRow:
+    """Alternate conversion and the usual way; the first pair warms both up, and its results must be the same."""
+    case = CASES[name]
+    model = model_folder(work, case.source)
+    ours, theirs, home = work / "converted", work / "usual", work / "convert-home"
+    runs, usual = [], []
+    for number in range(pairs + 1):
+        clean(ours, theirs)
+        runs.append(converted(model, ours, case, home))
+        usual.append(converted_as_usual(model, theirs, case))
+        if number == 0:
+            require_same(ours, theirs)
+    clean(ours, theirs, home)
+    runs, usual = runs[1:], usual[1:]
+    ratios = sorted(their.seconds / our.seconds for our, their in zip(runs, usual, strict=True))
+    peak, usual_peak = max(run.sampled for run in runs), min(run.sampled for run in usual)
+    return UsualRow(
+        case=name,
+        pairs=pairs,
+        seconds=statistics.median(run.seconds for run in runs),
+        usual_seconds=statistics.median(run.seconds for run in usual),
+        speed=statistics.median(ratios),
+        speed_lowest=ratios[0],
+        speed_highest=ratios[-1],
+        sampled_peak=peak,
+        usual_sampled_peak=usual_peak,
+        memory=peak / usual_peak,
+    )
+
+
+def under_limit(name: str, work: Path) -> dict[str, object]:
+    """Convert with RLIMIT_AS set to what the interpreter has, the largest tensor and 250 MB."""
+    case = CASES[name]
+    out = work / "limited" / "made"
+    clean(out.parent)
+    arguments = [str(model_folder(work, case.source)), str(out), str(case.tp_size), case.dtype, str(ALLOWANCE)]
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.support.limited_conversion", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT,
+        check=True,
+    )
+    clean(out.parent)
+    return {"case": name, **json.loads(result.stdout)}
+
+
+_HEADS = "Convert 1.1 B; Whole command, s; Writing, s; `cp`, s; Speed ÷ `cp` (lowest – highest); Reach; Writing ÷ `cp`"
+_PEAKS = "RssAnon + RssShmem, MB; ru_maxrss, MB; Pairs"
+_USUAL_HEADS = "Whole processes; trtserve, s; Usual way, s; Times faster (lowest – highest); Reach"
+_USUAL_PEAKS = "trtserve, MB; Usual way, MB; Memory ratio; Reach; Pairs"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown; memory in MB (10^6 bytes)."""
-    heads = (
-        "Convert 1.1 B, float16",
-        "convert s",
-        "cp s",
-        "speed / cp (lowest – highest)",
-        "RssAnon+RssShmem MB",
-        "ru_maxrss MB",
-        "largest tensor MB",
-        "allowed MB",
-    )
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows:
-        allowed = (2 * row.largest_tensor + 300e6) / 1e6
-        lines.append(
-            f"| {row.case} | {row.convert_seconds:.2f} | {row.cp_seconds:.2f} | {row.speed:.2f} "
-            f"({row.speed_lowest:.2f} – {row.speed_highest:.2f}, {row.pairs} pairs) | {row.sampled_peak / 1e6:.0f} | "
-            f"{row.maxrss_peak / 1e6:.0f} | {row.largest_tensor / 1e6:.0f} | {allowed:.0f} |"
-        )
-    return "\n".join(lines)
+    """The rows beside cp as Markdown; memory in MB (10^6 bytes)."""
+    lines = [
+        f"{row.case}; {row.seconds:.2f}; {row.writing_seconds:.2f}; {row.cp_seconds:.2f}; {row.speed:.2f} "
+        f"({row.speed_lowest:.2f} – {row.speed_highest:.2f}); {row.reach}; {row.writing_speed:.2f}; "
+        f"{row.sampled_peak / 1e6:.0f}; {row.maxrss_peak / 1e6:.0f}; {row.pairs}"
+        for row in rows
+    ]
+    return _markdown(f"{_HEADS}; {_PEAKS}", lines)
+
+
+def usual_table(rows: Sequence[UsualRow]) -> str:
+    """The rows beside the usual way as Markdown."""
+    lines = [
+        f"{row.case}; {row.seconds:.2f}; {row.usual_seconds:.2f}; {row.speed:.1f} ({row.speed_lowest:.1f} – "
+        f"{row.speed_highest:.1f}); 2; {row.sampled_peak / 1e6:.0f}; {row.usual_sampled_peak / 1e6:.0f}; "
+        f"{row.memory:.2f}; 0.25; {row.pairs}"
+        for row in rows
+    ]
+    return _markdown(f"{_USUAL_HEADS}; {_USUAL_PEAKS}", lines)
+
+
+def _markdown(heads: str, rows: Sequence[str]) -> str:
+    """A table of lines whose cells are separated by semicolons."""
+    lines = [heads, "; ".join(["---", *["--:"] * heads.count(";")]), *rows]
+    return "\n".join(f"| {' | '.join(line.split('; '))} |" for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse, measure, print the table, and write it as JSON."""
+    """Parse, measure, print the tables, and write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, default=Path(".bench"), help="folder for the model and the copies (8 GB)")
+    parser.add_argument("--work", type=Path, default=Path(".bench"), help="folder for models and copies (9 GB)")
     parser.add_argument("--out", type=Path, help="folder for convert.json; default: the work folder")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--case", choices=CASES, action="append", help="only these cases")
-    parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--convert", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("cp", "usual", "limit"), help="only this part")
     options = parser.parse_args(arguments)
-    if options.generate:
-        generate(options.generate)
-    elif options.convert:
-        model, out, tp_size, dtype = options.convert
-        convert_once(Path(model), Path(out), int(tp_size), dtype)
-    else:
-        compare(options.work, options.case or list(CASES), options.pairs, options.out)
+    work, cases, parts = options.work.absolute(), options.case or list(CASES), options.only or "cp usual limit"
+    report: dict[str, object] = {}
+    if "cp" in parts:
+        rows = [beside_cp(name, work, options.pairs) for name in cases]
+        print(table(rows), flush=True)
+        report["rows"] = [asdict(row) for row in rows]
+    if "usual" in parts:
+        report["usual"] = _usual_part([name for name in cases if name in USUAL], work, options.pairs)
+    if "limit" in parts:
+        report["limited"] = [under_limit(name, work) for name in cases if name in LIMITED]
+        print(f"\nUnder RLIMIT_AS, largest tensor + {ALLOWANCE // 10**6} MB: {json.dumps(report['limited'])}")
+    ((options.out or work) / "convert.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def compare(work: Path, cases: Sequence[str], pairs: int, out: Path | None) -> None:
-    """Run the cases over the cached model and print the table."""
-    model = work / "llama-1.1b"
-    if not (model / "config.json").exists():
-        shutil.rmtree(model, ignore_errors=True)
-        subprocess.run(_call("--generate", str(model)), check=True, timeout=TIMEOUT)
-    rows = [run_case(case, model, work, pairs) for case in cases]
-    print(table(rows))
-    report = {"rows": [asdict(row) for row in rows]}
-    ((out or work) / "convert.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+def _usual_part(cases: Sequence[str], work: Path, pairs: int) -> list[dict[str, object]]:
+    if importlib.util.find_spec("torch") is None:
+        print("\nPyTorch is not installed (extra `oracle`): nothing is measured beside the usual way.")
+        return []
+    rows = [beside_usual(name, work, pairs) for name in cases]
+    print(f"\n{usual_table(rows)}", flush=True)
+    return [asdict(row) for row in rows]
 
 
 if __name__ == "__main__":
