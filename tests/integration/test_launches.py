@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.doubles import Doubles
-from tests.support.engine_folders import write_core_model, write_engine_folder
 from tests.support.servers import HOST, free_spec
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import PortInUseError, RepositoryError, ServerDiedError, ServerStartError, UsageError
@@ -88,7 +88,7 @@ def mentions(process: psutil.Process, server: Server) -> bool:
         return False
 
 
-def eventually(wanted: Callable[[], object], seconds: float = 20.0) -> bool:
+def eventually(wanted: Callable[[], object], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not wanted():
         if time.monotonic() > deadline:
@@ -99,7 +99,7 @@ def eventually(wanted: Callable[[], object], seconds: float = 20.0) -> bool:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "trtserve", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=180, check=False)
 
 
 def start_flags(spec: ServerSpec) -> list[str]:
@@ -308,7 +308,7 @@ def test_ranks_killed_at_random_moments_leave_nothing(tmp_path: Path, store: Sto
             server, victim = running_rank(name, rank, store)
             time.sleep(moment)
             os.kill(victim, signal.SIGKILL)
-            _, errors = one.communicate(timeout=60)
+            _, errors = one.communicate(timeout=120)
         words = f"seed {seed}, launch {number}: rank {rank} after {moment:.2f} s: {errors}"
         assert one.returncode in (32, 35), words
         assert f"Rank {rank} was killed" in errors, words
@@ -317,7 +317,7 @@ def test_ranks_killed_at_random_moments_leave_nothing(tmp_path: Path, store: Sto
 
 def running_rank(name: str, rank: int, store: Store) -> tuple[Server, int]:
     """The server of this name and the process of one of its ranks, as soon as there is one."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         server = recorded_server(name, store)
         if server is not None and (process := rank_processes(server.identity).get(rank)) is not None:

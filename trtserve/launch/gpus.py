@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trtserve.errors import MachineError, MissingDependencyError, UsageError
 from trtserve.launch.base import VISIBLE_DEVICES
 from trtserve.process import Command, run
 
 _LIST = Command(argv=("nvidia-smi", "--list-gpus"))
+_DESCRIBE = Command(argv=("nvidia-smi", "--query-gpu=compute_cap,name", "--format=csv,noheader"))
 _TIMEOUT = 60.0  # a driver that is not kept loaded starts first
 
 
@@ -26,6 +28,24 @@ def count_gpus() -> int:
     except (MissingDependencyError, TimeoutError):
         return 0
     return len([line for line in ended.stdout.splitlines() if line.startswith("GPU ")]) if ended.code == 0 else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU: its compute capability (`9.0`) and name."""
+
+    sm: str
+    name: str
+
+
+def describe_gpus() -> list[Gpu]:
+    """The GPUs of this machine in nvidia-smi's order; none without a driver."""
+    try:
+        ended = run(_DESCRIBE, timeout=_TIMEOUT)
+    except (MissingDependencyError, TimeoutError):
+        return []
+    rows = (line.partition(",") for line in ended.stdout.splitlines() if ended.code == 0)
+    return [Gpu(sm=sm.strip(), name=name.strip()) for sm, comma, name in rows if comma]
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:

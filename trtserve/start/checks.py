@@ -7,17 +7,19 @@ from pathlib import Path
 
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
 from trtserve.errors import PortInUseError, ServerStartError
-from trtserve.launch.gpus import count_gpus, require_gpus
+from trtserve.launch.gpus import count_gpus, describe_gpus, require_gpus
 from trtserve.machine import differences
 from trtserve.ports import is_free, owner
 from trtserve.process import arguments
 from trtserve.progress import Progress
+from trtserve.releases.installed import installed
 from trtserve.servers import list_servers, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.start.ending import end_server
 from trtserve.start.plan import Plan
 from trtserve.start.repositories import chosen_by
 from trtserve.store import Store
+from trtserve.triton.engine_match import Installation, require_matching
 from trtserve.triton.server import SHARED_MEMORY, Address
 
 
@@ -63,6 +65,22 @@ def require_devices(plan: Plan, spec: ServerSpec) -> None:
     else:
         wanted = plan.served.world_size * spec.instances
     require_gpus(wanted, count_gpus(), spec.gpus)
+
+
+def require_fitting_engine(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
+    """RepositoryError, with the command that builds it again, for an engine of other versions or another GPU."""
+    if not plan.needs_gpus:
+        return
+    here = installed(spec.trtllm_version)
+    gpus = describe_gpus()
+    first = spec.gpus[0] if spec.gpus and spec.gpus[0] < len(gpus) else 0
+    installation = Installation(
+        tensorrt_llm=here.version if here else None,
+        tensorrt=here.tensorrt if here else None,
+        sm=gpus[first].sm if gpus else None,
+        gpu=gpus[first].name if gpus else None,
+    )
+    require_matching(plan.served, installation, progress)
 
 
 def require_environment(plan: Plan, store: Store, progress: Progress) -> None:

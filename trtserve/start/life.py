@@ -25,7 +25,14 @@ from trtserve.servers import (
     write_state,
 )
 from trtserve.specs import ServerSpec
-from trtserve.start.checks import announce, refuse_running, require_devices, require_environment, require_ports
+from trtserve.start.checks import (
+    announce,
+    refuse_running,
+    require_devices,
+    require_environment,
+    require_fitting_engine,
+    require_ports,
+)
 from trtserve.start.ending import end_server
 from trtserve.start.plan import InstancePlan, Plan, Proxy, plan_server
 from trtserve.start.readiness import wait_for_all
@@ -83,6 +90,7 @@ def _launch(
         announce(plan, spec, progress)
         require_servable(plan.served, plan.name, progress)
         require_devices(plan, spec)
+        require_fitting_engine(plan, spec, progress)
         require_environment(plan, store, progress)
         prepare_backends(plan.triton, store)
         server = _spawn_all(plan, spec, store, progress)

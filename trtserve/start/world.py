@@ -8,6 +8,7 @@ from trtserve.launch.devices import world_of
 from trtserve.releases import NEWEST, order
 from trtserve.releases.installed import installed, require_engine_path
 from trtserve.specs import ServerSpec
+from trtserve.triton.engine_match import rebuild_command
 from trtserve.triton.preflight import Served
 
 _LLMAPI_SINCE = "0.19"
@@ -97,21 +98,10 @@ def rebuild_commands(served: Served, repository: ModelRepository, world_size: in
             "(trtllm-build), then put it into the repository; or leave --world-size out."
         )
     other = f"{repository.name}-tp{world_size}"
+    dtype = served.engine.get("pretrained_config", {}).get("dtype")
+    weights = f" --dtype {dtype}" if dtype else ""
     return (
-        f"trtserve convert {repository.name} --tp-size {world_size}{_weights(served)} --name {other} && "
-        f"trtserve build {other}{_limits(served)} && "
+        f"trtserve convert {repository.name} --tp-size {world_size}{weights} --name {other} && "
+        f"{rebuild_command(served.core_models[0], other)} && "
         f"trtserve repo {other} --tokenizer {repository.name} && trtserve start {other}"
     )
-
-
-def _weights(served: Served) -> str:
-    pretrained = served.engine.get("pretrained_config", {})
-    return f" --dtype {pretrained['dtype']}" if "dtype" in pretrained else ""
-
-
-def _limits(served: Served) -> str:
-    """The limits of the engine that is there, as flags of `build`."""
-    limits = served.engine.get("build_config", {})
-    names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens")
-    given = (f" --{name.replace('_', '-')} {limits[name]}" for name in names if limits.get(name))
-    return "".join((*given, f" --runtime {served.runtime}"))
