@@ -3,6 +3,7 @@
 TrtserveError
 ├── UsageError                  2   a flag, name or combination that cannot work
 ├── MissingDependencyError      3   an optional package or program is not installed
+├── ModelOptMissingError        4   a quantisation needs NVIDIA ModelOpt, which is not installed
 ├── ModelNotFoundError         10   the source names no model
 ├── AccessDeniedError          11   the model is gated or private and the token does not open it
 ├── NetworkError               12   the hub cannot be reached
@@ -55,6 +56,10 @@ class UsageError(TrtserveError):
 
 class MissingDependencyError(TrtserveError):
     code = 3
+
+
+class ModelOptMissingError(MissingDependencyError):
+    code = 4
 
 
 class ModelNotFoundError(TrtserveError):

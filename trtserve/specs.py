@@ -103,12 +103,13 @@ class ConvertSpec:
         return self.converter == "upstream" or self.quantize in CALIBRATED
 
     def _require_upstream(self) -> None:
-        wishes = ("workers", "calib_dataset", "calib_size", "trtllm_examples", "converter_flags")
+        # `trtllm_examples` may come from the environment of a machine, and is no wish then.
+        wishes = ("workers", "calib_dataset", "calib_size", "converter_flags")
         given = [name for name in wishes if getattr(self, name) not in (None, ())]
         if given and not self.upstream:
             raise UsageError(
-                f"--{given[0].replace('_', '-').replace('flags', 'flag')} is for NVIDIA's tools; this conversion is our "
-                "own.",
+                f"--{given[0].replace('_', '-').replace('flags', 'flag')} is for NVIDIA's tools, which do not convert "
+                "here.",
                 hint=f"Add --converter upstream, or --quantize {', '.join(CALIBRATED)}.",
             )
 

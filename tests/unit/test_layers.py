@@ -19,6 +19,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "import_",
             "hub",
             "convert",
+            "upstream",
             "build",
             "repo",
             "lora",

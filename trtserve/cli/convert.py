@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from trtserve.cli.options import (
+    CalibDatasetOption,
+    CalibSizeOption,
+    ConverterFlagOption,
+    ConverterOption,
     DryRunOption,
     DtypeOption,
+    ExamplesOption,
     GpuSmOption,
     JsonOption,
     MoeEpSizeOption,
@@ -19,10 +24,11 @@ from trtserve.cli.options import (
     QuietOption,
     TpSizeOption,
     VerifyOption,
+    WorkersOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.machine import gibibytes
-from trtserve.specs import CheckSpec, ConvertSpec, DType, Quantization
+from trtserve.specs import CheckSpec, Converter, ConvertSpec, DType, Quantization
 
 if TYPE_CHECKING:
     from trtserve.convert import Plan
@@ -39,6 +45,15 @@ def convert(
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "none",
     gpu_sm: GpuSmOption = 80,
+    converter: ConverterOption = "own",
+    workers: WorkersOption = None,
+    calib_dataset: CalibDatasetOption = None,
+    calib_size: CalibSizeOption = None,
+    trtllm_examples: ExamplesOption = None,
+    converter_flags: ConverterFlagOption = None,
+    flags: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="The same: flags for NVIDIA's tool as they are.")
+    ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
     out: OutOption = None,
     verify: VerifyOption = False,
@@ -47,7 +62,7 @@ def convert(
     quiet: QuietOption = False,
 ) -> None:
     """Convert a Hugging Face model to a TensorRT-LLM checkpoint and print its path."""
-    from trtserve.convert import convert_model, destination_of, find_model, plan_conversion
+    from trtserve.convert import convert_model, destination_of, find_model, plan_conversion, upstream_command
 
     spec = ConvertSpec(
         tp_size=tp_size,
@@ -57,6 +72,12 @@ def convert(
         dtype=cast(DType, dtype),
         quantize=cast(Quantization, quantize),
         gpu_sm=gpu_sm,
+        converter=cast(Converter, converter),
+        workers=workers,
+        calib_dataset=calib_dataset,
+        calib_size=calib_size,
+        trtllm_examples=trtllm_examples,
+        converter_flags=(*(converter_flags or ()), *(flags or ())),
     )
     progress = TerminalProgress(quiet=quiet)
     source = find_model(model, progress=progress)
@@ -69,7 +90,8 @@ def convert(
     if json:
         print_json("convert", result)
     elif dry_run:
-        print_data("\n".join([*_lines(plan, reused=place.reused), f"to        {place.path}"]))
+        runs = [f"command   {upstream_command(source, plan, place.path)}"] if spec.upstream else []
+        print_data("\n".join([*_lines(plan, reused=place.reused), *runs, f"to        {place.path}"]))
     else:
         print_data(str(place.path))
 
@@ -89,9 +111,14 @@ def _described(plan: Plan) -> dict[str, object]:
 
 def _lines(plan: Plan, *, reused: bool) -> list[str]:
     ranks = len(plan.sizes)
+    if plan.spec.upstream:
+        source, runs = "by NVIDIA's tool", "the command below is run"
+    else:
+        tensors = len(plan.moves) + len(plan.repacks)
+        source, runs = f"{tensors} tensors, {gibibytes(plan.source_bytes)}", "no external command is run"
     return [
-        f"convert   {plan.config['architecture']}, {len(plan.moves)} tensors, {gibibytes(plan.source_bytes)}",
+        f"convert   {plan.config['architecture']}, {source}",
         f"as        {plan.spec.dtype}, quantization {plan.config['quantization']['quant_algo'] or 'none'}",
         f"ranks     {ranks} (tp {plan.spec.tp_size} × pp {plan.spec.pp_size}), {gibibytes(plan.total_bytes)}",
-        "state     reused: it lies there already" if reused else "state     to be made; no external command is run",
+        "state     reused: it lies there already" if reused else f"state     to be made; {runs}",
     ]

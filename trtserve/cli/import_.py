@@ -10,9 +10,14 @@ import typer
 
 from trtserve.cli.options import (
     AllLogitsOption,
+    CalibDatasetOption,
+    CalibSizeOption,
     ContextLogitsOption,
+    ConverterFlagOption,
+    ConverterOption,
     DryRunOption,
     DtypeOption,
+    ExamplesOption,
     GenerationLogitsOption,
     GpuSmOption,
     JsonOption,
@@ -39,6 +44,7 @@ from trtserve.cli.options import (
     TpSizeOption,
     TrtllmVersionOption,
     VerifyOption,
+    WorkersOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.cli.repo import find_draft, repository_spec
@@ -95,6 +101,12 @@ def import_(
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "none",
     gpu_sm: GpuSmOption = 80,
+    converter: ConverterOption = "own",
+    workers: WorkersOption = None,
+    calib_dataset: CalibDatasetOption = None,
+    calib_size: CalibSizeOption = None,
+    trtllm_examples: ExamplesOption = None,
+    converter_flags: ConverterFlagOption = None,
     verify: VerifyOption = False,
     max_batch_size: MaxBatchSizeOption = None,
     max_input_len: MaxInputLenOption = None,
@@ -171,8 +183,10 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     from trtserve.import_.sources import parse_source
     from trtserve.pipeline import ImportSpec, engine_destination
 
+    given = {**options, "converter_flags": tuple(options["converter_flags"] or ())}
+
     def filled(spec: type[S]) -> S:
-        return spec(**{field.name: options[field.name] for field in fields(spec)})
+        return spec(**{field.name: given[field.name] for field in fields(spec)})
 
     name = parse_source(options["source"], name=options["name"]).name
     tokenizer = options["tokenizer"]

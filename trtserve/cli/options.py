@@ -32,7 +32,11 @@ DtypeOption = Annotated[
     ),
 ]
 QuantizeOption = Annotated[
-    str, typer.Option("--quantize", help="none, or int8 (weight-only; done when the engine is built).")
+    str,
+    typer.Option(
+        "--quantize",
+        help="none, int8 (weight-only, done when the engine is built), or by NVIDIA ModelOpt: int4_awq, int8_sq, fp8.",
+    ),
 ]
 GpuSmOption = Annotated[
     int,
@@ -40,6 +44,44 @@ GpuSmOption = Annotated[
         "--gpu-sm",
         help="Compute capability, times 10, of the GPUs that will serve a 4-bit model (AWQ, GPTQ): TensorRT-LLM keeps "
         "its weights in the order of their kernels. 80: A100, 86 and 89: RTX, L40S, 90: H100.",
+    ),
+]
+ConverterOption = Annotated[
+    str,
+    typer.Option(
+        "--converter",
+        help="own, or upstream: NVIDIA's convert_checkpoint.py of the installed TensorRT-LLM.",
+    ),
+]
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", help="Threads of NVIDIA's converter; each converts a rank.")
+]
+CalibDatasetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calib-dataset",
+        help="Texts that calibrate int4_awq, int8_sq and fp8: a dataset's name or folder; default: ModelOpt's.",
+    ),
+]
+CalibSizeOption = Annotated[
+    int | None, typer.Option("--calib-size", help="How many of these texts are used; default: ModelOpt's.")
+]
+ExamplesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--trtllm-examples",
+        metavar="DIR",
+        envvar="TRTSERVE_TRTLLM_EXAMPLES",
+        help="Folder of TensorRT-LLM's examples, or a checkout of its release; default: where NVIDIA's containers have "
+        "them. Also read from TRTSERVE_TRTLLM_EXAMPLES.",
+    ),
+]
+ConverterFlagOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--converter-flag",
+        metavar="FLAG",
+        help="Handed to NVIDIA's tool as it is, such as =--load_by_shard; repeatable.",
     ),
 ]
 VerifyOption = Annotated[

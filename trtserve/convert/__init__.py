@@ -1,0 +1,121 @@
+"""Hugging Face model → TensorRT-LLM unified checkpoint: `config.json` and one `rankN.safetensors` per rank.
+
+Streams: every source tensor is read once, cut for all ranks, and written to its known place.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from trtserve.architectures.repacking import repack
+from trtserve.architectures.source import read_hf_config
+from trtserve.architectures.streaming import carry_out, created
+from trtserve.architectures.tensor_files import TensorFile
+from trtserve.artifacts import Checkpoint, Manifest, Model
+from trtserve.capacity.rates import timed
+from trtserve.capacity.room import require_disk, require_memory
+from trtserve.check import plan_check
+from trtserve.convert.config import checkpoint_config, own_dtype, resolve_dtype
+from trtserve.convert.plan import Destination, Plan, destination_of, own_wishes, plan_conversion
+from trtserve.convert.proof import Proof
+from trtserve.convert.upstream import convert_upstream, upstream_command
+from trtserve.errors import ConversionError
+from trtserve.machine import gibibytes
+from trtserve.progress import SILENT, Progress
+from trtserve.specs import CheckSpec, ConvertSpec
+from trtserve.store import Store, publish
+
+__all__ = [
+    "Destination",
+    "Plan",
+    "checkpoint_config",
+    "convert_model",
+    "destination_of",
+    "find_model",
+    "plan_conversion",
+    "resolve_dtype",
+    "upstream_command",
+]
+
+
+def find_model(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Model:
+    """The model in a folder, or the one imported under a name; ModelNotFoundError when there is neither."""
+    return (store or Store()).find(Model, name_or_folder, progress=progress)
+
+
+def convert_model(
+    model: Model,
+    spec: ConvertSpec,
+    *,
+    name: str | None = None,
+    out: Path | None = None,
+    store: Store | None = None,
+    verify: CheckSpec | None = None,
+    progress: Progress = SILENT,
+) -> Checkpoint:
+    """Convert a Hugging Face folder to a TensorRT-LLM checkpoint, or reuse the one that was made from it before.
+
+    With `verify` it is compared with the model before it is published, also one that is reused. Raises
+    UnsupportedModelError, ConversionError, CorruptFileError, MemoryLimitError, DiskSpaceError, UsageError (sizes that
+    do not divide), or what `plan_check` and `require_passed` raise; nothing is left behind then.
+    """
+    plan = plan_conversion(model, spec)
+    name = name or model.name
+    place = destination_of(plan, name, out=out, store=store)
+    if plan.toolkit is not None:
+        return convert_upstream(model, plan, plan.toolkit, name, place, store or Store(), verify, progress)
+    if place.reused:
+        progress.step(f"Checkpoint {place.path} is reused")
+    elif spec.dtype == "auto" and (own := own_dtype(read_hf_config(model.path))) != plan.spec.dtype:
+        progress.step(f"The model is {own}: its weights become {plan.spec.dtype} (--dtype {own} keeps them)")
+    manifest = Manifest(
+        kind="checkpoint",
+        name=name,
+        fingerprint=plan.fingerprint,
+        inputs={model.name: model.fingerprint},
+        spec=own_wishes(plan.spec),
+        tools={"checkpoint format": "TensorRT-LLM 1.2"},
+        facts={"model": str(model.path.absolute()), "bytes": plan.total_bytes, "largest_tensor": plan.largest_tensor},
+    )
+    if verify is None:
+        return publish(
+            Checkpoint, place.path, manifest, lambda folder: _write(plan, folder, store or Store(), progress)
+        )
+    proof = Proof(plan_check(plan.config, model.path, verify, progress=progress), place, progress)
+
+    def produce(folder: Path) -> Manifest:
+        _write(plan, folder, store or Store(), progress)
+        return replace(manifest, facts={**manifest.facts, "check": proof.require(folder)})
+
+    return proof.of_published(publish(Checkpoint, place.path, manifest, produce))
+
+
+def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
+    require_memory(plan.memory_bytes, "This conversion needs", lambda _: "Free some memory: no setting needs less.")
+    require_disk(folder.parent, plan.total_bytes, "The checkpoint")
+    text = f"Converting to {plan.spec.dtype}, {len(plan.sizes)} rank(s), {gibibytes(plan.total_bytes)}"
+    if plan.spec.quantize != "none":
+        text += f" ({plan.spec.quantize} weights are made when the engine is built)"
+    with (
+        timed(store, "convert", plan.source_bytes),
+        created(folder, plan.headers, plan.sizes) as files,
+        progress.task(text, total=plan.source_bytes, unit="bytes") as task,
+    ):
+        carry_out(plan.moves, files, plan.spec.dtype, task.advance)
+        if plan.placement is not None:
+            for work in plan.repacks:
+                spec = plan.spec
+                repack(work, plan.placement, files, tp_size=spec.tp_size, dtype=spec.dtype, gpu_sm=spec.gpu_sm)
+                task.advance(work.source_bytes)
+    (folder / "config.json").write_text(json.dumps(plan.config, indent=4) + "\n", encoding="utf-8")
+    _verify(plan, folder)
+
+
+def _verify(plan: Plan, folder: Path) -> None:
+    """Read the rank files' headers as a loader would, before the checkpoint is declared complete."""
+    for rank, size in enumerate(plan.sizes):
+        path = folder / f"rank{rank}.safetensors"
+        if path.stat().st_size != size or not TensorFile(path).entries:
+            raise ConversionError(f"{path.name} has {path.stat().st_size} bytes after writing; expected {size}.")

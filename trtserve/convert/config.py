@@ -1,0 +1,104 @@
+"""`config.json` of the checkpoint that a conversion makes; needs no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from trtserve import architectures
+from trtserve.architectures.checkpoint import complete_config
+from trtserve.architectures.kernel_layout import require_gpu_sm
+from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
+from trtserve.architectures.sharding import check_parallel_sizes, moe_parallel_sizes
+from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.specs import ConvertSpec
+
+# Weight-only quantisation is recorded, the weights stay floats: TensorRT-LLM's loader (preprocess_weights →
+# weight_only_quantize_dict) quantises the qkv, dense, fc, gate and proj weights that are not int8 yet, and so does the
+# builder of the openvino runtime.
+_QUANT_ALGO = {
+    "none": None,
+    "int8": "W8A16",
+    "int4": "W4A16",
+    "int4_awq": "W4A16_AWQ",
+    "int8_sq": "W8A8_SQ_PER_CHANNEL",
+    "fp8": "FP8",
+}
+
+
+_NO_TOOL: dict[str, Any] = {"workers": None, "calib_dataset": None, "calib_size": None, "converter_flags": ()}
+
+
+def resolve_dtype(spec: ConvertSpec, hf: Mapping[str, Any]) -> Literal["float32", "float16", "bfloat16"]:
+    """The checkpoint's dtype: `auto` takes the model's own, float16 for float32 or none (as TensorRT-LLM does)."""
+    if spec.dtype != "auto":
+        return spec.dtype
+    return "bfloat16" if own_dtype(hf) == "bfloat16" else "float16"
+
+
+def own_dtype(hf: Mapping[str, Any]) -> str:
+    return str(hf.get("dtype") or hf.get("torch_dtype") or "float16").removeprefix("torch.")
+
+
+def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
+    """`config.json` of the checkpoint that `spec` makes of a model with this Hugging Face config; needs no weights."""
+    own = architectures.supported(hf).checkpoint_config(hf)
+    stored = source_quantization(hf)
+    ep_size = _expert_parallel_size(own, spec)
+    config = complete_config(
+        own,
+        architecture=architectures.architecture_of(hf),
+        dtype=resolve_dtype(spec, hf),
+        tp_size=spec.tp_size,
+        pp_size=spec.pp_size,
+        quantization=_quantization(stored, spec, hf),
+        ep_size=ep_size,
+    )
+    if stored is not None and stored.method != "fp8":
+        # TensorRT-LLM takes keys that it does not know; here is no other place for what the order of the bytes means.
+        config["trtserve"] = {"gpu_sm": spec.gpu_sm}
+    check_parallel_sizes(config, spec.tp_size, spec.pp_size, ep_size)
+    return config
+
+
+def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `quantization` in config.json: of a model that is quantised already, else what is asked for."""
+    if stored is None:
+        return {"quant_algo": _QUANT_ALGO[spec.quantize]}
+    if spec.quantize != "none":
+        raise UsageError(
+            f"The model is quantised already ({stored.method}): --quantize {spec.quantize} cannot be applied to it.",
+            hint="Leave --quantize out, or choose the original model.",
+        )
+    if resolve_dtype(spec, hf) == "float32":
+        raise UsageError(
+            "A model that is quantised already has no float32 checkpoint: TensorRT-LLM computes with such weights in "
+            "16 bits.",
+            hint="Leave --dtype out, or give float16 or bfloat16.",
+        )
+    if stored.method != "fp8":
+        require_gpu_sm(spec.gpu_sm)
+    return stored.checkpoint_keys()
+
+
+def _expert_parallel_size(config: Mapping[str, Any], spec: ConvertSpec) -> int:
+    has_experts = bool((config.get("moe") or {}).get("num_experts"))
+    if not has_experts and (spec.moe_tp_size, spec.moe_ep_size) != (None, None):
+        raise UsageError("--moe-tp-size and --moe-ep-size are for models with experts, which this one has not.")
+    return moe_parallel_sizes(spec.tp_size, spec.moe_tp_size, spec.moe_ep_size)[1]
+
+
+def expected_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
+    """Our own converter's config where it knows the model, else what every checkpoint says."""
+    quantization = {"quant_algo": _QUANT_ALGO[spec.quantize]}
+    try:
+        config = checkpoint_config(hf, replace(spec, quantize="none", converter="own", **_NO_TOOL))
+    except UnsupportedModelError:
+        return {
+            "architecture": architectures.architecture_of(hf),
+            "dtype": spec.dtype,
+            "mapping": {"world_size": spec.tp_size * spec.pp_size, "tp_size": spec.tp_size, "pp_size": spec.pp_size},
+            "quantization": quantization,
+        }
+    return config if config["quantization"]["quant_algo"] else {**config, "quantization": quantization}

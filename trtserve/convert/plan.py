@@ -1,0 +1,157 @@
+"""A conversion before its first byte is written: what goes where, how large it becomes, and where it will lie."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtserve import architectures
+from trtserve.architectures.placement import Placement, match, moves
+from trtserve.architectures.quantized_source import source_quantization
+from trtserve.architectures.repacking import Repack, require_divisible, split_targets
+from trtserve.architectures.source import read_hf_config, read_source
+from trtserve.architectures.streaming import Move
+from trtserve.architectures.tensor_files import CODES, numpy_dtype
+from trtserve.artifacts import Checkpoint, Model, fingerprint
+from trtserve.capacity.needs import convert_memory
+from trtserve.convert.config import checkpoint_config, expected_config, resolve_dtype
+from trtserve.errors import UnsupportedModelError
+from trtserve.specs import ConvertSpec
+from trtserve.store import Store, reusable
+from trtserve.upstream import Toolkit, find_toolkit, needs_calibration, tool_command
+
+SCHEMA = 2
+_OWN_WISHES = ("tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "dtype", "quantize", "gpu_sm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A conversion before its first byte is written: what goes where, and how large it becomes.
+
+    `headers` and `sizes` are the header bytes and file sizes in bytes by rank; `source_bytes` is what is read. With a
+    `toolkit` NVIDIA's tools do it: config and sizes are what is expected of them, and there are no moves.
+    """
+
+    spec: ConvertSpec
+    config: Mapping[str, Any]
+    moves: Sequence[Move]
+    headers: Sequence[bytes]
+    sizes: Sequence[int]
+    fingerprint: str
+    repacks: Sequence[Repack] = ()
+    placement: Placement | None = None
+    toolkit: Toolkit | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all rank files."""
+        return sum(self.sizes)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all source tensors that are read."""
+        return sum(move.source.entry.size for move in self.moves) + sum(work.source_bytes for work in self.repacks)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory at the peak of the conversion's process."""
+        return convert_memory(self.moves, self.spec.dtype, repacking=[work.memory_bytes for work in self.repacks])
+
+    @property
+    def largest_tensor(self) -> int:
+        """Bytes of the largest source tensor."""
+        packed = (
+            tensor.entry.size for work in self.repacks for part in work.sources.values() for tensor in part.values()
+        )
+        return max(itertools.chain((move.source.entry.size for move in self.moves), packed), default=0)
+
+
+def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
+    """Everything that can be known from configs and headers; all errors but those in the values come from here."""
+    hf = read_hf_config(model.path)
+    if spec.upstream:
+        return _plan_upstream(model, spec, hf)
+    family = architectures.supported(hf)
+    spec = replace(spec, dtype=resolve_dtype(spec, hf))
+    config = checkpoint_config(hf, spec)
+    sources = read_source(model.path, family.BASE_PREFIX)
+    described = {**config, "tie_word_embeddings": architectures.tied(hf)}
+    targets, repacks = family.targets(described), list[Repack]()
+    if (stored := source_quantization(hf)) is not None:
+        targets, repacks, sources = split_targets(targets, sources, stored)
+        require_divisible(repacks, spec.tp_size)
+    placement = Placement(
+        targets,
+        layers=config["num_hidden_layers"],
+        tp_size=spec.tp_size,
+        pp_size=spec.pp_size,
+        dtype=spec.dtype,
+        ep_size=config["mapping"]["moe_ep_size"],
+        packed=repacks,
+    )
+    uses = match(targets, sources, family.unused(described))
+    return Plan(
+        spec=spec,
+        config=config,
+        moves=moves(uses, placement, sources),
+        headers=placement.headers,
+        sizes=placement.sizes,
+        repacks=repacks,
+        placement=placement,
+        fingerprint=fingerprint(stage="convert", schema=SCHEMA, spec=own_wishes(spec), model=model.fingerprint),
+    )
+
+
+def own_wishes(spec: ConvertSpec) -> dict[str, Any]:
+    """What our own converter is asked for."""
+    return {key: value for key, value in asdict(spec).items() if key in _OWN_WISHES}
+
+
+def all_wishes(spec: ConvertSpec) -> dict[str, Any]:
+    """`spec` as it stands in a manifest."""
+    examples = str(spec.trtllm_examples) if spec.trtllm_examples else None
+    return {**asdict(spec), "trtllm_examples": examples, "converter_flags": list(spec.converter_flags)}
+
+
+def _plan_upstream(model: Model, spec: ConvertSpec, hf: Mapping[str, Any]) -> Plan:
+    """What NVIDIA's tools are expected to make; their options are checked."""
+    toolkit = find_toolkit(calibrated=needs_calibration(spec), examples=spec.trtllm_examples)
+    spec = replace(spec, dtype=resolve_dtype(spec, hf))
+    tool_command(toolkit, spec, architectures.architecture_of(hf), model.path, model.path)
+    config = expected_config(hf, spec)
+    try:
+        size = architectures.parameter_count(config) * numpy_dtype(CODES[config["dtype"]]).itemsize
+    except UnsupportedModelError:
+        size = 0
+    return Plan(
+        spec=spec,
+        config=config,
+        moves=(),
+        headers=(),
+        sizes=[size // (spec.tp_size * spec.pp_size)] * (spec.tp_size * spec.pp_size),
+        toolkit=toolkit,
+        fingerprint=fingerprint(
+            stage="convert",
+            schema=SCHEMA,
+            spec=all_wishes(replace(spec, trtllm_examples=None)),
+            model=model.fingerprint,
+            tool=toolkit.version,
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Where a checkpoint goes, and whether it lies there already."""
+
+    path: Path
+    reused: bool
+
+
+def destination_of(plan: Plan, name: str, *, out: Path | None = None, store: Store | None = None) -> Destination:
+    """Place of the checkpoint that `plan` makes."""
+    path = (out or (store or Store()).destination(Checkpoint, name, plan.fingerprint)).absolute()
+    return Destination(path=path, reused=reusable(Checkpoint, path, plan.fingerprint) is not None)

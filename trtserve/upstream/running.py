@@ -1,0 +1,81 @@
+"""Running a tool that makes a checkpoint: its log is kept, its progress shown, and its result read before it counts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from trtserve import process
+from trtserve.architectures.checkpoint import read_config
+from trtserve.architectures.tensor_files import TensorFile
+from trtserve.errors import ConversionError, TrtserveError
+from trtserve.process import Command
+from trtserve.progress import Progress
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 10.0
+_LAST_LINES = 12
+
+
+def run_tool(command: Command, folder: Path, *, world_size: int, log: Path, progress: Progress) -> dict[str, Any]:
+    """Run `command`, which fills `folder`, and return the checkpoint's config.
+
+    ConversionError, with the last lines of the log, when it fails or when what it left is not a checkpoint of
+    `world_size` ranks. Ended with us: nothing of it goes on when this returns or raises.
+    """
+    name = Path(command.argv[1]).name
+    tool = process.spawn(command, log=log)
+    try:
+        with progress.task(f"Running {name} (log: {log})", total=world_size, unit="items") as task:
+            done = 0
+            while tool.alive():
+                time.sleep(_POLL_SECONDS)
+                finished = len(list(folder.glob("rank*.safetensors")))
+                task.advance(min(finished, world_size) - done)
+                done = min(finished, world_size)
+            task.advance(world_size - done)
+        code = process.exit_code(tool)
+    finally:
+        process.stop(tool, grace=_GRACE_SECONDS)
+    if code != 0:
+        raise ConversionError(
+            f"{name} ended with {_ending(code)}. Its last lines:\n{_tail(log)}",
+            hint=f"The command was: {command}",
+            log=log,
+        )
+    return require_checkpoint(folder, name, world_size, log)
+
+
+def require_checkpoint(folder: Path, tool: str, world_size: int, log: Path) -> dict[str, Any]:
+    """config.json of the checkpoint in `folder`; ConversionError when it or a rank is absent or cannot be read."""
+    try:
+        config = read_config(folder)
+        found = int((config.get("mapping") or {}).get("world_size", 1))
+        if found != world_size:
+            raise ConversionError(f"config.json is for {found} ranks; asked for were {world_size}.")
+        for rank in range(world_size):
+            path = folder / f"rank{rank}.safetensors"
+            if not path.is_file():
+                raise ConversionError(f"rank{rank}.safetensors is missing.")
+            if not TensorFile(path).entries:
+                raise ConversionError(f"rank{rank}.safetensors holds no tensors.")
+    except TrtserveError as error:
+        raise ConversionError(
+            f"{tool} ended without an error, but what it wrote is not a whole checkpoint: {error.message} Its last "
+            f"lines:\n{_tail(log)}",
+            hint="Read the log; free disk and memory are the usual reasons.",
+            log=log,
+        ) from error
+    return config
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "an unknown code"
+    return f"signal {-code}" if code < 0 else f"code {code}"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return "\n".join(f"  {line}" for line in lines[-_LAST_LINES:]) or "  (none)"

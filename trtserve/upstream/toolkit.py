@@ -1,0 +1,132 @@
+"""Where NVIDIA's tools are on this machine: the Python that has TensorRT-LLM, and the scripts of its release."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from trtserve.errors import MissingDependencyError, ModelOptMissingError
+from trtserve.releases.converters import QUANTIZE_SCRIPT, converter_script
+from trtserve.releases.installed import Installed, installed, require_engine_path
+from trtserve.releases.launcher import launcher_facts
+
+EXAMPLES_VARIABLE = "TRTSERVE_TRTLLM_EXAMPLES"
+_MODELOPT = "nvidia-modelopt"
+# `pip install tensorrt_llm` has no examples; NVIDIA's containers do.
+_EXAMPLES = "examples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toolkit:
+    """TensorRT-LLM `version` (of `release`), the interpreter that imports it, and the folder of its examples."""
+
+    version: str
+    release: str
+    python: Path
+    examples: Path
+    environment: Path | None
+
+    def converter(self, architecture: str) -> Path:
+        """convert_checkpoint.py of a family; MissingDependencyError when the examples lack it."""
+        return self._script(converter_script(architecture, self.release))
+
+    def quantizer(self) -> Path:
+        """quantize.py, which works through ModelOpt; ModelOptMissingError when that is not installed."""
+        if self._modelopt() is None:
+            raise ModelOptMissingError(
+                f"Calibrated quantisation needs NVIDIA ModelOpt, which {self.python} does not have.",
+                hint=f"{self.python} -m pip install nvidia-modelopt, or quantise with --quantize int8 or none.",
+            )
+        return self._script(QUANTIZE_SCRIPT)
+
+    def _modelopt(self) -> str | None:
+        folders = None if self.environment is None else [str(self.environment)]
+        found = metadata.distributions(name=_MODELOPT) if folders is None else _distributions(folders)
+        return next((each.version for each in found), None)
+
+    def _script(self, relative: str) -> Path:
+        script = self.examples / Path(relative).relative_to(_EXAMPLES)
+        if not script.is_file():
+            raise MissingDependencyError(
+                f"{script} is not there: the examples are not those of TensorRT-LLM {self.version}.",
+                hint=_clone(self.version),
+            )
+        return script
+
+
+def _distributions(folders: list[str]) -> list[metadata.Distribution]:
+    return list(metadata.distributions(name=_MODELOPT, path=folders))
+
+
+def find_toolkit(
+    *, calibrated: bool = False, examples: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> Toolkit:
+    """The installed TensorRT-LLM and its examples: in `examples`, $TRTSERVE_TRTLLM_EXAMPLES, or a container's folder.
+
+    MissingDependencyError when either is absent (ModelOptMissingError when the wish is `calibrated`), UsageError for a
+    version that has no converters any more.
+    """
+    found = installed()
+    if found is None:
+        raise _not_installed(calibrated=calibrated)
+    release = require_engine_path(found.version)
+    return Toolkit(
+        version=found.version,
+        release=release,
+        python=_python(found),
+        examples=_examples(found, release, examples or _folder(environ)),
+        environment=found.environment,
+    )
+
+
+def _folder(environ: Mapping[str, str]) -> Path | None:
+    text = environ.get(EXAMPLES_VARIABLE)
+    return Path(text) if text else None
+
+
+def _examples(found: Installed, release: str, wanted: Path | None) -> Path:
+    """The folder `examples`; a checkout of TensorRT-LLM may be named as well."""
+    folder = wanted or Path(launcher_facts(release).examples)
+    if (folder / _EXAMPLES).is_dir():
+        folder /= _EXAMPLES
+    if not folder.is_dir():
+        raise MissingDependencyError(
+            f"TensorRT-LLM {found.version} is installed, but not its examples, where the converters are: {folder} is "
+            "not there.",
+            hint=_clone(found.version),
+        )
+    return folder
+
+
+def _clone(version: str) -> str:
+    return (
+        f"git clone --depth 1 --branch v{version} https://github.com/NVIDIA/TensorRT-LLM, and name its folder with "
+        f"--trtllm-examples or {EXAMPLES_VARIABLE}."
+    )
+
+
+def _python(found: Installed) -> Path:
+    """The interpreter of PREFIX/lib/pythonX.Y/site-packages, where TensorRT-LLM was found; else the one we run in."""
+    if found.environment is not None and not found.environment.is_relative_to(sys.prefix):
+        python = Path(*found.environment.parts[:-3], "bin", "python3")
+        if python.exists():
+            return python
+    return Path(sys.executable)
+
+
+def _not_installed(*, calibrated: bool) -> MissingDependencyError:
+    if calibrated:
+        return ModelOptMissingError(
+            "Calibrated quantisation runs NVIDIA ModelOpt with TensorRT-LLM, and neither is installed here.",
+            hint="Run in a container nvcr.io/nvidia/tritonserver:<tag>-trtllm-python-py3 on a GPU, or choose "
+            "--quantize int8, which needs neither.",
+        )
+    return MissingDependencyError(
+        "--converter upstream runs NVIDIA's converter, and TensorRT-LLM is not installed here.",
+        hint="pip install tensorrt_llm (or a container nvcr.io/nvidia/tritonserver:<tag>-trtllm-python-py3), or "
+        "--converter own.",
+    )
