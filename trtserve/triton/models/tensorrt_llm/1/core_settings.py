@@ -51,7 +51,7 @@ def executor_config(module: ExecutorModule, parameters: ModelParameters, config:
     keywords["scheduler_config"] = api.SchedulerConfig(_policy(module, parameters))
     keywords["kv_cache_config"] = api.KvCacheConfig(**_kv_cache(module, parameters))
     keywords["peft_cache_config"] = api.PeftCacheConfig(**_peft_cache(parameters))
-    keywords["extended_runtime_perf_knob_config"] = api.ExtendedRuntimePerfKnobConfig(**_knobs(parameters))
+    keywords["extended_runtime_perf_knob_config"] = _knobs(api, parameters)
     _refuse_an_encoder(module, parameters)
     return api.ExecutorConfig(**keywords)
 
@@ -98,13 +98,21 @@ def _peft_cache(parameters: ModelParameters) -> Keywords:
     )
 
 
-def _knobs(parameters: ModelParameters) -> Keywords:
-    return _given(
-        multi_block_mode=parameters.switch("multi_block_mode"),
-        enable_context_fmha_fp32_acc=parameters.switch("enable_context_fmha_fp32_acc"),
+def _knobs(api: Any, parameters: ModelParameters) -> Any:
+    knobs = api.ExtendedRuntimePerfKnobConfig(
+        **_given(
+            multi_block_mode=parameters.switch("multi_block_mode"),
+            enable_context_fmha_fp32_acc=parameters.switch("enable_context_fmha_fp32_acc"),
+        )
+    )
+    # Properties that the constructor of TensorRT-LLM does not take.
+    later = _given(
         cuda_graph_mode=parameters.switch("cuda_graph_mode"),
         cuda_graph_cache_size=parameters.integer("cuda_graph_cache_size"),
     )
+    for name, value in later.items():
+        setattr(knobs, name, value)
+    return knobs
 
 
 def _parallel_config(module: ExecutorModule, parameters: ModelParameters) -> Any:
@@ -112,6 +120,8 @@ def _parallel_config(module: ExecutorModule, parameters: ModelParameters) -> Any
     devices = parameters.text("gpu_device_ids")
     keywords = _given(device_ids=_integers("gpu_device_ids", devices) if devices else None)
     if os.environ.get("TRTLLM_ORCHESTRATOR") == "1":
+        if os.environ.get("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES", "1") == "0":
+            raise ValueError("This model spawns its workers; pre-started ones need the C++ backend.")
         keywords["communication_mode"] = api.CommunicationMode.ORCHESTRATOR
         worker = parameters.text("executor_worker_path") or ""
         keywords["orchestrator_config"] = api.OrchestratorConfig(True, worker)
