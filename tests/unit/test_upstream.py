@@ -1,0 +1,296 @@
+"""NVIDIA's converters and ModelOpt (strict doubles): commands per family and release, their result, their failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.doubles import Doubles
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Model
+from trtserve.cli.app import run
+from trtserve.convert import convert_model, plan_conversion
+from trtserve.errors import ConversionError, MissingDependencyError, ModelOptMissingError, UsageError
+from trtserve.specs import ConvertSpec
+
+VERSIONS = {"0.12": "0.12.0", "0.16": "0.16.0", "0.18": "0.18.2", "0.20": "0.20.0", "1.0": "1.0.0", "1.2": "1.2.1"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    names = ("llama", "qwen2", "qwen3_moe", "gemma", "gpt2", "falcon", "phi3")
+    return {name: write_tiny_model(folder / name, name, dtype="bfloat16") for name in names}
+
+
+def install(doubles: Doubles, monkeypatch: pytest.MonkeyPatch, release: str, *, modelopt: bool = True) -> Path:
+    """TensorRT-LLM of a release in this Python, its examples in a folder of their own; returns that."""
+    packages = doubles.packages(VERSIONS[release])
+    if modelopt:
+        metadata = packages / "nvidia_modelopt-0.27.0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text("Metadata-Version: 2.1\nName: nvidia-modelopt\nVersion: 0.27.0\n")
+    monkeypatch.syspath_prepend(packages)
+    examples = doubles.examples(release)
+    monkeypatch.setenv("TRTSERVE_TRTLLM_EXAMPLES", str(examples))
+    return examples
+
+
+def flags(arguments: tuple[str, ...]) -> dict[str, str]:
+    """Flag → value of a command line behind its script; "" for a switch."""
+    pairs = zip(arguments[1:], [*arguments[2:], "--"], strict=True)
+    return {flag: "" if value.startswith("-") else value for flag, value in pairs if flag.startswith("-")}
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "spec", "script", "expected"),
+    [
+        ("llama", "0.12", {"tp_size": 2}, "llama", {"--tp_size": "2", "--pp_size": "1", "--dtype": "bfloat16"}),
+        ("llama", "1.2", {"pp_size": 2, "workers": 2}, "models/core/llama", {"--pp_size": "2", "--workers": "2"}),
+        (
+            "qwen2",
+            "0.18",
+            {"quantize": "int8", "dtype": "float16"},
+            "qwen",
+            {"--use_weight_only": "", "--weight_only_precision": "int8", "--dtype": "float16"},
+        ),
+        ("qwen3_moe", "1.0", {"tp_size": 2, "moe_ep_size": 2}, "models/core/qwen", {"--moe_ep_size": "2"}),
+        (
+            "gemma",
+            "0.20",
+            {"tp_size": 2, "quantize": "int8"},
+            "models/core/gemma",
+            {"--world-size": "2", "--ckpt-type": "hf", "--use-weight-only-with-precision": "int8"},
+        ),
+        ("gpt2", "0.16", {"tp_size": 2, "dtype": "float32"}, "gpt", {"--tp_size": "2", "--dtype": "float32"}),
+        ("falcon", "0.20", {}, "models/contrib/falcon", {"--tp_size": "1"}),
+        ("phi3", "0.18", {"tp_size": 2}, "phi", {"--tp_size": "2"}),
+    ],
+)
+def test_a_converter_of_each_family(
+    models: dict[str, Path],
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    release: str,
+    spec: dict[str, Any],
+    script: str,
+    expected: dict[str, str],
+) -> None:
+    examples = install(doubles, monkeypatch, release)
+    wanted = ConvertSpec(converter="upstream", **spec)
+    made = convert_model(Model(path=models[name]), wanted, out=tmp_path / "made")
+    (call,) = doubles.calls("convert_checkpoint.py")
+    assert call.arguments[0] == str(examples / script / "convert_checkpoint.py")
+    given = flags(call.arguments)
+    assert expected.items() <= given.items()
+    assert given.get("--model_dir", given.get("--model-dir")) == str(models[name])
+    config = json.loads((made.path / "config.json").read_text())
+    assert config["mapping"]["world_size"] == wanted.tp_size * wanted.pp_size
+    assert made.manifest is not None
+    assert made.manifest.tools == {"tensorrt_llm": VERSIONS[release]}
+    assert "Total time of converting" in Path(made.manifest.facts["log"]).read_text()
+    again = convert_model(Model(path=models[name]), wanted, out=tmp_path / "made")
+    assert again.manifest == made.manifest
+    assert len(doubles.calls("convert_checkpoint.py")) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("exit", r"ended with code 1(?s:.*)CUDA out of memory"),
+        ("oom", "ended with signal 9"),
+        ("missing_rank", r"rank1\.safetensors is missing"),
+        ("cut_rank", "is damaged"),
+        ("no_config", "has no config.json"),
+    ],
+)
+def test_what_is_not_whole_is_not_published(
+    models: dict[str, Path],
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    fault: str,
+    message: str,
+) -> None:
+    install(doubles, monkeypatch, "0.18")
+    doubles.configure(convert_fault=fault)
+    out = tmp_path / "out" / "made"
+    with pytest.raises(ConversionError, match=message) as caught:
+        convert_model(Model(path=models["llama"]), ConvertSpec(converter="upstream", tp_size=2), out=out)
+    assert caught.value.log is not None
+    assert "TensorRT-LLM version: 0.18.2" in caught.value.log.read_text()
+    assert [path.name for path in out.parent.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_flags_of_the_user(
+    models: dict[str, Path], doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What stands behind -- reaches the tool; what it does not know is its own error, with the log."""
+    install(doubles, monkeypatch, "1.0")
+    line = ["convert", str(models["llama"]), "--converter", "upstream", "--out", str(tmp_path / "made"), "--quiet"]
+    assert run([*line, "--converter-flag=--load_by_shard", "--", "--use_parallel_embedding"]) == 0
+    (call,) = doubles.calls("convert_checkpoint.py")
+    assert call.arguments[-2:] == ("--load_by_shard", "--use_parallel_embedding")
+    with pytest.raises(ConversionError, match="unrecognized arguments: --no-such-flag"):
+        convert_model(
+            Model(path=models["llama"]),
+            ConvertSpec(converter="upstream", converter_flags=("--no-such-flag",)),
+            out=tmp_path / "other",
+        )
+
+
+def test_dry_run_shows_the_command(
+    models: dict[str, Path],
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    examples = install(doubles, monkeypatch, "0.18")
+    out = tmp_path / "made"
+    assert run(["convert", str(models["llama"]), "--converter", "upstream", "--out", str(out), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{examples}/llama/convert_checkpoint.py --model_dir {models['llama']} --output_dir {out}" in shown
+    assert doubles.calls() == []
+
+
+@pytest.mark.parametrize(("quantize", "algorithm"), [("int4_awq", "W4A16_AWQ"), ("fp8", "FP8")])
+@pytest.mark.parametrize("release", ["0.12", "1.0"])
+def test_calibrated_quantisation(
+    models: dict[str, Path],
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    quantize: Any,
+    algorithm: str,
+    release: str,
+) -> None:
+    examples = install(doubles, monkeypatch, release)
+    spec = ConvertSpec(quantize=quantize, tp_size=2, calib_dataset="pileval", calib_size=64)
+    made = convert_model(Model(path=models["llama"]), spec, out=tmp_path / "made")
+    (call,) = doubles.calls("quantize.py")
+    assert call.arguments[0] == str(examples / "quantization" / "quantize.py")
+    expected = {"--qformat": quantize, "--tp_size": "2", "--calib_dataset": "pileval", "--calib_size": "64"}
+    assert expected.items() <= flags(call.arguments).items()
+    config = json.loads((made.path / "config.json").read_text())
+    assert config["quantization"]["quant_algo"] == algorithm
+
+
+def test_int8_sq(models: dict[str, Path], doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(doubles, monkeypatch, "0.18")
+    made = convert_model(Model(path=models["qwen2"]), ConvertSpec(quantize="int8_sq"), out=tmp_path / "made")
+    assert json.loads((made.path / "config.json").read_text())["quantization"]["quant_algo"].startswith("W8A8_SQ")
+
+
+def test_without_modelopt(
+    models: dict[str, Path],
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An exit code of its own, and how to install it."""
+    install(doubles, monkeypatch, "0.18", modelopt=False)
+    assert run(["convert", str(models["llama"]), "--quantize", "int4_awq"]) == ModelOptMissingError.code == 4
+    assert "pip install nvidia-modelopt" in capsys.readouterr().err
+
+
+def test_without_tensorrt_llm(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    with pytest.raises(MissingDependencyError, match="TensorRT-LLM is not installed") as caught:
+        plan_conversion(Model(path=models["llama"]), ConvertSpec(converter="upstream"))
+    assert "--converter own" in str(caught.value.hint)
+    with pytest.raises(ModelOptMissingError, match="NVIDIA ModelOpt"):
+        plan_conversion(Model(path=models["llama"]), ConvertSpec(quantize="fp8"))
+
+
+def test_without_examples(
+    models: dict[str, Path], doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(doubles, monkeypatch, "0.18")
+    for variable in (str(tmp_path / "nowhere"), str(tmp_path)):
+        monkeypatch.setenv("TRTSERVE_TRTLLM_EXAMPLES", variable)
+        with pytest.raises(MissingDependencyError) as caught:
+            plan_conversion(Model(path=models["llama"]), ConvertSpec(converter="upstream"))
+        assert "--branch v0.18.2" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "message"),
+    [
+        ("gemma", {"pp_size": 2}, "nothing like --pp-size"),
+        ("gemma", {"workers": 2}, "nothing like --workers"),
+        ("falcon", {"moe_tp_size": 1}, "no --moe_tp_size"),
+        ("llama", {"calib_size": 8}, "belongs to calibrated"),
+        ("llama", {"quantize": "fp8", "workers": 2}, "quantize.py has no such flag"),
+        ("qwen3_moe", {"quantize": "fp8", "moe_ep_size": 1}, "cannot split experts"),
+    ],
+)
+def test_wishes_that_a_tool_cannot_fulfil(
+    models: dict[str, Path],
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    spec: dict[str, Any],
+    message: str,
+) -> None:
+    install(doubles, monkeypatch, "0.18")
+    with pytest.raises(UsageError, match=message):
+        plan_conversion(Model(path=models[name]), ConvertSpec(converter="upstream", **spec))
+
+
+@pytest.mark.parametrize("spec", [{"workers": 2}, {"calib_size": 8}, {"converter_flags": ("--x",)}])
+def test_wishes_for_another_tool(spec: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="is for NVIDIA's tools"):
+        ConvertSpec(**spec)
+
+
+def test_an_interrupt_ends_the_tool(
+    models: dict[str, Path], doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(doubles, monkeypatch, "0.18")
+    doubles.configure(convert_seconds=600)
+
+    class Interrupted:
+        def step(self, text: str) -> None:
+            """Nothing is told."""
+
+        warn = step
+
+        def task(self, *_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_model(
+            Model(path=models["llama"]),
+            ConvertSpec(converter="upstream"),
+            out=tmp_path / "made",
+            progress=Interrupted(),
+        )
+    left = [
+        child for child in psutil.Process(os.getpid()).children(recursive=True) if "convert_checkpoint" in name(child)
+    ]
+    assert left == []
+    assert not (tmp_path / "made").exists()
+
+
+def name(child: psutil.Process) -> str:
+    """The command line of a process; "" when it has ended."""
+    try:
+        return " ".join(child.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def test_the_interpreter_is_that_of_tensorrt_llm(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trtserve.upstream import find_toolkit
+
+    install(doubles, monkeypatch, "0.18")
+    assert find_toolkit().python == Path(sys.executable)
