@@ -10,7 +10,7 @@ BENCH_WORK ?= .bench
 # Arguments for pytest, for example: make test ARGS="-k sampling"
 ARGS ?=
 
-.PHONY: help demo test lint bench soak kills docs golden clean
+.PHONY: help demo test lint bench soak kills launches docs golden clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -41,7 +41,7 @@ soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with
 	TRTSERVE_MIXES=300 $(BIN)/python -m pytest -q tests/integration/test_request_mix.py
 	$(BIN)/python -m tests.benchmarks.soak --work $(BENCH_WORK) $(ARGS)
 
-kills: $(READY) ## twenty launches of four ranks, of which one is killed at a random moment: nothing may be left
+launches: $(READY) ## 20 launches of four ranks, of which one is killed at a random moment: nothing may be left
 	TRTSERVE_KILLS=20 $(BIN)/python -m pytest -q tests/integration/test_launches.py -k random_moments $(ARGS)
 
 docs: $(READY) ## the generated parts of docs/

@@ -35,7 +35,7 @@ from trtserve.start import life, plan_server, readiness, serve_foreground, start
 from trtserve.store import Store
 from trtserve.triton.server import is_ready, shared_memory_regions
 
-# `make kills` asks for twenty.
+# `make launches` asks for twenty.
 KILLS = int(os.environ.get("TRTSERVE_KILLS", "2"))
 
 
