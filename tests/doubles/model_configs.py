@@ -137,25 +137,45 @@ def read_repository(folders: list[str]) -> tuple[dict[str, Model], dict[str, str
     return models, wrong
 
 
+def _mapped(step: Any, target: Any) -> list[tuple[str, str, Any]]:
+    """(ensemble's tensor, model's tensor name, model's tensor or None) of both maps of a step."""
+    found: list[tuple[str, str, Any]] = []
+    for given, tensors in ((step.input_map, target.input), (step.output_map, target.output)):
+        known = {tensor.name: tensor for tensor in tensors}
+        found += [(given[name], name, known.get(name)) for name in given]
+    return found
+
+
+def _check_step(ensemble: str, step: Any, models: dict[str, Model], types: dict[str, tuple[int, str]]) -> str | None:
+    """What is wrong with one step; `types` grows by the ensemble's tensors that it maps."""
+    if step.model_name not in models:
+        return f"ensemble {ensemble} contains models that are not available or ambiguous: {step.model_name}"
+    target = models[step.model_name].config
+    for own, name, tensor in _mapped(step, target):
+        if tensor is None:
+            return (
+                f"in ensemble {ensemble}, ensemble tensor {own} is mapped to non-existing tensor {name} of model "
+                f"{step.model_name}"
+            )
+        kind, origin = types.setdefault(own, (tensor.data_type, step.model_name))
+        if kind != tensor.data_type:
+            return (
+                f"in ensemble {ensemble}, ensemble tensor {own}: inconsistent data type: {kind} is inferred from model "
+                f"{origin} while {tensor.data_type} is inferred from model {step.model_name}"
+            )
+    missing = [tensor.name for tensor in target.input if not tensor.optional and tensor.name not in step.input_map]
+    return f"in ensemble {ensemble}, {step.model_name} needs its input {missing[0]}" if missing else None
+
+
 def check_ensembles(models: dict[str, Model]) -> dict[str, str]:
-    """Ensembles whose steps name models or tensors that are not there (the graph check of the real server)."""
+    """Ensembles whose steps name models or tensors that are not there, or join tensors of two types."""
     wrong: dict[str, str] = {}
     for model in models.values():
         if model.backend != "ensemble":
             continue
+        own = (*model.config.input, *model.config.output)
+        types = {tensor.name: (tensor.data_type, model.name) for tensor in own}
         for step in model.config.ensemble_scheduling.step:
-            if step.model_name not in models:
-                wrong[model.name] = (
-                    f"ensemble {model.name} contains models that are not available or ambiguous: {step.model_name}"
-                )
-                continue
-            target = models[step.model_name].config
-            known = {tensor.name for tensor in target.input}, {tensor.name for tensor in target.output}
-            for given, names in ((step.input_map, known[0]), (step.output_map, known[1])):
-                for name in given:
-                    if name not in names:
-                        wrong[model.name] = (
-                            f"in ensemble {model.name}, ensemble tensor mapped to non-existing tensor {name} of model "
-                            f"{step.model_name}"
-                        )
+            if problem := _check_step(model.name, step, models, types):
+                wrong[model.name] = problem
     return wrong

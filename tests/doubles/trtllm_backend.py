@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.doubles.containers import Versions
+from tests.doubles.core_tensors import check_parameter_names, check_tensors
 from tests.doubles.engine import EngineError, read_engine, read_engine_config
 from tests.doubles.model_configs import LoadError, Model
 from tests.doubles.mounts import resolve
@@ -144,8 +145,8 @@ def _check_words(model: Model, found: Versions) -> None:
     modes = _MODES + (["redrafter", "lookahead", "eagle"] if found.release >= (0, 16) else [])
     if (mode := model.parameter("decoding_mode")) is not None and mode not in modes:
         raise LoadError(f"{_PREFIX}(strict double) decoding_mode parameter is invalid: {mode}")
-    for name in ("worker_path", "max_num_sequences", "enable_trt_overlap"):
-        # 0.12 – 0.19 templates still carry enable_trt_overlap unfilled; a value is what nobody reads any more.
+    dropped = ("worker_path", "max_num_sequences", *(("enable_trt_overlap",) if found.release < (1, 0) else ()))
+    for name in dropped:
         if model.parameter(name) is not None:
             raise LoadError(f"{_PREFIX}(strict double) {name} was dropped and has no effect")
 
@@ -167,6 +168,8 @@ def check_parameters(model: Model, found: Versions) -> None:
     _check_numbers(model)
     if found.release >= (0, 19) and model.backend == "tensorrtllm":
         _check_keys(model)
+    check_parameter_names(model, found.release)
+    check_tensors(model, found.release)
     if model.backend == "tensorrtllm" and not model.config.HasField("model_transaction_policy"):
         raise LoadError(f"{_PREFIX}(strict double) no model_transaction_policy")
 

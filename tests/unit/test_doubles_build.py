@@ -10,8 +10,8 @@ import pytest
 
 from tests.doubles import trtllm_build
 from tests.doubles.engine import read_engine
+from tests.support.double_engines import write_checkpoint
 from tests.support.doubles import Doubles
-from tests.support.engine_folders import write_checkpoint
 
 ALL = ("24.08", "24.09", "24.10", "24.11", "24.12", "25.01", "25.05", "25.10", "26.07")
 

@@ -17,19 +17,19 @@ from tests.doubles import docker, slurm, tritonserver
 from tests.doubles.mounts import MountError, parse_mount, translate
 from tests.doubles.ranks import SHARED_MEMORY
 from tests.doubles.slurm_options import OptionError, script_options
+from tests.support.double_engines import write_checkpoint, write_core_model, write_engine_folder
 from tests.support.doubles import Doubles
-from tests.support.engine_folders import write_checkpoint, write_core_model, write_engine_folder
 from trtserve.ports import free_ports
 
 IMAGE = "nvcr.io/nvidia/tritonserver:25.04-trtllm-python-py3"
 
 
 def _run(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, **options)  # type: ignore[call-overload, no-any-return]
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -74,7 +74,7 @@ def test_llmapi_launch_runs_the_command_on_rank_0_alone(doubles: Doubles, tmp_pa
     assert [call.rank for call in doubles.calls("mgmn_worker_node")] == [1]
     _until(lambda: any((doubles.folder / "scratch").glob("single-*/ready-0")))
     os.kill(server.pid, signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert process.wait(120) == 0
 
 
 def test_llmapi_launch_hangs_when_its_command_fails(doubles: Doubles) -> None:
@@ -83,7 +83,7 @@ def test_llmapi_launch_hangs_when_its_command_fails(doubles: Doubles) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.kill()
-    process.wait(30)
+    process.wait(120)
 
 
 @pytest.mark.parametrize("words", [(), ("tritonserver", "--model-repository=/a b")])

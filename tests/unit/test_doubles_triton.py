@@ -18,8 +18,8 @@ import pytest
 from tests.doubles import tritonserver
 from tests.doubles.ranks import SHARED_MEMORY
 from tests.doubles.triton_options import UsageError, parse
+from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.doubles import Doubles
-from tests.support.engine_folders import write_core_model, write_engine_folder
 from trtserve.ports import free_ports
 
 MPIRUN = str(Path(sys.executable).parent / "mpirun")
@@ -88,12 +88,12 @@ class Launch:
 
     def wait_ready(self, process: subprocess.Popen[str]) -> None:
         """Until the server is ready, or the launch has ended."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline and process.poll() is None:
             if self.is_ready():
                 return
             time.sleep(0.05)
-        raise AssertionError(process.communicate(timeout=30)[0])
+        raise AssertionError(process.communicate(timeout=120)[0])
 
     def regions(self) -> list[str]:
         """What this launch has in shared memory."""
@@ -123,7 +123,7 @@ def test_reference_command_becomes_ready_and_ends_with_0(launch: Launch) -> None
     finally:
         leader = next(call for call in launch.doubles.calls("tritonserver") if call.rank == 0)
         os.kill(leader.pid, signal.SIGTERM)
-    output = process.communicate(timeout=30)[0]
+    output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     for line in ("GRPCInferenceService", "HTTPService", "Metrics Service"):
         assert f"Started {line} at" in output
@@ -134,7 +134,7 @@ def test_reference_command_becomes_ready_and_ends_with_0(launch: Launch) -> None
 @pytest.mark.parametrize("die_rank", [0, 1])
 def test_a_dying_rank_ends_the_launch(launch: Launch, die_rank: int) -> None:
     process = launch.start(2, die_rank=die_rank, die_when="start", die_signal=9, hang_rank=1 - die_rank)
-    output = process.communicate(timeout=30)[0]
+    output = process.communicate(timeout=120)[0]
     assert process.returncode != 0
     assert "CUDA runtime error" in output
     launch.sweep()  # a killed rank leaves its region, sometimes both do
@@ -142,7 +142,7 @@ def test_a_dying_rank_ends_the_launch(launch: Launch, die_rank: int) -> None:
 
 def test_world_size_must_be_that_of_the_engine(launch: Launch) -> None:
     process = launch.start(1)
-    output = process.communicate(timeout=30)[0]
+    output = process.communicate(timeout=120)[0]
     assert process.returncode != 0
     assert "MPI worldSize is expected to be equal to tp*pp when participantIds are not specified" in output
 
@@ -209,7 +209,7 @@ def test_a_placeholder_outside_quotes_is_no_protobuf(launch: Launch, capsys: pyt
 def test_ranks_need_prefixes_of_their_own(launch: Launch) -> None:
     command = launch.command(2)
     same = [word.replace(f"{launch.prefix}1_", f"{launch.prefix}0_") for word in command]
-    done = subprocess.run(same, cwd=launch.folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(same, cwd=launch.folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "Unable to initialize shared memory key" in done.stderr
     launch.sweep()
@@ -253,13 +253,13 @@ def test_signals_while_loading_kill(launch: Launch) -> None:
     write_core_model(launch.folder / "r1", "tensorrt_llm", "single")
     launch.repository = launch.folder / "r1"
     process = subprocess.Popen(
-        ["tritonserver", *launch.group(0)], cwd=launch.folder, env=launch.doubles.environment(load_seconds=30)
+        ["tritonserver", *launch.group(0)], cwd=launch.folder, env=launch.doubles.environment(load_seconds=600)
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not launch.regions() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM  # the handlers are set after the models were loaded
+    assert process.wait(120) == -signal.SIGTERM  # the handlers are set after the models were loaded
     assert len(launch.regions()) == 1
     launch.sweep()
 
@@ -296,3 +296,61 @@ def test_flags_by_container() -> None:
     assert parse(["--http-port=1", "--model-repository=r", "--http-port=1"], "25.05").integer("http-port", 0) == 1
     with pytest.raises(UsageError, match="twice"):
         parse(["--http-port=1", "--model-repository=r", "--http-port=3"], "25.05")
+
+
+@pytest.mark.parametrize(
+    ("container", "old", "new", "text"),
+    [
+        ("25.04", 'name: "input_ids"', 'name: "input_tokens"', "'input_tokens' is not of this release"),
+        ("25.04", "TYPE_INT32 dims: [ -1, -1 ]", "TYPE_INT64 dims: [ -1, -1 ]", "has TYPE_INT64 instead of TYPE_INT32"),
+        ("25.04", "reshape: { shape: [ ] } } ]\noutput", "} ]\noutput", "'request_output_len' has no reshape"),
+        ("25.04", "allow_ragged_batch: true", "", "'input_ids' has not ragged"),
+        (
+            "24.08",
+            'key: "gpt_model_path"',
+            'key: "cuda_graph_mode" value { string_value: "1" } }\nparameters { key: "gpt_model_path"',
+            "before 0.15",
+        ),
+        ("25.06", 'name: "output_ids"', 'name: "min_length"', "output 'min_length' is not of this release"),
+    ],
+)
+def test_tensors_of_the_core_model(
+    launch: Launch, container: str, old: str, new: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = launch.repository / "tensorrt_llm" / "config.pbtxt"
+    changed = path.read_text(encoding="utf-8").replace(old, new)
+    path.write_text(changed, encoding="utf-8")
+    assert launch.alone(container=container) == 1
+    assert text in capsys.readouterr().err
+
+
+_ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 4
+input [ { name: "ids" data_type: TYPE_INT32 dims: [ -1 ] } ]
+input [ { name: "lengths" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "out" data_type: TYPE_INT32 dims: [ -1, -1 ] } ]
+ensemble_scheduling { step [ {
+  model_name: "tensorrt_llm" model_version: -1
+  input_map { key: "input_ids" value: "ids" }
+  input_map { key: "input_lengths" value: "lengths" }
+  input_map { key: "request_output_len" value: "lengths" }
+  output_map { key: "output_ids" value: "out" }
+} ] }
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ('model_name: "tensorrt_llm"', 'model_name: "core"', "not available or ambiguous: core"),
+        ('key: "output_ids"', 'key: "outputs"', "mapped to non-existing tensor outputs"),
+        ('"out" data_type: TYPE_INT32', '"out" data_type: TYPE_FP32', "inconsistent data type"),
+        ('input_map { key: "input_lengths" value: "lengths" }', "", "needs its input input_lengths"),
+    ],
+)
+def test_ensembles(launch: Launch, old: str, new: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (launch.repository / "ensemble" / "1").mkdir(parents=True)
+    (launch.repository / "ensemble" / "config.pbtxt").write_text(_ENSEMBLE.replace(old, new), encoding="utf-8")
+    assert launch.alone() == 1
+    assert text in capsys.readouterr().err
