@@ -1,0 +1,95 @@
+"""Lines of several ranks in one log, and what mpirun says of the one that ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trtserve.launch import ranks
+from trtserve.process import Identity
+from trtserve.triton import rank_log, server_log
+from trtserve.triton.launch import start_error
+
+# As mpirun of Open MPI 5.0 prints them; 4.1 has no blank behind the tag.
+LOG = """\
+[1,0]<stderr>: I1120 12:00:00.000001 10 server.cc:1] "loading"
+[1,1]<stderr>:terminate called after throwing an instance of 'std::bad_alloc'
+[1,0]<stdout>: waiting
+[1,2]<stderr>:
+--------------------------------------------------------------------------
+prterun noticed that process rank 1 with PID 11 on node vm exited on
+signal 9 (Killed).
+--------------------------------------------------------------------------
+"""
+CODE_5 = "  Process name: [prterun-vm-4321@1,3]\n  Exit code:    7\n"
+CODE_4 = "  Process name: [[40661,1],3]\n  Exit code:    7\n"
+SIGNAL_4 = "mpirun noticed that process rank 2 with PID 0 on node vm exited on signal 6 (Aborted).\n"
+
+
+def test_lines_are_told_apart() -> None:
+    assert rank_log.lines_of(LOG, 1) == ["terminate called after throwing an instance of 'std::bad_alloc'"]
+    assert rank_log.lines_of(LOG, 0)[1] == "waiting"
+    assert rank_log.rank_of("no tag") is None
+    assert rank_log.untagged("no tag") == "no tag"
+    assert server_log.significant(LOG)[1].startswith("terminate")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (LOG, "Rank 1 was killed (signal 9; the kernel does so when memory runs out)"),
+        (SIGNAL_4, "Rank 2 was ended by signal 6"),
+        (CODE_5, "Rank 3 ended with code 7"),
+        (CODE_4, "Rank 3 ended with code 7"),
+    ],
+)
+def test_the_first_rank_to_end(text: str, sentence: str) -> None:
+    ended = rank_log.first_end(text)
+    assert ended is not None
+    assert ended.sentence == sentence
+
+
+def test_nothing_is_made_up() -> None:
+    assert rank_log.first_end("[1,0]<stdout>: all is well") is None
+    assert not rank_log.lacks_slots(LOG)
+
+
+def test_the_rank_that_was_silent_for_the_longest_time() -> None:
+    assert rank_log.silent_longest(LOG, 3) == 1
+    assert rank_log.silent_longest(LOG, 4) == 3
+
+
+def own_process() -> Identity:
+    found = Identity.of(os.getpid())
+    assert found is not None
+    return found
+
+
+def test_a_rank_without_process_is_the_missing_one() -> None:
+    me = own_process()
+    assert ranks.missing_rank({0: me, 2: me}, 3, LOG) == 1
+    assert ranks.missing_rank({0: me, 1: me, 2: me}, 3, LOG) == 1
+    lines = ranks.describe_ranks({0: me}, 2, LOG).splitlines()
+    assert lines[0].endswith("last line: waiting")
+    assert "% CPU" in lines[0]
+    assert lines[1].startswith("  rank 1: no process; last line: terminate called")
+
+
+def test_a_refusal_of_mpirun_has_its_hint(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("All nodes which are allocated for this job are already filled.\n")
+    gone = Identity(pid=2**22 + 1, started=0.0)
+    error = start_error(gone, log)
+    assert "already filled" in error.message
+    assert "--oversubscribe" in str(error.hint)
+
+
+def test_only_the_folder_of_that_mpirun_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    for name in ("ompi.77", "ompi.777", f"ompi.vm.{os.getuid()}/pid.77", f"ompi.vm.{os.getuid()}/pid.78"):
+        (tmp_path / name).mkdir(parents=True)
+    ranks.sweep_session(Identity(pid=77, started=0.0))
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["ompi.777", f"ompi.vm.{os.getuid()}", f"ompi.vm.{os.getuid()}/pid.78"]

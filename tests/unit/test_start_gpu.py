@@ -1,0 +1,160 @@
+"""What `start` composes for engines on GPUs, without any process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.double_engines import write_core_model, write_engine_folder
+from tests.support.doubles import Doubles
+from trtserve.artifacts import Manifest, ModelRepository
+from trtserve.cli import run
+from trtserve.errors import MachineError, RepositoryError, UsageError
+from trtserve.servers import Instance, Server
+from trtserve.specs import ServerSpec
+from trtserve.start import plan_server, start_server
+from trtserve.start.plan import Plan
+from trtserve.store import Store
+
+
+def repository_of(tmp_path: Path, *, tp: int = 2, manifest: Manifest | None = None, **models: str) -> ModelRepository:
+    path, engine = tmp_path / "repository", tmp_path / "engine"
+    for name, text in (models or {"tensorrt_llm": ""}).items():
+        write_core_model(path, name, str(engine), **dict(pair.split("=") for pair in text.split()))
+    write_engine_folder(engine, tp=tp)
+    return ModelRepository(path=path, manifest=manifest)
+
+
+def planned(repository: ModelRepository, tmp_path: Path, **spec: object) -> Plan:
+    return plan_server(repository, ServerSpec(**spec), store=Store(tmp_path / "home"), elsewhere=True)  # type: ignore[arg-type]
+
+
+def test_the_engine_decides_ranks_and_release(tmp_path: Path) -> None:
+    plan = planned(repository_of(tmp_path, tp=4), tmp_path)
+    assert (plan.mode, plan.processes) == ("leader", 4)
+    assert plan.command.argv.count("--grpc-port=8001") == 4  # 0.18: once for each rank
+    assert plan.command.cwd == tmp_path / "repository"
+    assert "PATH" not in plan.command.env  # the container's own Python serves the models
+    newer = planned(ModelRepository(path=plan.repository), tmp_path, trtllm_version="1.2.1", world_size=4)
+    assert newer.command.argv.count("--grpc-port=8001") == 8
+
+
+def test_instances_have_ports_logs_and_memory_of_their_own(tmp_path: Path) -> None:
+    plan = planned(repository_of(tmp_path), tmp_path, instances=2, name="two")
+    first, second = plan.instances
+    assert list(second.address.ports.values()) == [8003, 8004, 8005]
+    assert (first.log.name, second.log.name) == ("two.log", "two@2.log")
+    assert not set(first.launch.shm_prefixes) & set(second.launch.shm_prefixes)
+    assert all(prefix.startswith(plan.shm_prefix) for prefix in second.launch.shm_prefixes)
+    assert second.launch.command.env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert plan.proxy is not None
+    assert "server 127.0.0.1:8003 " in plan.proxy.content
+    assert "server 127.0.0.1:8004 " in plan.proxy.content
+    assert not plan.proxy.file.exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"world_size": 3}, r"--world-size is 3; the engine was built for 2 rank"),
+        ({"multi_model": True, "world_size": 2}, "spawns its workers itself: 1"),
+        ({"gpus": (0,)}, r"--gpus names 1 GPU\(s\); 2 rank"),
+        ({"instances": 2, "proxy_port": 8003}, "--proxy-port 8003 .* meets a port of an instance"),
+        ({"trtllm_version": "1.3.0"}, "no TensorRT engines any more"),
+    ],
+)
+def test_what_cannot_work_is_told_with_numbers(spec: dict[str, object], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        planned(repository_of(tmp_path), tmp_path, **spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"spawn_processes": False}, "belongs to orchestrator mode"),
+        ({"multi_model": True, "instances": 2}, "has its instances in the repository"),
+        ({"instances": 0}, "--instances is 0"),
+        ({"proxy_port": 0}, "--proxy-port 0"),
+    ],
+)
+def test_modes_that_contradict_each_other(spec: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ServerSpec(**spec)  # type: ignore[arg-type]
+
+
+def test_the_commands_that_build_for_another_size(tmp_path: Path) -> None:
+    manifest = Manifest(kind="repository", name="mine", fingerprint="0" * 64)
+    with pytest.raises(UsageError) as caught:
+        planned(repository_of(tmp_path, manifest=manifest), tmp_path, world_size=4)
+    assert str(caught.value.hint).startswith(
+        "trtserve convert mine --tp-size 4 --dtype float16 --name mine-tp4 && "
+        "trtserve build mine-tp4 --runtime tensorrt_llm --max-batch-size 8 "
+    )
+
+
+def test_engines_of_different_sizes_need_an_orchestrator(tmp_path: Path) -> None:
+    repository = repository_of(tmp_path, a="gpu_device_ids=0,1", b="gpu_device_ids=2")
+    other = write_engine_folder(tmp_path / "other")
+    config = repository.path / "b" / "config.pbtxt"
+    config.write_text(config.read_text().replace(str(tmp_path / "engine"), str(other)))
+    with pytest.raises(UsageError, match=r"different world sizes \(a 2, b 1\)"):
+        planned(repository, tmp_path)
+    assert planned(repository, tmp_path, multi_model=True, spawn_processes=True).processes == 1
+
+
+def test_an_engine_that_is_not_here_has_no_known_size(tmp_path: Path) -> None:
+    path = write_core_model(tmp_path / "repository", "tensorrt_llm", "/no/such/engine")
+    with pytest.raises(RepositoryError, match="is not on this machine"):
+        planned(ModelRepository(path=path), tmp_path)
+
+
+def test_dry_run_prints_every_instance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    repository = repository_of(tmp_path)
+    assert run(["start", "--model-repository", str(repository.path), "--instances", "2", "--dry-run", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["mode"], result["processes"], len(result["commands"])) == ("leader", 4, 2)
+    assert all(command.endswith(" :") for command in result["commands"])
+
+
+def test_fewer_gpus_than_ranks(tmp_path: Path, doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    doubles.configure(gpus=1)
+    with pytest.raises(MachineError, match=r"2 rank\(s\) need a GPU each; this machine has 1"):
+        start_server(repository_of(tmp_path), ServerSpec(), store=Store(tmp_path / "home"))
+
+
+def test_an_engine_for_another_gpu_names_the_build(tmp_path: Path, doubles: Doubles) -> None:
+    facts = {"core_models": {"tensorrt_llm": {"origin": {"sm": "8.0", "gpu": "NVIDIA A100"}, "built_as": "mine"}}}
+    manifest = Manifest(kind="repository", name="mine", fingerprint="0" * 64, facts=facts)
+    with pytest.raises(
+        RepositoryError, match=r"compute capability 8\.0 \(NVIDIA A100\), and this GPU has 9\.0"
+    ) as caught:
+        start_server(repository_of(tmp_path, tp=1, manifest=manifest), ServerSpec(), store=Store(tmp_path / "home"))
+    assert "trtserve build mine --runtime tensorrt_llm" in str(caught.value.hint)
+
+
+def test_all_instances_are_one_server() -> None:
+    more = Instance(http_port=4, grpc_port=5, metrics_port=6, pid=8, started=2.0, log=Path("b"), ranks=((9, 1.0),))
+    server = Server(
+        name="x",
+        host="127.0.0.1",
+        http_port=1,
+        grpc_port=2,
+        metrics_port=3,
+        pid=7,
+        started=1.0,
+        log=Path("a"),
+        repository=Path("r"),
+        model="m",
+        streaming=True,
+        phase="running",
+        shm_prefix="p",
+        more=(more,),
+        proxy=Path("c"),
+    )
+    assert [instance.http_port for instance in server.instances] == [1, 4]
+    assert server.instances[0] == replace(more, **{k: getattr(server, k) for k in Instance.__dataclass_fields__})
+    assert not server.alive()
