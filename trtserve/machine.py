@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# Version 1 says "no limit" with the largest number of pages.
+_UNLIMITED = 2**60
 
 
 def total_memory() -> int:
@@ -15,23 +21,29 @@ def total_memory() -> int:
     import psutil
 
     total = int(psutil.virtual_memory().total)
-    limit = _cgroup_limit()
-    return total if limit is None else min(total, limit)
+    return min([total, *(group.limit for group in _memory_groups())])
 
 
 def free_memory() -> int:
-    """Bytes of memory that can still be taken: what the kernel calls available, or what the cgroup has left."""
+    """Bytes of memory that can still be taken: what the kernel calls available, or what a cgroup has left."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    limit, used = _cgroup_limit(), _cgroup_usage()
-    return available if limit is None or used is None else max(0, min(available, limit - used))
+    return max(0, min([available, *(group.limit - group.used for group in _memory_groups())]))
 
 
 def free_disk(path: Path) -> int:
     """Free bytes for this user on the file system of `path`, or of its nearest existing parent."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
+
+
+def give_memory_back() -> None:
+    """Return memory that this process has freed to the system; glibc keeps it for itself."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def cpu_flags() -> frozenset[str]:
@@ -70,21 +82,45 @@ def gibibytes(count: float) -> str:
     return f"{count / 2**20:.0f} MiB" if count >= 2**20 or count == 0 else f"{count / 2**10:.0f} KiB"
 
 
-def _cgroup_limit() -> int | None:
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        text = _read(_CGROUP / name)
-        if text is not None and text.isdigit() and int(text) < 2**60:
-            return int(text)
-    return None
+@dataclass(frozen=True, kw_only=True)
+class _MemoryGroup:
+    """A cgroup with a limit, and what is in use of it without the page cache that the kernel can drop."""
+
+    limit: int
+    used: int
 
 
-def _cgroup_usage() -> int | None:
-    """Bytes in use without the page cache that the kernel can drop."""
-    for name, stat in (("memory.current", "memory.stat"), ("memory/memory.usage_in_bytes", "memory/memory.stat")):
-        text = _read(_CGROUP / name)
-        if text is not None and text.isdigit():
-            return int(text) - _inactive_file(_read(_CGROUP / stat) or "")
-    return None
+def _memory_groups() -> Iterator[_MemoryGroup]:
+    """The limited cgroups of this process: its own and those around it, each of which counts what is inside."""
+    for root, own, limit, usage in _hierarchies():
+        for folder in (own, *own.parents):
+            if root not in (folder, *folder.parents):
+                break
+            highest, used = _number(folder / limit), _number(folder / usage)
+            if highest is not None and highest < _UNLIMITED and used is not None:
+                used -= _inactive_file(_read(folder / "memory.stat") or "")
+                yield _MemoryGroup(limit=highest, used=used)
+
+
+def _hierarchies() -> Iterator[tuple[Path, Path, str, str]]:
+    """Root, folder of this process, and names of the files for limit and usage: version 2, then version 1.
+
+    In a container the path of the host may not exist: there the root is the container's own group.
+    """
+    lines = (line.split(":", 2) for line in (_read(_OWN_CGROUPS) or "").splitlines())
+    paths = {controllers: path for _, controllers, path in (line for line in lines if len(line) == 3)}
+    memory = next((path for names, path in paths.items() if "memory" in names.split(",")), "/")
+    for root, path, limit, usage in (
+        (_CGROUP, paths.get("", "/"), "memory.max", "memory.current"),
+        (_CGROUP / "memory", memory, "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        own = root / path.lstrip("/")
+        yield root, own if ".." not in path and own.is_dir() else root, limit, usage
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text is not None and text.isdigit() else None
 
 
 def _inactive_file(stat: str) -> int:

@@ -120,11 +120,9 @@ class Watched:
         """Whether it has not ended."""
         return self._process.poll() is None
 
-    def interrupt(self) -> None:
-        """End it as Ctrl-C does."""
-        import signal
-
-        self._process.send_signal(signal.SIGINT)
+    def stop(self) -> None:
+        """End it and its children; SIGINT is ignored by what a shell started in the background."""
+        self._process.terminate()
         self._process.communicate(timeout=60)
 
 
@@ -202,7 +200,7 @@ def serve(environment: dict[str, str], repository: str, *, vocab: int) -> int:
             file.write_text(",".join(map(str, tokens)) + "\n")
             _ask(server, environment, ["--model", "tensorrt_llm", "--input-tokens-csv", str(file)])
     finally:
-        server.interrupt()
+        server.stop()
     return server.peak
 
 

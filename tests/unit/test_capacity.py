@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import FAMILIES, write_tiny_model
 from trtserve import machine
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
 from trtserve.capacity.fitting import fit_gpu, shorter_fit, smallest_fit
 from trtserve.capacity.gpus import GPUS, Gpu, find_gpu, parse_size
-from trtserve.capacity.needs import convert_memory, draft_memory, engine_needs_of
+from trtserve.capacity.needs import check_memory, convert_memory, draft_memory, engine_needs_of
 from trtserve.capacity.rates import expected_seconds, read_rates, timed
 from trtserve.capacity.serving import fitting_tokens, require_servable, server_needs
 from trtserve.capacity.wishes import Need, Wish, need_of, require_wish
@@ -135,13 +135,30 @@ def test_arithmetic_in_float32_packs_narrow_layers_twice() -> None:
     assert twice - once == pytest.approx(layers, rel=0.01)
 
 
-def test_quantising_holds_three_float32_copies_of_a_matrix() -> None:
-    wide = {"hidden_size": 64, "intermediate_size": 1_000_000, "num_hidden_layers": 1}
-    config = _config("float16", "int8", **wide)
+def test_quantising_holds_a_matrix_as_read_as_codes_and_packed() -> None:
+    wide: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1_000_000, "num_hidden_layers": 1}
     matrix = 64 * 1_000_000
-    needs = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
-    # Two of the MLP's matrices are there as int8 when the third is quantised.
-    assert needs.build == pytest.approx(2 * matrix + (2 + 12) * matrix, rel=0.1)
+    for quantize, packed, held in (("int8", 1.0, 2 + 1 + 1), ("int4", 0.53, 2 + 3 + 0.53)):
+        config = _config("float16") | {"quantization": {"quant_algo": {"int8": "W8A16", "int4": "W4A16"}[quantize]}}
+        config |= {key: value for key, value in _config("float16", **wide).items() if key != "quantization"}
+        needs = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
+        # Two of the MLP's matrices are packed when the third is read; beside them the process, and pieces as float32.
+        assert needs.build - 78 * 2**20 == pytest.approx((2 * packed + held) * matrix, rel=0.05)
+        assert needs.disk == pytest.approx(3 * packed * matrix, rel=0.15)
+
+
+def test_experts_leave_a_hole_for_each_layer() -> None:
+    """Their matrices are laid side by side in a copy; a block too large for the heap goes back to the system."""
+    sizes = {"num_hidden_layers": 8, "vocab_size": 1000, "hidden_size": 512, "num_attention_heads": 8}
+    config = checkpoint_config(
+        FAMILIES["mixtral"][0] | sizes | {"intermediate_size": 1792}, ConvertSpec(dtype="float16")
+    )
+    experts = config["moe"]["num_experts"]
+    copied = 8 * experts * 512 * 1792 * 2
+    larger = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
+    assert larger.build - weight_bytes(config) > copied
+    smaller = engine_needs(config | {"hidden_size": 64}, LIMITS, compute="bf16", kv="u8", rows=4)
+    assert smaller.build < larger.build
 
 
 def test_context_logits_make_a_step_larger() -> None:
@@ -156,6 +173,20 @@ def _engine(**build: Any) -> dict[str, Any]:
         "build_config": limits | build,
         "trtserve": {"runtime": "openvino", "compute_precision": "f32", "kv_precision": "f16"},
     }
+
+
+def test_a_check_holds_one_model_after_the_other() -> None:
+    """A model whose tables outweigh everything, over two sequences; torch holds float32, OpenVINO what is stored."""
+    config = _config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=400_000)
+    table, row = 400_000 * 64, 400_000 * 4
+    need = check_memory(config, [10, 30])
+    assert need.original == pytest.approx(4 * 3 * table, rel=0.01)
+    # The graph's two tables, the packed head, and a step of the longest sequence with its logits.
+    assert need.converted == pytest.approx(2 * 3 * table + 30 * row, rel=0.2)
+    assert need.logits == 3 * 40 * row + 8 * 30 * row
+    assert need.total == need.processes + max(need.original, need.converted) + need.logits
+    wide = check_memory(_config("float32"), [10])
+    assert wide.converted > wide.original > 4 * 6.7e9
 
 
 def test_a_draft_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,13 +276,54 @@ def test_convert_and_build_refuse_before_they_write(
     assert "No setting" in str(caught.value.hint)
 
 
-def test_the_limit_of_a_cgroup_counts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "memory.max").write_text(f"{64 * 2**20}\n")
-    (tmp_path / "memory.current").write_text(f"{60 * 2**20}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {10 * 2**20}\n")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+def _memory_group(folder: Path, limit: str, used: int, *, version: int = 2) -> None:
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, (limit, str(used)), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {10 * 2**20}\ntotal_inactive_file {10 * 2**20}\n")
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of the cgroups; this process is in /outer/inner of version 2 and /one/two of version 1."""
+    (tmp_path / "own").write_text("4:cpu,memory:/one/two\n3:cpuset:/\n0::/outer/inner\n")
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
+    return tmp_path / "cgroup"
+
+
+def test_the_limit_of_a_cgroup_counts(folder: Path, tmp_path: Path, cgroups: Path) -> None:
+    """In a container the own group is the root, whatever its path outside is."""
+    _memory_group(cgroups, str(64 * 2**20), 60 * 2**20)
     with pytest.raises(MemoryLimitError, match="14 MiB are free"):
         convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
+    assert machine.total_memory() == 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("groups", "free"),
+    [
+        ({"outer": ("max", 0), "outer/inner": (str(50 * 2**20), 30 * 2**20)}, 30 * 2**20),
+        ({"outer": (str(40 * 2**20), 35 * 2**20), "outer/inner": (str(50 * 2**20), 20 * 2**20)}, 15 * 2**20),
+        ({"outer": (str(40 * 2**20), 60 * 2**20), "outer/inner": ("max", 0)}, 0),
+        ({"other": (str(2**20), 0), "outer/inner": ("max", 0)}, None),
+        ({"outer/inner": ("no number", 0)}, None),
+    ],
+)
+def test_limits_of_groups_around_count_too(
+    cgroups: Path, monkeypatch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]], free: int | None
+) -> None:
+    for name, (limit, used) in groups.items():
+        _memory_group(cgroups / name, limit, used)
+    assert (machine.free_memory() == free) if free is not None else (machine.free_memory() > 100 * 2**20)
+
+
+def test_cgroups_of_version_1_count(cgroups: Path) -> None:
+    _memory_group(cgroups / "memory", str(2**63 - 4096), 0, version=1)
+    _memory_group(cgroups / "memory" / "one" / "two", str(50 * 2**20), 30 * 2**20, version=1)
+    assert machine.free_memory() == 30 * 2**20
+    assert machine.total_memory() == 50 * 2**20
 
 
 def test_build_advises_narrower_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,11 +221,9 @@ def test_a_quantisation_that_cannot_be_run_is_named(tmp_path: Path) -> None:
 def test_memory_is_told_with_numbers_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "model")
     config = checkpoint_config(json.loads((folder / "config.json").read_text()), ConvertSpec(dtype="float16"))
-    need = check.memory_need(config | {"num_hidden_layers": 2000}, [(1, 2, 3)], CheckSpec())
-    assert need.converted > need.original > 2000 * 30000
-    monkeypatch.setattr(check, "free_memory", lambda: 2**20)
+    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: 2**20)
     monkeypatch.setattr(original, "require_oracle", lambda: None)
-    with pytest.raises(MemoryLimitError, match=r"The check needs .* for the original in float32.* 1 MiB are free"):
+    with pytest.raises(MemoryLimitError, match=r"The check takes .* for the original in float32.* 1 MiB are free"):
         check.plan_check(config, folder)
 
 
@@ -276,6 +274,24 @@ def report(conversion: Differences, precision: Differences) -> CheckReport:
         stages=stages,
         seconds=1.0,
     )
+
+
+def test_with_experts_the_median_token_and_the_far_ones_are_judged() -> None:
+    """One token of forty went to another expert: its logits are others altogether, those of the rest are rounded."""
+    logits = random_logits()
+    changed = logits + 0.003 * random_logits(seed=1)
+    changed[7] = random_logits(seed=2)[0]
+    found = compare([answer(logits)], [changed], "float16")
+    assert found.far == pytest.approx(1 / 40)
+    assert found.median == pytest.approx(0.003, rel=0.2)
+    assert not all(verdict.passed for verdict in verdicts(found, "float16"))
+    assert all(verdict.passed for verdict in verdicts(found, "float16", experts=True))
+    failed = [
+        [verdict.name for verdict in verdicts(each, "float16", experts=True) if not verdict.passed]
+        for each in (replace(found, far=0.2), replace(found, median=0.02), replace(found, median=float("nan"), far=1.0))
+    ]
+    assert failed == [["far tokens"], ["median token"], ["median token", "far tokens"]]
+    assert compare([answer(logits)], [np.full_like(logits, np.nan)], "int8").far == 1
 
 
 def test_the_error_names_the_figures_and_what_to_do() -> None:

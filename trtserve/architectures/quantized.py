@@ -23,6 +23,8 @@ GPTQ, AWQ, FP8 = "W4A16_GPTQ", "W4A16_AWQ", "FP8"
 # The order of 4-bit weights in a checkpoint that does not name it: that of Ampere and Ada.
 _DEFAULT_GPU_SM = 80
 _ZERO = 8
+# Inputs that share a scale where a runtime makes int4 of floats: the first of these that divides the inputs.
+_GROUPS = (128, 64, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,11 @@ class Fp8Weight:
 
         whole: npt.NDArray[np.float32] = self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return whole * np.float32(self.scale)
+
+
+def group_size(inputs: int) -> int:
+    """How many inputs share a scale in an int4 matrix that is made of floats; all where no size of a group divides."""
+    return next((size for size in _GROUPS if inputs % size == 0), inputs)
 
 
 def quant_algo(config: CheckpointConfig) -> str | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trtserve.architectures import family
 from trtserve.architectures.streaming import Move, buffered_bytes
 from trtserve.runtimes import EnginePlan
-from trtserve.runtimes.base import Limits
-from trtserve.runtimes.openvino_memory import EngineNeeds, engine_needs
+from trtserve.runtimes.base import CheckpointConfig, Limits
+from trtserve.runtimes.openvino_memory import BUILD_PROCESS, EngineNeeds, engine_needs, whole_model_bytes
 
 # Anonymous memory of processes, measured (Python 3.11, transformers 5.23, Triton 2.51).
 _CONVERT_PROCESS = 34 * 2**20
@@ -70,6 +72,42 @@ def engine_needs_of(config: Mapping[str, Any]) -> EngineNeeds:
         compute=str(own["compute_precision"]),
         kv=str(own["kv_precision"]),
         rows=limits.max_num_tokens if build.get("gather_context_logits") else rows,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckNeeds:
+    """A numerical check: the `original` and the `converted` model are in memory one after the other, `logits` of both.
+
+    `processes` are what PyTorch, transformers and OpenVINO take themselves.
+    """
+
+    processes: int
+    original: int
+    converted: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Memory at the peak."""
+        return self.processes + max(self.original, self.converted) + self.logits
+
+
+def check_memory(config: CheckpointConfig, lengths: Sequence[int]) -> CheckNeeds:
+    """What comparing a checkpoint with `config` takes over sequences of `lengths` tokens.
+
+    The original is float32, and one of its weights is there twice while it is read or rounded. The checkpoint is run
+    as it is stored, then as a runtime quantises it.
+    """
+    counts = [math.prod(target.shape) for target in family(config["architecture"]).targets(config)]
+    longest, row = max(lengths), int(config["vocab_size"]) * 4
+    stored = {**config, "quantization": {}}
+    return CheckNeeds(
+        processes=BUILD_PROCESS + _TRANSFORMERS + _TORCH,
+        original=4 * (sum(counts) + max(counts)),
+        converted=max(whole_model_bytes(each, longest) for each in (stored, config)),
+        # Of the original, its rounded self and the checkpoint; those of one prompt as float64 while they are compared.
+        logits=3 * sum(lengths) * row + 8 * longest * row,
     )
 
 

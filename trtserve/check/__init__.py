@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.architectures import parameter_count
 from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, looks_like
+from trtserve.capacity.needs import check_memory
+from trtserve.capacity.room import require_memory
 from trtserve.check import converted, original
 from trtserve.check.comparison import (
     Answer,
@@ -27,8 +28,8 @@ from trtserve.check.comparison import (
 from trtserve.check.converted import Changes, changes_of
 from trtserve.check.original import Original
 from trtserve.check.prompts import Tokens, Vocabulary, prompt_set
-from trtserve.errors import ArtifactError, CheckError, MemoryLimitError, ModelNotFoundError, UsageError
-from trtserve.machine import free_memory, gibibytes
+from trtserve.errors import ArtifactError, CheckError, ModelNotFoundError, UsageError
+from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import CheckSpec
 from trtserve.store import Store
@@ -40,13 +41,11 @@ __all__ = [
     "CHECKED",
     "CheckPlan",
     "CheckReport",
-    "Need",
     "Stage",
     "check_checkpoint",
     "compare_checkpoint",
     "find_artifact",
     "find_original",
-    "memory_need",
     "plan_check",
     "require_passed",
     "run_check",
@@ -55,11 +54,6 @@ __all__ = [
 # Kinds of artefacts that can be checked; a folder of another kind is refused by name.
 CHECKED: tuple[type[Artifact], ...] = (Checkpoint,)
 
-# Peaks of anonymous memory in bytes per weight, measured on 200 M parameters. The original: its weights in float32 and
-# a tenth. The checkpoint: the graph's weights, and those that the plugin packs in float32 beside them.
-_ORIGINAL_BYTES = 4.4
-_CONVERTED_BYTES: Mapping[str, float] = {"float32": 9.2, "float16": 5.8, "bfloat16": 5.8}
-_BASE = 500 * 2**20
 _HINTS = {
     "conversion": "Was it converted from that model? If so it must not be used: report the model's config.json with "
     "this message.",
@@ -124,20 +118,6 @@ class CheckReport:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """Bytes of memory that a check takes: the two models are in memory one after the other."""
-
-    original: int
-    converted: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        """Bytes at the peak."""
-        return max(self.original, self.converted) + self.logits + _BASE
-
-
 def find_artifact(text: str, store: Store | None = None, *, progress: Progress = SILENT) -> Artifact:
     """The artefact in the folder `text`, or the one made under that name; ArtifactError for a kind without a check."""
     folder = Path(text).expanduser()
@@ -197,7 +177,7 @@ def plan_check(
     converted.require_runtime()
     changes = changes_of(config, model)
     prompts = prompt_set(model, _vocabulary(config, spec), spec.prompts, progress=progress)
-    require_memory(config, prompts, spec)
+    require_room(config, prompts, spec)
     return CheckPlan(model=model, prompts=prompts, max_tokens=spec.max_tokens, changes=changes, config=config)
 
 
@@ -236,21 +216,28 @@ def compare_checkpoint(
     """Run the checkpoint on what the original was asked; one stage, or two when weights are rounded."""
     stored = converted.logits_of(checkpoint, said.answers, progress=progress)
     rounded = [replace(answer, logits=logits) for answer, logits in zip(said.answers, said.rounded, strict=True)]
-    stages = [_stage("conversion", plan.changes.conversion, rounded, stored)]
+    experts = plan.changes.experts
+    stages = [_stage("conversion", plan.changes.conversion, rounded, stored, experts=experts)]
     # The config of the folder, not that of the plan: it is a part of what is checked.
     stages[0] = replace(stages[0], verdicts=[*stages[0].verdicts, *_epsilon(CheckpointReader(checkpoint).config, said)])
     if plan.changes.quantised:
         stored = converted.logits_of(checkpoint, said.answers, quantised=True, progress=progress)
     if plan.changes.precision != "float32":
-        stages.append(_stage("precision", plan.changes.precision, said.answers, stored))
+        stages.append(_stage("precision", plan.changes.precision, said.answers, stored, experts=experts))
     return stages
 
 
 def _stage(
-    name: Literal["conversion", "precision"], bounds: Precision, answers: Sequence[Answer], logits: Sequence[Logits]
+    name: Literal["conversion", "precision"],
+    bounds: Precision,
+    answers: Sequence[Answer],
+    logits: Sequence[Logits],
+    *,
+    experts: bool,
 ) -> Stage:
     differences = compare(answers, logits, bounds)
-    return Stage(name=name, bounds=bounds, differences=differences, verdicts=verdicts(differences, bounds))
+    judged = verdicts(differences, bounds, experts=experts)
+    return Stage(name=name, bounds=bounds, differences=differences, verdicts=judged)
 
 
 def _epsilon(config: Mapping[str, Any], said: Original) -> list[Verdict]:
@@ -269,30 +256,16 @@ def _vocabulary(config: Mapping[str, Any], spec: CheckSpec) -> Vocabulary:
     return Vocabulary(size=int(config["vocab_size"]), longest=longest)
 
 
-def memory_need(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: CheckSpec) -> Need:
-    """What a check takes, from the checkpoint's config and the prompts."""
-    weights = parameter_count(config)
-    tokens = sum(len(prompt) + spec.max_tokens for prompt in prompts)
-    longest = max(len(prompt) for prompt in prompts) + spec.max_tokens
-    row = int(config["vocab_size"]) * 4
-    return Need(
-        original=int(weights * _ORIGINAL_BYTES),
-        converted=int(weights * _CONVERTED_BYTES[config["dtype"]]),
-        # Of the original, its rounded self and the checkpoint; those of one prompt as float64 while they are compared.
-        logits=3 * tokens * row + 8 * longest * row,
-    )
-
-
-def require_memory(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: CheckSpec) -> None:
+def require_room(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: CheckSpec) -> None:
     """MemoryLimitError, with the numbers, when a check does not fit the free memory."""
-    need, free = memory_need(config, prompts, spec), free_memory()
-    if need.total > free:
-        raise MemoryLimitError(
-            f"The check needs {gibibytes(need.total)} of memory: {gibibytes(need.original)} for the original in "
-            f"float32, then {gibibytes(need.converted)} for the checkpoint, and {gibibytes(need.logits)} for logits. "
-            f"{gibibytes(free)} are free.",
-            hint="Check on a machine with more memory; shorter prompts (--prompts) need less for logits.",
-        )
+    need = check_memory(config, [len(prompt) + spec.max_tokens for prompt in prompts])
+    require_memory(
+        need.total,
+        f"The check takes {gibibytes(need.original)} for the original in float32, then {gibibytes(need.converted)} for "
+        f"the checkpoint, {gibibytes(need.logits)} for logits, {gibibytes(need.processes)} for PyTorch and OpenVINO: "
+        "it needs",
+        lambda _: "Check on a machine with more memory; shorter prompts (--prompts) need less for logits.",
+    )
 
 
 def require_passed(report: CheckReport) -> None:

@@ -26,6 +26,10 @@ class Bounds:
 
     `difference` bounds the root mean square, `largest` the largest one, `divergence` the mean Kullback-Leibler
     divergence in nats; `top1` and `greedy` are the least shares of equal choices, ties aside.
+
+    With experts, rounding sends a few tokens to other experts, and their logits have nothing to do with the
+    original's. There `difference` bounds the median token, and `far` the share of tokens whose root mean square is
+    beyond `far_beyond`.
     """
 
     difference: float
@@ -33,15 +37,17 @@ class Bounds:
     divergence: float
     top1: float
     greedy: float
+    far_beyond: float
+    far: float
 
 
 # docs/check.md says where these come from.
 BOUNDS: Mapping[Precision, Bounds] = {
-    "float32": Bounds(difference=1e-4, largest=2e-3, divergence=1e-5, top1=1.0, greedy=1.0),
-    "float16": Bounds(difference=0.01, largest=0.2, divergence=2e-3, top1=0.99, greedy=0.95),
-    "bfloat16": Bounds(difference=0.06, largest=0.8, divergence=0.03, top1=0.97, greedy=0.9),
-    "int8": Bounds(difference=0.12, largest=2.0, divergence=0.1, top1=0.95, greedy=0.8),
-    "int4": Bounds(difference=0.4, largest=4.0, divergence=0.7, top1=0.8, greedy=0.5),
+    "float32": Bounds(difference=1e-4, largest=2e-3, divergence=1e-5, top1=1.0, greedy=1.0, far_beyond=1e-3, far=0.01),
+    "float16": Bounds(difference=0.01, largest=0.2, divergence=2e-3, top1=0.99, greedy=0.95, far_beyond=0.2, far=0.03),
+    "bfloat16": Bounds(difference=0.06, largest=0.8, divergence=0.03, top1=0.97, greedy=0.9, far_beyond=0.4, far=0.1),
+    "int8": Bounds(difference=0.12, largest=2.0, divergence=0.1, top1=0.95, greedy=0.8, far_beyond=0.4, far=0.15),
+    "int4": Bounds(difference=0.4, largest=4.0, divergence=0.7, top1=0.8, greedy=0.5, far_beyond=1.0, far=0.3),
 }
 
 
@@ -74,7 +80,8 @@ class Differences:
     of their row, `relative` the root mean square of the difference and `relative_maximum` the largest one, as shares
     of it. `divergence` is the mean of KL(original ‖ converted) in nats, `worst_divergence` that of the worst position.
     `top1` counts equal most likely tokens, `greedy` the tokens of greedy answers up to the first other one; `…_ties`
-    count a tie as equal. `worst` is where the largest difference is.
+    count a tie as equal. `worst` is where the largest difference is. `median` is the root mean square of the median
+    token, and `far` the share of tokens whose own is beyond the precision's `far_beyond`.
     """
 
     positions: int
@@ -90,6 +97,8 @@ class Differences:
     greedy: float
     greedy_ties: float
     worst: Place
+    median: float
+    far: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +124,7 @@ class _Part:
 
     absolute: npt.NDArray[np.float64]  # per position: largest absolute difference
     total: float
-    squares: float
+    squares: npt.NDArray[np.float64]  # per position: mean square difference
     divergence: npt.NDArray[np.float64]
     same: npt.NDArray[np.bool_]
     tied: npt.NDArray[np.bool_]
@@ -127,8 +136,8 @@ def compare(originals: Sequence[Answer], converted: Sequence[Logits], precision:
     """Compare the logits of the same tokens, prompt by prompt; `precision` decides what counts as a tie."""
     deviation = _deviation(originals)
     tolerance = _TIE * BOUNDS[precision].difference * deviation
-    pairs = zip(originals, converted, strict=True)
-    return _summary([_compare_one(answer, logits, tolerance) for answer, logits in pairs], originals, deviation)
+    parts = [_compare_one(answer, logits, tolerance) for answer, logits in zip(originals, converted, strict=True)]
+    return _summary(parts, sum(answer.logits.size for answer in originals), deviation, BOUNDS[precision].far_beyond)
 
 
 def _deviation(originals: Sequence[Answer]) -> float:
@@ -148,7 +157,7 @@ def _compare_one(answer: Answer, converted: Logits, tolerance: float) -> _Part:
     return _Part(
         absolute=gaps.max(1).astype(np.float64),
         total=float(gaps.sum(dtype=np.float64)),
-        squares=float(np.square(gaps).sum(dtype=np.float64)),
+        squares=np.square(gaps).mean(1, dtype=np.float64),
         divergence=_divergence(original, converted),
         same=ours == original.argmax(1),
         tied=lost <= tolerance,
@@ -174,22 +183,22 @@ def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
     return result
 
 
-def _summary(parts: Sequence[_Part], originals: Sequence[Answer], deviation: float) -> Differences:
+def _summary(parts: Sequence[_Part], count: int, deviation: float, far_beyond: float) -> Differences:
+    """Figures of all prompts; `count` is the number of logits."""
     import numpy as np
 
-    count = sum(answer.logits.size for answer in originals)
     prompt = int(np.argmax([part.absolute.max() for part in parts]))
     worst = Place(prompt=prompt, position=int(parts[prompt].absolute.argmax()), token=parts[prompt].token)
     maximum = float(parts[prompt].absolute.max())
     divergence = np.concatenate([part.divergence for part in parts])
-    squares = float(np.sqrt(sum(part.squares for part in parts) / count))
+    squares = np.concatenate([part.squares for part in parts])
     same, tied = (np.concatenate([getattr(part, name) for part in parts]) for name in ("same", "tied"))
     return Differences(
         positions=len(divergence),
         maximum=maximum,
         mean=sum(part.total for part in parts) / count,
         deviation=deviation,
-        relative=_share(squares, deviation),
+        relative=_share(float(np.sqrt(squares.mean())), deviation),
         relative_maximum=_share(maximum, deviation),
         divergence=float(divergence.mean()),
         worst_divergence=float(divergence.max()),
@@ -198,6 +207,9 @@ def _summary(parts: Sequence[_Part], originals: Sequence[Answer], deviation: flo
         greedy=_greedy([part.same[part.answer :] for part in parts]),
         greedy_ties=_greedy([(part.same | part.tied)[part.answer :] for part in parts]),
         worst=worst,
+        median=_share(float(np.sqrt(np.median(squares))), deviation),
+        # NaN is far from everything.
+        far=float(1 - (np.sqrt(squares) <= far_beyond * deviation).mean()),
     )
 
 
@@ -215,9 +227,14 @@ def _greedy(equal: Sequence[npt.NDArray[np.bool_]]) -> float:
     return float(sum(np.logical_and.accumulate(row).sum() for row in equal) / sum(len(row) for row in equal))
 
 
-def verdicts(differences: Differences, precision: Precision) -> list[Verdict]:
-    """Every figure that has a bound, beside it."""
+def verdicts(differences: Differences, precision: Precision, *, experts: bool = False) -> list[Verdict]:
+    """Every figure that has a bound, beside it; `experts` tells a model whose tokens choose some."""
     bounds = BOUNDS[precision]
+    if experts:
+        return [
+            Verdict(name="median token", value=differences.median, relation="at most", bound=bounds.difference),
+            Verdict(name="far tokens", value=differences.far, relation="at most", bound=bounds.far),
+        ]
     return [
         Verdict(name="difference", value=differences.relative, relation="at most", bound=bounds.difference),
         Verdict(

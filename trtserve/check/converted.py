@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from trtserve.architectures.tensor_files import DTYPES
 from trtserve.check.comparison import Answer, Precision
 from trtserve.check.original import Rounding
 from trtserve.errors import CheckError, MissingDependencyError, TrtserveError, UnsupportedModelError
+from trtserve.machine import give_memory_back
 from trtserve.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Changes:
 
     `precision` names the bounds of what that may cost and `reason` says why those; `rounding` is None when no weight
     is rounded, `quantised` tells that the runtime rounds them further. `conversion` names the bounds of what equal
-    weights may differ: those of float32, unless transformers itself rounds.
+    weights may differ: those of float32, unless transformers itself rounds. `experts` tells that tokens choose some.
     """
 
     precision: Precision
@@ -49,6 +49,7 @@ class Changes:
     rounding: Rounding | None
     quantised: bool
     conversion: Precision
+    experts: bool = False
 
 
 def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
@@ -78,6 +79,7 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
         quantised=bool(algorithm),
         # transformers multiplies slopes and positions of Falcon's alibi in bfloat16; TensorRT-LLM and we do not.
         conversion="bfloat16" if config["position_embedding_type"] == "alibi_with_scale" else "float32",
+        experts=bool((config.get("moe") or {}).get("num_experts")),
     )
 
 
@@ -122,7 +124,7 @@ def logits_of(
             found.append(model.logits(answer.tokens))
             task.advance(1)
     del model
-    gc.collect()
+    give_memory_back()
     return found
 
 

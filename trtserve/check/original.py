@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trtserve.architectures.source import read_hf_config
 from trtserve.check.comparison import Answer
 from trtserve.errors import CorruptFileError, MissingDependencyError
+from trtserve.machine import give_memory_back
 from trtserve.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run_original(
         return Original(answers=answers, rounded=rounded, epsilons=_epsilons(model))
     finally:
         del model
-        gc.collect()
+        give_memory_back()
 
 
 def _round(model: Any, rounding: Rounding) -> None:

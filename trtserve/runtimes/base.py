@@ -15,8 +15,9 @@ from trtserve.specs import BuildSpec
 
 CheckpointConfig = Mapping[str, Any]
 
-# TensorRT-LLM's name of weight-only int8.
+# TensorRT-LLM's names of weight-only quantisation.
 WEIGHT_ONLY_INT8 = "W8A16"
+WEIGHT_ONLY_INT4 = "W4A16"
 
 # Releases of TensorRT-LLM take this where a checkpoint does not say it.
 _UNKNOWN_MAX_POSITION = 2048

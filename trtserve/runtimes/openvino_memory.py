@@ -14,8 +14,8 @@ from typing import Any
 from trtserve.architectures import family
 from trtserve.architectures.base import Target, expert_size
 from trtserve.architectures.checkpoint import with_defaults
-from trtserve.architectures.sharding import matrix
-from trtserve.runtimes.base import CheckpointConfig, Limits
+from trtserve.architectures.quantized import AWQ, FP8, GPTQ, group_size, quant_algo
+from trtserve.runtimes.base import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, CheckpointConfig, Limits
 
 # Interpreter, trtserve, NumPy and OpenVINO before the first weight: a build's process, and the executor's in Triton.
 BUILD_PROCESS = 38 * 2**20
@@ -23,6 +23,8 @@ SERVING_PROCESS = 30 * 2**20
 
 # Each layer of the graph while it is built: nodes, names, and the holes that copies of its weights leave in the heap.
 _GRAPH_LAYER = int(0.6 * 2**20)
+# glibc takes blocks up to this size from its heap, where they leave holes; larger ones go back to the system.
+_HEAP_BLOCK = 32 * 2**20
 # The compiled graph without its weights: the plugin, its kernels, and what each layer has of them.
 _COMPILED = 14 * 2**20
 _COMPILED_LAYER = int(1.05 * 2**20)
@@ -31,7 +33,11 @@ _XML_LAYER = 75_000
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SCALE_SIZE = 4
-_QUANTISED = "W8A16"
+# What is held beside a matrix as read and as kept while it is packed, in bytes for each weight.
+_CODES = {WEIGHT_ONLY_INT8: 1, WEIGHT_ONLY_INT4: 3, GPTQ: 3, AWQ: 3, FP8: 4}
+_PACKS_HEAD = (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
+# Rows are widened to float32 in pieces of 2 M weights.
+_PIECES = 40 * 2**20
 _EMBEDDINGS = frozenset({"transformer.vocab_embedding.weight", "transformer.position_embedding.weight"})
 _HEAD = "lm_head.weight"
 # What decides which experts work, and how much the shared one counts, stays as it is.
@@ -62,8 +68,8 @@ class EngineNeeds:
 class _Weight:
     """A tensor on its way into the graph: numbers, bytes as read, and bytes as the engine keeps it.
 
-    `transient` are bytes that are held while it is made what the engine keeps; `multiplied` tells a matrix that the
-    kernels multiply with from a table and from vectors.
+    `transient` are bytes that are held while it is made what the engine keeps, `hole` those that stay with the heap
+    afterwards; `multiplied` tells a matrix that the kernels multiply with from a table and from vectors.
     """
 
     name: str
@@ -71,6 +77,7 @@ class _Weight:
     read: int
     kept: int
     transient: int
+    hole: int
     multiplied: bool
     in_layer: bool
 
@@ -106,12 +113,29 @@ def weight_bytes(config: CheckpointConfig) -> int:
     return _file_bytes(list(_weights(config)), config)
 
 
+def whole_model_bytes(config: CheckpointConfig, tokens: int) -> int:
+    """Peak of a graph that is built in memory, never written, and calculates `tokens` tokens in float32 (WholeModel).
+
+    It owns its weights beside those that are packed for the kernels.
+    """
+    config = with_defaults(dict(config))
+    weights, layers = list(_weights(config)), int(config["num_hidden_layers"])
+    graph = sum(weight.kept for weight in weights) + layers * _GRAPH_LAYER
+    compiled = _COMPILED + layers * _COMPILED_LAYER + _packed(weights, "f32")
+    calculated = graph + compiled + _step_bytes(config, tokens, tokens, "f32")
+    return max(_graph_peak(weights, layers), calculated)
+
+
 def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
     """In the order in which the graph takes them."""
-    quantised = (config.get("quantization") or {}).get("quant_algo") == _QUANTISED
+    algorithm = quant_algo(config)
+    group = int((config.get("quantization") or {}).get("group_size") or 0)
     for target in family(config["architecture"]).targets(config):
         item = _ITEM_SIZE[target.dtype or config["dtype"]]
-        yield _weight(target, item, quantised=quantised and is_quantised(target))
+        if target.name == _HEAD and algorithm in _PACKS_HEAD:
+            yield _weight(target, item, WEIGHT_ONLY_INT8, group)
+        else:
+            yield _weight(target, item, algorithm if algorithm in _CODES and is_quantised(target) else None, group)
 
 
 def is_quantised(target: Target) -> bool:
@@ -119,30 +143,48 @@ def is_quantised(target: Target) -> bool:
     return target.layer is not None and len(target.shape) > 1 and not target.name.endswith(_NEVER_QUANTISED)
 
 
-def _weight(target: Target, item: int, *, quantised: bool) -> _Weight:
+def _weight(target: Target, item: int, algorithm: str | None, group: int) -> _Weight:
     count = math.prod(target.shape)
     is_matrix, in_layer = len(target.shape) > 1, target.layer is not None
     read = kept = transient = count * item
-    if quantised:
-        kept = count + matrix(target.shape)[0] * _SCALE_SIZE
-        # Beside the tensor as it was read: as float32, divided by its scales, and rounded.
-        transient = read + 3 * count * 4
+    if algorithm:
+        kept = _packed_bytes(target, count, algorithm, group)
+        transient = read + _CODES[algorithm] * count + kept + _PIECES
+    hole = 0
     if target.split == "expert_row":
-        # The matrices of the experts are laid side by side in a copy.
+        # The matrices of the experts are laid side by side in a copy, whose place no later weight fills.
         transient += read
+        hole = read if kept == read <= _HEAP_BLOCK else 0
     return _Weight(
         name=target.name,
         count=count,
         read=read,
         kept=kept,
         transient=transient,
+        hole=hole,
         multiplied=is_matrix and target.name not in _EMBEDDINGS,
         in_layer=in_layer,
     )
 
 
+def _packed_bytes(target: Target, count: int, algorithm: str, group: int) -> int:
+    """Bytes of a matrix with its scales, of which experts have their own; `group` is that of GPTQ and AWQ."""
+    inputs = target.shape[-1]
+    if algorithm == FP8:
+        return 2 * count
+    if algorithm == WEIGHT_ONLY_INT8:
+        return count + count // inputs * _SCALE_SIZE
+    if algorithm == WEIGHT_ONLY_INT4:
+        return count // 2 + count // group_size(inputs) * _SCALE_SIZE
+    zeros = 0.5 if algorithm == GPTQ else 0
+    return count // 2 + int(count // (group or inputs) * (_SCALE_SIZE + zeros))
+
+
 def _file_bytes(weights: list[_Weight], config: CheckpointConfig) -> int:
     total = sum(weight.kept for weight in weights)
+    if quant_algo(config) in _PACKS_HEAD:
+        # The head is packed, so that it is no copy of the embedding.
+        return total
     tied = config.get("tie_word_embeddings", family(config["architecture"]).TIED)
     return total - (next(weight.kept for weight in weights if weight.name == _HEAD) if tied else 0)
 
@@ -152,7 +194,7 @@ def _graph_peak(weights: list[_Weight], layers: int) -> int:
     held = peak = 0
     for weight in weights:
         peak = max(peak, held + max(weight.transient, weight.read + weight.kept))
-        held += weight.kept
+        held += weight.kept + weight.hole
     return peak + layers * _GRAPH_LAYER
 
 
