@@ -14,7 +14,7 @@ from trtserve.architectures.base import Target
 from trtserve.architectures.sharding import Piece, matrix, name_in_stage, shard, stage_layers, stage_of
 from trtserve.architectures.source import SourceTensor
 from trtserve.architectures.streaming import Block, Move
-from trtserve.architectures.tensor_files import CODES, DTYPES, Entry, layout, numpy_dtype
+from trtserve.architectures.tensor_files import CODES, DTYPES, Entry, item_size, layout
 from trtserve.errors import ConversionError, UnsupportedModelError
 
 
@@ -123,7 +123,7 @@ class Placement:
 
     def _pieces(self, target: Target, tp_rank: int) -> list[_Place]:
         rank = stage_of(target, self._stages) * self._tp_size + tp_rank
-        item = numpy_dtype(CODES[target.dtype or self._dtype]).itemsize
+        item = item_size(CODES[target.dtype or self._dtype])
         pieces = shard(target, self._tp_size, tp_rank, self._ep_size).pieces
         sizes = [piece.rows * piece.columns * item for piece in pieces]
         begin = self._entries[rank][name_in_stage(target, self._stages)].begin

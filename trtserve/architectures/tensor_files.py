@@ -45,6 +45,11 @@ class Entry:
     size: int
 
 
+def item_size(code: str) -> int:
+    """Bytes of one number of a type of the format."""
+    return _WIDTHS[code]
+
+
 def numpy_dtype(code: str) -> np.dtype[Any]:
     """NumPy's type of a floating-point type of the format; UnsupportedModelError for any other type."""
     import ml_dtypes
