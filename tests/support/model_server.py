@@ -167,11 +167,14 @@ def _outputs(result: Any) -> Tensors:
 
 
 @contextmanager
-def serving(repository: Path, root: Path) -> Iterator[ModelServer]:
-    """Start tritonserver on `repository`, wait until it is ready, and end it; `root` receives its log and links."""
+def serving(repository: Path, root: Path, *, backends: Path | None = None) -> Iterator[ModelServer]:
+    """Start tritonserver on `repository`, wait until it is ready, and end it; `root` receives its log and links.
+
+    `backends` is the folder of its backends, where it is not that of the installation.
+    """
     triton, log, prefix = find_triton(), root / "triton.log", unique_prefix("test")
     address = _free_address()
-    backends = prepare_backends(triton, Store(root / "home"))
+    backends = backends or prepare_backends(triton, Store(root / "home"))
     process = spawn(server_command(triton, repository, address, backends=backends, shm_prefix=prefix), log=log)
     try:
         deadline = time.monotonic() + 180

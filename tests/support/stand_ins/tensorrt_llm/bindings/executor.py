@@ -159,7 +159,7 @@ class Executor:
         reason = (
             FinishReason.CANCELLED if work.cancelled else FinishReason.LENGTH if final else FinishReason.NOT_FINISHED
         )
-        self._ready.append(_response(number, tokens, getattr(FinishReason, reason), final=final))
+        self._ready.append(_response(number, tokens, reason, final=final))
 
     def _whole(self, request: Any, made: list[int]) -> list[int]:
         excluded = bool(request.output_config and request.output_config.exclude_input_from_output)
