@@ -23,6 +23,7 @@ from trtserve.artifacts import (
     ModelRepository,
 )
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
+from trtserve.runtimes.base import weights_precision
 from trtserve.servers import Server, list_servers
 from trtserve.store import NameRecord, Store, locked, writing
 
@@ -212,9 +213,10 @@ def engine_precision(engine: Path) -> str:
     except (OSError, json.JSONDecodeError):
         return ""
     pretrained, own = config.get("pretrained_config", {}), config.get("trtserve", {})
-    words = str(pretrained.get("dtype", ""))
-    if (pretrained.get("quantization") or {}).get("quant_algo"):
-        words += " int8 weights"
+    words = dtype = str(pretrained.get("dtype", ""))
+    packed = weights_precision({**pretrained, "dtype": dtype})
+    if packed != dtype:
+        words += f" {packed} weights"
     if own.get("compute_precision"):
         words += f", compute {own['compute_precision']}, KV {own.get('kv_precision')}"
     return words

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from trtserve.errors import UsageError
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
-Quantization = Literal["none", "int8", "int4_awq", "int8_sq", "fp8"]
+Quantization = Literal["none", "int8", "int4", "int4_awq", "int8_sq", "fp8"]
 Converter = Literal["own", "upstream"]
 KvPrecision = Literal["auto", "f32", "f16", "u8"]
 RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "openvino"]

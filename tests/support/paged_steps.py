@@ -31,7 +31,7 @@ def write_engine(
     `prompt_table` and `lora` are what is built in: rows of a prompt table, and the modules of adapters.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    graph = build_graph(tiny.decoder, tiny.sizes, tiny, int8=tiny.int8)
+    graph = build_graph(tiny.decoder, tiny.sizes, tiny, packing=tiny.packing)
     save_graph(graph, folder / "rank0.xml")
     config: dict[str, Any] = {
         "pretrained_config": tiny.config,

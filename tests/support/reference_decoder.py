@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.architectures.base import Decoder, Experts
+from trtserve.architectures.quantized import group_size
 from trtserve.executor.graph import Sizes
+from trtserve.executor.int4 import Packing, quantize_in_groups
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
@@ -28,16 +30,18 @@ class ReferenceDecoder:
         sizes: Sizes,
         weights: Mapping[str, Array],
         *,
-        int8: bool = False,
+        packing: Packing = None,
         windows: Sequence[int | None] = (),
     ) -> None:
         self._windows = windows or decoder.windows or [None]
         self._decoder = decoder
         self._sizes = sizes
         self._weights = {name: tensor.astype(np.float64) for name, tensor in weights.items()}
-        if int8:
+        if packing:
             inside = [name for name in weights if ".layers." in name and weights[name].ndim > 1 and not _routes(name)]
-            self._weights |= {name: _rounded_to_int8(self._weights[name]) for name in inside}
+            rounded = _rounded_to_int8 if packing == "int8" else _rounded_to_int4
+            self._weights |= {name: rounded(self._weights[name]) for name in inside}
+            self._weights["lm_head.weight"] = _rounded_to_int8(self._weights["lm_head.weight"])
 
     def logits(self, token_ids: npt.ArrayLike) -> Floats:
         """Logits [l, vocab] of the tokens [l] of one sequence."""
@@ -197,3 +201,10 @@ def _rounded_to_int8(weight: Floats) -> Floats:
     scales: Floats = np.abs(weight).max(axis=-1, keepdims=True) / 127
     rounded: Floats = np.rint(weight / scales)
     return rounded * scales
+
+
+def _rounded_to_int4(weight: Floats) -> Floats:
+    """What is left of a matrix [..., out, in] after int4 in groups; tests of the groups have no part in a decoder."""
+    flat = weight.astype(np.float32).reshape(-1, weight.shape[-1])
+    rounded = quantize_in_groups(flat, group_size(flat.shape[1])).dequantized()
+    return rounded.reshape(weight.shape).astype(np.float64)

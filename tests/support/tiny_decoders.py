@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from trtserve.architectures.base import Decoder, Experts
+from trtserve.architectures.quantized import Int4Weight
 from trtserve.executor.graph import Sizes
+from trtserve.executor.int4 import Packing
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +60,8 @@ class TinyDecoder:
     decoder: Decoder
     sizes: Sizes
     tensors: Mapping[str, Array]
-    int8: bool = False
+    packing: Packing = None
+    int4_matrices: Mapping[str, Int4Weight] = field(default_factory=dict)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -80,13 +83,19 @@ class TinyDecoder:
         # A copy, as a reader makes one: nobody else keeps it alive.
         return self.tensors[name].copy()
 
+    def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
+        return "int4" if name in self.int4_matrices else "float"
+
+    def int4(self, name: str) -> Int4Weight:
+        return self.int4_matrices[name]
+
 
 def tiny_decoder(
     decoder: Decoder = LLAMA,
     sizes: Sizes = GROUPED,
     *,
     dtype: npt.DTypeLike = np.float32,
-    int8: bool = False,
+    packing: Packing = None,
     head_bias: bool = False,
     seed: int = 0,
 ) -> TinyDecoder:
@@ -121,7 +130,7 @@ def tiny_decoder(
     if decoder.block != "post":
         add("transformer.ln_f", sizes.hidden, bias=layer_norm, centre=1.0)
     add("lm_head", sizes.vocab, sizes.hidden, bias=head_bias)
-    return TinyDecoder(decoder=decoder, sizes=sizes, tensors=tensors, int8=int8)
+    return TinyDecoder(decoder=decoder, sizes=sizes, tensors=tensors, packing=packing)
 
 
 def _mlp_shapes(decoder: Decoder, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -167,12 +176,13 @@ DECODERS: dict[str, TinyDecoder] = {
     "llama, norms on both sides": tiny_decoder(replace(LLAMA, block="sandwich")),
     "llama, scaled embeddings": tiny_decoder(replace(LLAMA, embedding_scale=8.0)),
     "llama, capped logits": tiny_decoder(replace(LLAMA, logits_softcap=0.5)),
-    "llama, int8": tiny_decoder(int8=True),
+    "llama, int8": tiny_decoder(packing="int8"),
+    "llama, int4": tiny_decoder(packing="int4"),
     "llama, float16": tiny_decoder(dtype=np.float16),
     "gpt2": tiny_decoder(GPT2, replace(GROUPED, kv_heads=4)),
     "gptj, part of a head rotated": tiny_decoder(GPTJ, replace(GROUPED, kv_heads=4), head_bias=True),
     "gpt_neox, two norms side by side": tiny_decoder(
-        replace(GPTJ, mlp_norm="mlp_layernorm", rope_interleaved=False), replace(GROUPED, kv_heads=4), int8=True
+        replace(GPTJ, mlp_norm="mlp_layernorm", rope_interleaved=False), replace(GROUPED, kv_heads=4), packing="int8"
     ),
     "falcon, alibi, one key head": tiny_decoder(replace(ALIBI, block="parallel"), replace(GROUPED, kv_heads=1)),
     "bloom, alibi, embeddings normed": tiny_decoder(
@@ -181,9 +191,10 @@ DECODERS: dict[str, TinyDecoder] = {
     "opt, norms behind": tiny_decoder(replace(GPT2, block="post", activation="relu"), replace(GROUPED, kv_heads=4)),
     "phi3, fused halves": tiny_decoder(replace(LLAMA, mlp="fused")),
     "mixtral": tiny_decoder(MIXTRAL),
-    "mixtral, int8": tiny_decoder(MIXTRAL, int8=True),
+    "mixtral, int8": tiny_decoder(MIXTRAL, packing="int8"),
+    "mixtral, int4": tiny_decoder(MIXTRAL, packing="int4"),
     "mixtral, float16": tiny_decoder(MIXTRAL, dtype=np.float16),
     "qwen2_moe, shared expert": tiny_decoder(QWEN2_MOE),
-    "qwen2_moe, shared expert, int8": tiny_decoder(QWEN2_MOE, int8=True),
-    "gpt2, relu, int8": tiny_decoder(replace(GPT2, activation="relu"), replace(GROUPED, kv_heads=4), int8=True),
+    "qwen2_moe, shared expert, int8": tiny_decoder(QWEN2_MOE, packing="int8"),
+    "gpt2, relu, int8": tiny_decoder(replace(GPT2, activation="relu"), replace(GROUPED, kv_heads=4), packing="int8"),
 }

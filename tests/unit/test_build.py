@@ -261,7 +261,7 @@ def test_precision_follows_weights_and_machine(dtype: str, kv: str, bfloat16: bo
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("kv", ["auto", "f16", "f32"])
 def test_every_precision_builds_and_runs(dtype: str, quantize: str, kv: Any, tmp_path: Path) -> None:
     source = _convert(tmp_path, dtype=dtype, quantize=quantize)
@@ -342,7 +342,11 @@ def test_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize(
     "quantization",
-    [{"quant_algo": "W4A16_AWQ"}, {"quant_algo": "FP8"}, {"quant_algo": None, "kv_cache_quant_algo": "INT8"}],
+    [
+        {"quant_algo": "W4A8_AWQ"},
+        {"quant_algo": "W8A8_SQ_PER_CHANNEL"},
+        {"quant_algo": None, "kv_cache_quant_algo": "INT8"},
+    ],
     ids=str,
 )
 def test_foreign_quantisation_is_refused_by_name(quantization: dict[str, Any], tmp_path: Path) -> None:

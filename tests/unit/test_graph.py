@@ -13,7 +13,8 @@ import pytest
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import BuildError, UnsupportedModelError
-from trtserve.executor.graph import Sizes, build_graph, quantize_per_channel, save_graph
+from trtserve.executor.graph import Sizes, build_graph, save_graph
+from trtserve.executor.int4 import Packing
 from trtserve.executor.paged_model import openvino_core
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
@@ -38,8 +39,8 @@ def _run_statefully(graph: ov.Model, ids: list[int], split: int) -> np.ndarray[t
 def test_stateful_graph_equals_reference(name: str) -> None:
     tiny = DECODERS[name]
     ids = [int(token) for token in np.random.default_rng(3).integers(0, tiny.sizes.vocab, 23)]
-    graph = build_graph(tiny.decoder, tiny.sizes, tiny, int8=tiny.int8)
-    expected = ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, int8=tiny.int8).logits(ids)
+    graph = build_graph(tiny.decoder, tiny.sizes, tiny, packing=tiny.packing)
+    expected = ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, packing=tiny.packing).logits(ids)
     np.testing.assert_allclose(_run_statefully(graph, ids, split=15), expected, atol=2e-4)
 
 
@@ -52,24 +53,22 @@ def test_weights_keep_their_width_in_the_file(tmp_path: Path, dtype: type[np.gen
     assert 0 <= extra < 4096
 
 
-def test_int8_quarters_the_matrices_of_the_layers(tmp_path: Path) -> None:
-    tiny = tiny_decoder(int8=True)
-    save_graph(build_graph(tiny.decoder, tiny.sizes, tiny, int8=True), tmp_path / "rank0.xml")
-    matrices = sum(t.size for name, t in tiny.tensors.items() if ".layers." in name and t.ndim == 2)
-    others = sum(t.nbytes for name, t in tiny.tensors.items() if ".layers." not in name or t.ndim == 1)
-    scales = sum(t.shape[0] * 4 for name, t in tiny.tensors.items() if ".layers." in name and t.ndim == 2)
-    extra = (tmp_path / "rank0.bin").stat().st_size - matrices - others - scales
+@pytest.mark.parametrize("packing", ["int8", "int4"])
+def test_packed_matrices_take_one_byte_or_half_of_one(tmp_path: Path, packing: Packing) -> None:
+    tiny = tiny_decoder(packing=packing)
+    save_graph(build_graph(tiny.decoder, tiny.sizes, tiny, packing=packing), tmp_path / "rank0.xml")
+    matrices = {name: t for name, t in tiny.tensors.items() if ".layers." in name and t.ndim == 2}
+    head = tiny.tensors["lm_head.weight"]
+    others = sum(t.nbytes for name, t in tiny.tensors.items() if name not in matrices and name != "lm_head.weight")
+    halves = 1 if packing == "int4" else 2
+    # The inputs are 64 or 96: one group of 64, or three of 32.
+    groups = sum(
+        t.shape[0] * (1 if packing == "int8" else t.shape[1] // (64 if t.shape[1] == 64 else 32)) * 4
+        for t in matrices.values()
+    )
+    expected = sum(t.size for t in matrices.values()) * halves // 2 + groups + head.size + head.shape[0] * 4 + others
+    extra = (tmp_path / "rank0.bin").stat().st_size - expected
     assert 0 <= extra < 4096
-
-
-def test_quantisation_is_symmetric_per_output_channel() -> None:
-    weight = np.array([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0], [3.0, 1.0, 2.0]], dtype=np.float32)
-    values, scales = quantize_per_channel(weight)
-    assert values.dtype == np.int8
-    assert scales.shape == (3, 1)
-    np.testing.assert_array_equal(values[1], 0)
-    np.testing.assert_array_equal(np.abs(values).max(axis=1), [127, 0, 127])
-    assert (np.abs(values * scales - weight) <= scales / 2 + 1e-7).all()
 
 
 def test_sizes_of_an_old_config_are_derived() -> None:

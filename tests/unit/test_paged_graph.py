@@ -37,7 +37,7 @@ MIXED: list[dict[str, int]] = [
 
 
 def _reference(tiny: TinyDecoder, **weights: npt.NDArray[Any]) -> ReferenceDecoder:
-    return ReferenceDecoder(tiny.decoder, tiny.sizes, {**tiny.tensors, **weights}, int8=tiny.int8)
+    return ReferenceDecoder(tiny.decoder, tiny.sizes, {**tiny.tensors, **weights}, packing=tiny.packing)
 
 
 class _Adapted:
@@ -67,6 +67,7 @@ MODULES = {
     "llama": ADAPTER_MODULES,
     "llama, biases": ADAPTER_MODULES,
     "llama, int8": ("attn_qkv", "attn_q", "mlp_4h_to_h"),
+    "llama, int4": ("attn_qkv", "attn_q", "mlp_4h_to_h"),
     "llama, float16": ("attn_q", "attn_k", "attn_v"),
     "llama, norms on both sides": ADAPTER_MODULES,
     "llama, normed queries and keys": ADAPTER_MODULES,
@@ -86,13 +87,13 @@ def test_adapters_mixed_in_one_batch_equal_merged_weights(name: str, tmp_path: P
     for sequence, ids in SEQUENCES.items():
         number = mixed.numbers.get(sequence)
         weights = {} if number is None else merged(tiny, model.lora, *mixed.sent[number])
-        decoder = _reference(tiny, **weights) if not tiny.int8 else _merged_int8(tiny, weights)
+        decoder = _reference(tiny, **weights) if tiny.packing is None else _merged_packed(tiny, weights)
         np.testing.assert_allclose(logits[sequence], decoder.logits(ids), atol=3e-4)
     plain = _reference(tiny).logits(SEQUENCES["a"])
     assert float(np.abs(logits["a"] - plain).max()) > 0.05
 
 
-def _merged_int8(tiny: TinyDecoder, weights: dict[str, npt.NDArray[Any]]) -> ReferenceDecoder:
+def _merged_packed(tiny: TinyDecoder, weights: dict[str, npt.NDArray[Any]]) -> ReferenceDecoder:
     """The matrices are rounded before the adapter is added, so the difference goes onto the rounded ones."""
     rounded = _reference(tiny)
     for name, weight in weights.items():

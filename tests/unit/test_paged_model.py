@@ -36,7 +36,7 @@ MIXED: list[dict[str, int]] = [
 
 
 def _reference(tiny: TinyDecoder) -> ReferenceDecoder:
-    return ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, int8=tiny.int8)
+    return ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, packing=tiny.packing)
 
 
 def _model(folder: Path, tiny: TinyDecoder, **precision: Any) -> PagedModel:

@@ -17,8 +17,8 @@ NAMES = list(DECODERS)[::4]
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_the_reference_for_one_sequence_after_another(name: str) -> None:
     tiny = DECODERS[name]
-    model = WholeModel(tiny.decoder, tiny.sizes, tiny, int8=tiny.int8, threads=1)
-    reference = ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, int8=tiny.int8)
+    model = WholeModel(tiny.decoder, tiny.sizes, tiny, packing=tiny.packing, threads=1)
+    reference = ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, packing=tiny.packing)
     random = np.random.default_rng(7)
     for length in (1, 19, 5):
         ids = [int(token) for token in random.integers(0, tiny.sizes.vocab, length)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.architectures import family
 from trtserve.architectures.base import Target
@@ -22,8 +22,8 @@ from trtserve.progress import SILENT, Progress
 if TYPE_CHECKING:
     from trtserve.check.comparison import Logits
 
-# quant_algo → the precision whose bounds hold.
-_QUANTISED: Mapping[str, Precision] = {"W8A16": "int8"}
+# quant_algo → what the runtime packs the matrices as, and the precision whose bounds hold.
+_QUANTISED: Mapping[str, Literal["int8", "int4"]] = {"W8A16": "int8", "W4A16": "int4"}
 
 
 def require_runtime() -> None:
@@ -136,4 +136,4 @@ def _load(folder: Path, quantised: bool, progress: Progress) -> Any:
     config = reader.config
     progress.step(f"Loading the checkpoint of {folder} (OpenVINO{f', {_algorithm(config)}' if quantised else ''})")
     decoder = family(config["architecture"]).decoder(config)
-    return WholeModel(decoder, Sizes.of(config), reader, int8=quantised)
+    return WholeModel(decoder, Sizes.of(config), reader, packing=_QUANTISED[_algorithm(config)] if quantised else None)

@@ -35,7 +35,8 @@ QuantizeOption = Annotated[
     str,
     typer.Option(
         "--quantize",
-        help="none, int8 (weight-only, done when the engine is built), or by NVIDIA ModelOpt: int4_awq, int8_sq, fp8.",
+        help="none, int8 or int4 (weight-only, done when the engine is built), or by NVIDIA ModelOpt: int4_awq, "
+        "int8_sq, fp8.",
     ),
 ]
 GpuSmOption = Annotated[

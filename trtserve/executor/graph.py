@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,14 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from trtserve.architectures.base import Decoder, Experts, LongRope
+from trtserve.architectures.quantized import Int4Weight
 from trtserve.errors import BuildError
 from trtserve.executor.attention_limits import require_paged_attention
 from trtserve.executor.graph_experts import columns_of_experts, rows_of_experts, token_weights
-from trtserve.executor.graph_operations import add, constant, decompressed, dimension, gather, integers, parameter
+from trtserve.executor.graph_operations import add, constant, dimension, gather, integers, parameter
 from trtserve.executor.graph_rotation import Rotation
+from trtserve.executor.graph_weights import float_tensor, int4_matrix, packed
+from trtserve.executor.int4 import Packing
 
 Array = npt.NDArray[Any]
 
@@ -45,7 +48,13 @@ class Weights(Protocol):
         """Names of all tensors."""
 
     def merged(self, name: str) -> Array:
-        """One tensor, tensor-parallel shards joined."""
+        """One tensor as floats, tensor-parallel shards joined."""
+
+    def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
+        """What the tensor holds."""
+
+    def int4(self, name: str) -> Int4Weight:
+        """A matrix that holds int4, tensor-parallel shards joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +85,17 @@ class Sizes:
         )
 
 
-def build_graph(decoder: Decoder, sizes: Sizes, weights: Weights, *, int8: bool = False) -> ov.Model:
+def build_graph(decoder: Decoder, sizes: Sizes, weights: Weights, *, packing: Packing = None) -> ov.Model:
     """The stateful graph of a whole decoder.
 
     Inputs: input_ids i64[b, l], attention_mask i64[b, past + l], position_ids i64[b, l], beam_idx i32[b].
-    Output: logits f32[b, l, vocab]. Weights keep the dtype they have in `weights`; with `int8` the matrices inside
-    the layers are quantised per output channel (TensorRT-LLM's W8A16: embeddings and lm_head stay as they are).
+    Output: logits f32[b, l, vocab]. Weights keep the dtype they have in `weights` (fp8 becomes float16). With
+    `packing` the matrices inside the layers are quantised: int8 per output channel, as TensorRT-LLM's W8A16, or int4
+    in groups of inputs; the embeddings stay as they are and lm_head becomes int8, since every step reads all of it.
     UnsupportedModelError for a decoder that paged attention cannot calculate.
     """
     require_paged_attention(decoder)
-    return _GraphBuilder(decoder, sizes, weights, int8=int8).build()
+    return _GraphBuilder(decoder, sizes, weights, packing).build()
 
 
 def save_graph(graph: ov.Model, path: Path) -> None:
@@ -96,26 +106,15 @@ def save_graph(graph: ov.Model, path: Path) -> None:
         raise BuildError(f"{path} could not be written: {error}", hint="Is the disk full?") from error
 
 
-def quantize_per_channel(weight: Array) -> tuple[Array, Array]:
-    """Symmetric int8 of `weight` [..., in]: (values i8[..., in], scales f32[..., 1]), weight ≈ values × scales.
-
-    The largest absolute value of a row becomes 127, as in TensorRT-LLM's weight-only quantisation.
-    """
-    wide = weight.astype(np.float32)
-    scales = np.abs(wide).max(axis=-1, keepdims=True) / 127.0
-    scales[scales == 0.0] = 1.0
-    return np.rint(wide / scales).astype(np.int8), scales
-
-
 class _GraphBuilder:
     """Adds one operation after another; the methods follow the order of the decoder."""
 
-    def __init__(self, decoder: Decoder, sizes: Sizes, weights: Weights, *, int8: bool) -> None:
+    def __init__(self, decoder: Decoder, sizes: Sizes, weights: Weights, packing: Packing) -> None:
         self._decoder = decoder
         self._sizes = sizes
         self._weights = weights
         self._names = frozenset(weights.names())
-        self._int8 = int8
+        self._packing = packing
         self._sinks: list[Any] = []
         self._input_ids = parameter("input_ids", ov.Type.i64, [-1, -1])
         self._attention_mask = parameter("attention_mask", ov.Type.i64, [-1, -1])
@@ -131,7 +130,7 @@ class _GraphBuilder:
             hidden = self._layer(hidden, f"transformer.layers.{layer}", layer)
         if self._decoder.block != "post":
             hidden = self._norm(hidden, "transformer.ln_f")
-        logits = self._linear(hidden, "lm_head", int8=False)
+        logits = self._linear(hidden, "lm_head", packing="int8" if self._packing else None)
         result = ops.result(self._capped(logits))
         result.get_output_tensor(0).set_names({"logits"})
         inputs = [self._input_ids, self._attention_mask, self._position_ids, self._beam_idx]
@@ -226,7 +225,7 @@ class _GraphBuilder:
 
     def _attention(self, hidden: Any, name: str, layer: int) -> Any:
         sizes = self._sizes
-        fused = self._linear(hidden, f"{name}.qkv", int8=self._int8)
+        fused = self._linear(hidden, f"{name}.qkv", packing=self._packing)
         lengths = [sizes.heads * sizes.head, sizes.kv_heads * sizes.head, sizes.kv_heads * sizes.head]
         parts = ops.variadic_split(fused, ops.constant(np.int64(-1)), ops.constant(np.array(lengths)))
         window = self._decoder.window(layer)
@@ -241,7 +240,7 @@ class _GraphBuilder:
         joined = ops.reshape(
             ops.transpose(attended, integers(0, 2, 1, 3)), integers(0, 0, sizes.heads * sizes.head), special_zero=True
         )
-        return self._linear(joined.output(0), f"{name}.dense", int8=self._int8)
+        return self._linear(joined.output(0), f"{name}.dense", packing=self._packing)
 
     def _heads(self, flat: Any, heads: int, norm: str | None) -> Any:
         """[b, l, heads · head] → [b, heads, l, head], each head normed by `norm` where the decoder has that."""
@@ -294,11 +293,11 @@ class _GraphBuilder:
     def _mlp(self, hidden: Any, name: str, *, mark: str | None = None) -> Any:
         if self._decoder.experts is not None:
             return self._experts(hidden, name, self._decoder.experts)
-        inner = self._linear(hidden, f"{name}.fc", int8=self._int8, mark=mark)
+        inner = self._linear(hidden, f"{name}.fc", packing=self._packing, mark=mark)
         inner = self._activate_half(inner) if self._decoder.mlp == "fused" else self._activate(inner)
         if self._decoder.mlp == "gated":
-            inner = ops.multiply(inner, self._linear(hidden, f"{name}.gate", int8=self._int8)).output(0)
-        return self._linear(inner, f"{name}.proj", int8=self._int8)
+            inner = ops.multiply(inner, self._linear(hidden, f"{name}.gate", packing=self._packing)).output(0)
+        return self._linear(inner, f"{name}.proj", packing=self._packing)
 
     def _experts(self, hidden: Any, name: str, experts: Experts) -> Any:
         """All experts as one wide MLP, in the middle of which each token weights them: 0 for those it does not take.
@@ -316,9 +315,9 @@ class _GraphBuilder:
         return add(output, self._shared_expert(hidden, f"{name}.shared_expert")) if experts.shared else output
 
     def _shared_expert(self, hidden: Any, name: str) -> Any:
-        inner = self._activate_half(self._linear(hidden, f"{name}.fc", int8=self._int8))
-        gate = ops.sigmoid(self._linear(hidden, f"{name}_gate", int8=False))
-        return ops.multiply(self._linear(inner, f"{name}.proj", int8=self._int8), gate).output(0)
+        inner = self._activate_half(self._linear(hidden, f"{name}.fc", packing=self._packing))
+        gate = ops.sigmoid(self._linear(hidden, f"{name}_gate", packing=None))
+        return ops.multiply(self._linear(inner, f"{name}.proj", packing=self._packing), gate).output(0)
 
     def _activate_half(self, joined: Any) -> Any:
         """The first half of the numbers times the second, which is activated."""
@@ -333,9 +332,11 @@ class _GraphBuilder:
             return ops.relu(states).output(0)
         return ops.gelu(states, "tanh" if activation == "gelu_tanh" else "erf").output(0)
 
-    def _linear(self, hidden: Any, name: str, *, int8: bool, mark: str | None = None) -> Any:
+    def _linear(self, hidden: Any, name: str, *, packing: Packing, mark: str | None = None) -> Any:
         """hidden [b, l, in] × weight [out, in]ᵀ (+ bias, where the checkpoint has one); `mark` names the product."""
-        weight = self._int8_weight(f"{name}.weight") if int8 else self._weight(f"{name}.weight")
+        weight, scales = self._matrix(f"{name}.weight", packing)
+        if scales is not None:
+            hidden = ops.multiply(hidden, scales).output(0)
         product = ops.matmul(hidden, weight, False, True).output(0)
         if mark is not None:
             product.get_node().set_friendly_name(mark)
@@ -352,22 +353,21 @@ class _GraphBuilder:
     # Weights
 
     def _stacked(self, name: str, arranged: Callable[[Array], Array]) -> Any:
-        """The matrices of all experts as one [out, in]; in int8 each row of each expert has its own scale."""
-        values = arranged(self._weights.merged(name))
-        matrix = integers(values.shape[0], -1)
-        if self._int8:
-            quantised, scales = quantize_per_channel(values)
-            widened = ops.convert(constant(quantised, name), "f32")
-            scaled = ops.multiply(widened, constant(scales, f"{name}.per_channel_scale"))
-            return scaled if values.ndim == 2 else ops.reshape(scaled, matrix, False)
-        stored = constant(values.reshape(values.shape[0], -1), name)
-        return decompressed(stored) if stored.get_element_type() != ov.Type.f32 else stored
+        """The matrices of all experts as one [out, in]; each row of each expert has its own scales."""
+        return packed(arranged(self._floats(name)), name, self._packing)
+
+    def _matrix(self, name: str, packing: Packing) -> tuple[Any, Any]:
+        """A matrix, and what its inputs are multiplied with before it (None: nothing)."""
+        if self._weights.kind(name) != "int4":
+            return packed(self._floats(name), name, packing), None
+        weight = self._weights.int4(name)
+        scales = weight.input_scales
+        return int4_matrix(weight, name), None if scales is None else constant(scales, f"{name}.input_scales")
 
     def _weight(self, name: str) -> Any:
-        stored = constant(self._weights.merged(name), name)
-        return decompressed(stored) if stored.get_element_type() != ov.Type.f32 else stored
+        return float_tensor(self._floats(name), name)
 
-    def _int8_weight(self, name: str) -> Any:
-        values, scales = quantize_per_channel(self._weights.merged(name))
-        widened = ops.convert(constant(values, name), "f32")
-        return ops.multiply(widened, constant(scales, f"{name}.per_channel_scale"))
+    def _floats(self, name: str) -> Array:
+        """FP8 as float16, which keeps more of each number than it has."""
+        values = self._weights.merged(name)
+        return values.astype(np.float16) if self._weights.kind(name) == "fp8" else values

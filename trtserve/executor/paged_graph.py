@@ -151,7 +151,7 @@ def _behind_bias(product: Any) -> Any:
 
 def _consumer(node: Any, kind: str) -> Any:
     """The first operation of `kind` on the way from a weight, past what widens it."""
-    for _ in range(4):
+    for _ in range(6):
         if node.get_type_name() == kind:
             return node
         node = next(iter(node.output(0).get_target_inputs())).get_node()

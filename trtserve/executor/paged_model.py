@@ -49,6 +49,9 @@ _KERNELS_KEPT = 64
 # with the demo model): memory grew for minutes of random load. With 256 it is flat after a thousand requests, and no
 # request costs more CPU time.
 _PRIMITIVES_KEPT = 256
+_ACTIVATION_GROUP = 256
+_LEAST_ACTIVATION_GROUP = 32
+_INT4 = (ov.Type.i4, ov.Type.u4)
 
 
 @functools.cache
@@ -94,7 +97,7 @@ class PagedModel:
             add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         if self.lora:
             add_adapters(graph, self.lora)
-        compiled = _compile(core, graph, self._properties(threads))
+        compiled = _compile(core, graph, self._properties(threads, activation_group(graph)))
         self._request = compiled.create_infer_request()
         ports = {port.get_any_name(): index for index, port in enumerate(compiled.inputs)}
         self._ports = ports
@@ -111,17 +114,16 @@ class PagedModel:
         self._set_prompt_table(None)
         self._set_stack(None)
 
-    def _properties(self, threads: int | None) -> dict[str, Any]:
+    def _properties(self, threads: int | None, group: int) -> dict[str, Any]:
         """Properties of the CPU plugin for this engine's precisions."""
         properties: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": self.compute_precision,
             "KV_CACHE_PRECISION": self.kv_precision,
             "CPU_RUNTIME_CACHE_CAPACITY": _KERNELS_KEPT,
+            # The plugin rounds activations to int8 in front of packed weights; in exact arithmetic it must not.
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0 if self.compute_precision == "f32" else group,
         }
-        if self.compute_precision == "f32":
-            # Otherwise the plugin rounds activations to int8 in front of int8 weights.
-            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
         if threads is not None:
             properties["INFERENCE_NUM_THREADS"] = threads
         return properties
@@ -246,6 +248,18 @@ class PagedModel:
         """Copy keys and values of block `source` to block `target`, in every layer."""
         for cache in self._caches:
             cache[target] = cache[source]
+
+
+def activation_group(graph: ov.Model) -> int:
+    """How many activations share a scale when the plugin rounds them to int8 in front of packed weights; 0: none are.
+
+    The kernels leave their fast way when a group of activations is wider than a group of int4 weights. Beside that,
+    256 multiply up to 1.3 times as fast as the plugin's own 32 at one stream, and 1.6 times at eight.
+    """
+    constants = (node for node in graph.get_ops() if node.get_type_name() == "Constant")
+    groups = {int(node.shape[-1]) for node in constants if node.get_element_type() in _INT4 and node.shape[-1] > 1}
+    common = math.gcd(_ACTIVATION_GROUP, *groups)
+    return common if common >= _LEAST_ACTIVATION_GROUP else 0
 
 
 def lora_shape(config: Mapping[str, Any]) -> LoraShape | None:

@@ -1,6 +1,6 @@
 """How a checkpoint becomes a running model for comparisons: whole sequences, float32 arithmetic, no paged cache.
 
-Nothing is written to disk. Weights keep the type (or the int8) that an engine of the checkpoint would give them.
+Nothing is written to disk. Weights keep the type (or the packing) that an engine of the checkpoint would give them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from openvino import opset13 as ops
 from trtserve.architectures.base import Decoder
 from trtserve.errors import UnsupportedModelError
 from trtserve.executor.graph import Sizes, Weights, build_graph
+from trtserve.executor.int4 import Packing
 from trtserve.executor.paged_model import openvino_core
 
 Logits = npt.NDArray[np.float32]
@@ -26,13 +27,19 @@ class WholeModel:
     """A decoder that answers with the logits of every token of a sequence. Not for use by several threads at once."""
 
     def __init__(
-        self, decoder: Decoder, sizes: Sizes, weights: Weights, *, int8: bool = False, threads: int | None = None
+        self,
+        decoder: Decoder,
+        sizes: Sizes,
+        weights: Weights,
+        *,
+        packing: Packing = None,
+        threads: int | None = None,
     ) -> None:
         """Build and compile the graph; `threads` limits OpenVINO's threads.
 
         UnsupportedModelError for a model that OpenVINO cannot compile.
         """
-        graph = build_graph(replace(decoder, attention_softcap=None), sizes, weights, int8=int8)
+        graph = build_graph(replace(decoder, attention_softcap=None), sizes, weights, packing=packing)
         if decoder.attention_softcap is not None:
             cap_scores(graph, decoder.attention_softcap)
         try:

@@ -18,6 +18,14 @@ CheckpointConfig = Mapping[str, Any]
 # TensorRT-LLM's names of weight-only quantisation.
 WEIGHT_ONLY_INT8 = "W8A16"
 WEIGHT_ONLY_INT4 = "W4A16"
+# What matrices are kept as, in words; FP8 is widened where it cannot be multiplied with.
+_PRECISIONS = {
+    WEIGHT_ONLY_INT8: "int8",
+    WEIGHT_ONLY_INT4: "int4",
+    "W4A16_GPTQ": "int4",
+    "W4A16_AWQ": "int4",
+    "FP8": "fp8",
+}
 
 # Releases of TensorRT-LLM take this where a checkpoint does not say it.
 _UNKNOWN_MAX_POSITION = 2048
@@ -62,9 +70,8 @@ class EnginePlan:
 
     @property
     def weights_precision(self) -> str:
-        """Precision in which the engine keeps the layers' matrices: int8, or the checkpoint's dtype."""
-        algorithm = (self.config.get("quantization") or {}).get("quant_algo")
-        return "int8" if algorithm == WEIGHT_ONLY_INT8 else str(self.config["dtype"])
+        """Precision of the layers' matrices: int8, int4, fp8, or the checkpoint's dtype."""
+        return weights_precision(self.config)
 
     @property
     def precision(self) -> str:
@@ -82,6 +89,12 @@ class EnginePlan:
             },
             "trtserve": {"runtime": self.runtime},
         }
+
+
+def weights_precision(config: CheckpointConfig) -> str:
+    """Precision of the layers' matrices of a checkpoint or engine with this config, in words."""
+    algorithm = (config.get("quantization") or {}).get("quant_algo")
+    return _PRECISIONS.get(str(algorithm)) or str(config["dtype"])
 
 
 class Runtime(Protocol):

@@ -6,14 +6,16 @@ import ctypes
 import gc
 import json
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve import machine
 from trtserve.architectures import family, parameter_count
 from trtserve.architectures.base import Decoder
 from trtserve.architectures.checkpoint import CheckpointReader
+from trtserve.architectures.quantized import AWQ, FP8, GPTQ, Int4Weight, quant_algo
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import (
     BuildError,
@@ -24,7 +26,14 @@ from trtserve.errors import (
 )
 from trtserve.executor.attention_limits import require_paged_attention
 from trtserve.progress import Progress, Task
-from trtserve.runtimes.base import WEIGHT_ONLY_INT8, CheckpointConfig, EnginePlan, Limits, resolve_limits
+from trtserve.runtimes.base import (
+    WEIGHT_ONLY_INT4,
+    WEIGHT_ONLY_INT8,
+    CheckpointConfig,
+    EnginePlan,
+    Limits,
+    resolve_limits,
+)
 from trtserve.runtimes.features import resolve_features
 from trtserve.runtimes.openvino_memory import engine_needs
 from trtserve.specs import BuildSpec
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trtserve.executor.graph import Weights
+    from trtserve.executor.int4 import Packing
 
 NAME = "openvino"
 
@@ -77,6 +87,9 @@ _FEATURES = (
     "user_buffer",
 )
 
+_PACKINGS: Mapping[str, Packing] = {WEIGHT_ONLY_INT8: "int8", WEIGHT_ONLY_INT4: "int4"}
+_SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8)
+
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -101,7 +114,7 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
         disk_bytes=needs.disk,
         serving_bytes=needs.serving,
         kv_bytes_per_token=needs.kv_per_token,
-        notes=(*notes, *remarks, *_merge_notes(config)),
+        notes=(*notes, *_weight_notes(config), *remarks, *_merge_notes(config)),
     )
 
 
@@ -120,9 +133,22 @@ def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple
     return compute, kv_precision, ()
 
 
-def is_int8(config: CheckpointConfig) -> bool:
-    """True when the matrices inside the layers are to be quantised to int8."""
-    return bool((config.get("quantization") or {}).get("quant_algo") == WEIGHT_ONLY_INT8)
+_INT4_NOTE = (
+    "int4 has a scale for each group of 128 inputs here (64 or 32 where 128 does not divide them), and lm_head is "
+    "int8; TensorRT-LLM's own W4A16 has a scale for each output channel and leaves lm_head alone."
+)
+
+
+def packing_of(config: CheckpointConfig) -> Packing:
+    """What the float matrices inside the layers are to be quantised to; None: nothing."""
+    return _PACKINGS.get(quant_algo(config) or "")
+
+
+def _weight_notes(config: CheckpointConfig) -> tuple[str, ...]:
+    algorithm = quant_algo(config)
+    if algorithm == WEIGHT_ONLY_INT4:
+        return (_INT4_NOTE,)
+    return ("This runtime widens FP8 weights to float16.",) if algorithm == FP8 else ()
 
 
 def build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
@@ -138,7 +164,7 @@ def _explained(error: Exception, plan: EnginePlan) -> TrtserveError:
     if isinstance(error, MemoryError) or "bad_alloc" in str(error):
         return MemoryLimitError(
             f"The memory ran out while the engine was built; it needs {machine.gibibytes(plan.memory_bytes)}.",
-            hint="Free some memory or raise its limit, or convert with --quantize int8.",
+            hint="Free some memory or raise its limit, or convert with --quantize int4.",
         )
     reason = " ".join(str(error).split())
     return BuildError(
@@ -244,13 +270,13 @@ def _openvino_version() -> str:
 
 
 def _require_supported(config: CheckpointConfig) -> None:
-    quantization = config.get("quantization") or {}
-    algorithm, kv_algorithm = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
-    if algorithm not in (None, "NO_QUANT", WEIGHT_ONLY_INT8):
+    algorithm = quant_algo(config)
+    kv_algorithm = (config.get("quantization") or {}).get("kv_cache_quant_algo")
+    if algorithm is not None and algorithm not in _SUPPORTED:
         raise UnsupportedModelError(
             f"The checkpoint is quantised with {algorithm}; the openvino runtime builds float weights and "
-            f"{WEIGHT_ONLY_INT8}.",
-            hint="Convert the original model with --quantize int8, or without.",
+            f"{', '.join(_SUPPORTED)}.",
+            hint="Convert the original model with --quantize int8 or int4, or without.",
         )
     if kv_algorithm is not None:
         raise UnsupportedModelError(
@@ -276,19 +302,28 @@ def _merge_notes(config: CheckpointConfig) -> tuple[str, ...]:
 
 
 class _Reported:
-    """Weights that report to a progress task as they are read."""
+    """Weights that report to a progress task as they are read, as numbers of `item` bytes."""
 
-    def __init__(self, weights: Weights, task: Task) -> None:
+    def __init__(self, weights: Weights, task: Task, item: int) -> None:
         self._weights = weights
         self._task = task
+        self._item = item
 
     def names(self) -> list[str]:
         return self._weights.names()
 
     def merged(self, name: str) -> npt.NDArray[Any]:
         tensor = self._weights.merged(name)
-        self._task.advance(tensor.nbytes)
+        self._task.advance(tensor.size * self._item)
         return tensor
+
+    def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
+        return self._weights.kind(name)
+
+    def int4(self, name: str) -> Int4Weight:
+        weight = self._weights.int4(name)
+        self._task.advance(weight.codes.size * self._item)
+        return weight
 
 
 def _write_graph(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
@@ -301,8 +336,8 @@ def _write_graph(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progres
         graph = build_graph(
             family(config["architecture"]).decoder(config),
             Sizes.of(config),
-            _Reported(reader, task),
-            int8=is_int8(config),
+            _Reported(reader, task, _ITEM_SIZE[config["dtype"]]),
+            packing=packing_of(config),
         )
     progress.step(f"Writing {machine.gibibytes(plan.disk_bytes)}")
     save_graph(graph, folder / "rank0.xml")

@@ -97,12 +97,12 @@ class Served:
         return [text]
 
     def _weights_precision(self) -> str | None:
-        """int8 for TensorRT-LLM's W8A16, another algorithm by its name, the dtype without one."""
+        """int8 for TensorRT-LLM's W8A16, int4 for W4A16, another algorithm by its name, the dtype without one."""
         pretrained = self.engine.get("pretrained_config", {})
         algorithm = (pretrained.get("quantization") or {}).get("quant_algo")
         if algorithm in (None, "NO_QUANT"):
             algorithm = pretrained.get("dtype")
-        found = "int8" if algorithm == "W8A16" else algorithm
+        found = {"W8A16": "int8", "W4A16": "int4"}.get(algorithm, algorithm)
         return None if found is None else str(found)
 
     def _own(self, key: str) -> str | None:
