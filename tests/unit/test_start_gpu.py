@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.doubles import Doubles
+from tests.support.servers import free_spec
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import MachineError, RepositoryError, UsageError
@@ -123,7 +124,7 @@ def test_fewer_gpus_than_ranks(tmp_path: Path, doubles: Doubles, monkeypatch: py
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     doubles.configure(gpus=1)
     with pytest.raises(MachineError, match=r"2 rank\(s\) need a GPU each; this machine has 1"):
-        start_server(repository_of(tmp_path), ServerSpec(), store=Store(tmp_path / "home"))
+        start_server(repository_of(tmp_path), free_spec(), store=Store(tmp_path / "home"))
 
 
 def test_an_engine_for_another_gpu_names_the_build(tmp_path: Path, doubles: Doubles) -> None:
@@ -132,7 +133,7 @@ def test_an_engine_for_another_gpu_names_the_build(tmp_path: Path, doubles: Doub
     with pytest.raises(
         RepositoryError, match=r"compute capability 8\.0 \(NVIDIA A100\), and this GPU has 9\.0"
     ) as caught:
-        start_server(repository_of(tmp_path, tp=1, manifest=manifest), ServerSpec(), store=Store(tmp_path / "home"))
+        start_server(repository_of(tmp_path, tp=1, manifest=manifest), free_spec(), store=Store(tmp_path / "home"))
     assert "trtserve build mine --runtime tensorrt_llm" in str(caught.value.hint)
 
 

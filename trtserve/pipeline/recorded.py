@@ -16,6 +16,8 @@ from trtserve.store import NameRecord
 
 S = TypeVar("S", ConvertSpec, BuildSpec, RepositorySpec)
 
+# Fields of the stages' specs that hold a path.
+_SPEC_PATHS = frozenset({"trtllm_examples"})
 _PATHS = ("tokenizer", "draft_tokenizer", "engine_out", "out")
 
 
@@ -63,4 +65,11 @@ def _path(text: str | None) -> Path | None:
 def _filled(spec: type[S], content: Mapping[str, Any]) -> S:
     """Fields that a newer version dropped are passed over; those that it added have their defaults."""
     known = {field.name for field in fields(spec)}
-    return spec(**{key: value for key, value in content.items() if key in known})
+    return spec(**{key: _typed(key, value) for key, value in content.items() if key in known})
+
+
+def _typed(key: str, value: Any) -> Any:
+    """JSON has neither tuples nor paths."""
+    if key in _SPEC_PATHS and value is not None:
+        return Path(value)
+    return tuple(value) if isinstance(value, list) else value
