@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trtserve.architectures.checkpoint import read_config
 from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint
-from trtserve.capacity.rates import timed
+from trtserve.capacity.rates import TimedStage, expected_seconds, read_rates, timed
 from trtserve.capacity.room import require_disk, require_memory
-from trtserve.machine import describe, gibibytes
+from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.runtimes import EnginePlan, Runtime, choose_runtime
 from trtserve.runtimes.base import WEIGHT_ONLY_INT8
 from trtserve.specs import BuildSpec
 from trtserve.store import Store, publish, reusable
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def plan_build(
 def _plan(
     checkpoint: Checkpoint,
     spec: BuildSpec,
-    runtime: Runtime,
+    runtime: Runtime[Any],
     *,
     name: str | None,
     out: Path | None,
@@ -64,9 +65,7 @@ def _plan(
         runtime=engine.runtime,
         tools=dict(engine.tools),
         limits=asdict(engine.limits),
-        features=engine.features.record(),
-        compute_precision=engine.compute_precision,
-        kv_precision=engine.kv_precision,
+        settings=engine.settings(),
     )
     path = (out or (store or Store()).destination(Engine, name or checkpoint.name, identity)).absolute()
     return Plan(engine=engine, fingerprint=identity, path=path, reused=reusable(Engine, path, identity) is not None)
@@ -96,8 +95,11 @@ def build_engine(
 
     def produce(folder: Path) -> Manifest:
         _require_room(plan.engine, spec, runtime, folder)
-        with timed(store or Store(), "build", plan.engine.disk_bytes):
-            measured = runtime.build(plan.engine, checkpoint, folder, progress)
+        stage, home = timed_stage(plan.engine), store or Store()
+        seconds = expected_seconds(read_rates(home), stage, plan.engine.disk_bytes)
+        log = home.root / "logs" / f"build-{plan.path.name}.log"
+        with timed(home, stage, plan.engine.disk_bytes):
+            measured = runtime.build(plan.engine, checkpoint, folder, log=log, progress=progress, seconds=seconds)
         return replace(manifest, facts={**manifest.facts, **measured})
 
     return publish(Engine, plan.path, manifest, produce)
@@ -105,30 +107,38 @@ def build_engine(
 
 def _manifest(plan: Plan, checkpoint: Checkpoint, name: str) -> Manifest:
     engine = plan.engine
-    precision = {"compute_precision": engine.compute_precision, "kv_precision": engine.kv_precision}
     return Manifest(
         kind="engine",
         name=name,
         fingerprint=plan.fingerprint,
         inputs={checkpoint.name: checkpoint.fingerprint},
-        spec={"runtime": engine.runtime, **asdict(engine.limits), **engine.features.record(), **precision},
-        tools=dict(engine.tools),
-        facts={"checkpoint": str(checkpoint.path.absolute()), "machine": describe(), **precision},
+        spec={"runtime": engine.runtime, **asdict(engine.limits), **engine.settings()},
+        tools=engine.versions(),
+        facts={"checkpoint": str(checkpoint.path.absolute()), **engine.facts()},
     )
 
 
-def _require_room(engine: EnginePlan, spec: BuildSpec, runtime: Runtime, folder: Path) -> None:
+def timed_stage(engine: EnginePlan) -> TimedStage:
+    """Under what the time of its build is remembered: TensorRT's builder is slower by orders of magnitude."""
+    return "build" if engine.runtime == "openvino" else "trtllm-build"
+
+
+def _require_room(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], folder: Path) -> None:
     require_memory(engine.memory_bytes, "Building this engine needs", lambda free: _advice(engine, spec, runtime, free))
     require_disk(folder.parent, engine.disk_bytes, "The engine")
 
 
-def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime, free: int) -> str:
-    """Only narrower weights make a build smaller, and those are chosen when the model is converted."""
+def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], free: int) -> str:
+    """Narrower weights make a build smaller, and more ranks do where each is built by itself: both when converting."""
     quantized = {**engine.config, "quantization": {"quant_algo": WEIGHT_ONLY_INT8}}
+    mapping = dict(engine.config.get("mapping") or {})
+    tp_size, world = int(mapping.get("tp_size") or 1), int(mapping.get("world_size") or 1)
+    split = {**mapping, "tp_size": 2 * tp_size, "world_size": 2 * world}
     for flags, changes in (
         ("--dtype bfloat16", {"dtype": "bfloat16"}),
         ("--quantize int8", quantized),
         ("--dtype bfloat16 --quantize int8", {**quantized, "dtype": "bfloat16"}),
+        (f"--tp-size {2 * tp_size}", {"mapping": split}),
     ):
         needed = runtime.plan({**engine.config, **changes}, spec).memory_bytes
         if needed <= min(free, engine.memory_bytes - 1):

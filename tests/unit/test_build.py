@@ -31,10 +31,11 @@ from trtserve.errors import (
 )
 from trtserve.executor.paged_model import PagedModel
 from trtserve.progress import SilentProgress
+from trtserve.releases.installed import installed
 from trtserve.runtimes import openvino
 from trtserve.runtimes.base import longest_sequence
 from trtserve.runtimes.openvino_memory import weight_bytes
-from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.specs import BUILDER_FIELDS, BuildSpec, ConvertSpec
 from trtserve.store import NameRecord, Store
 
 SPEC = BuildSpec(max_batch_size=4, max_seq_len=128)
@@ -324,20 +325,41 @@ def test_missing_openvino_names_the_command(checkpoint: Checkpoint, monkeypatch:
     assert caught.value.hint == "pip install 'trtserve[cpu]'"
 
 
-@pytest.mark.parametrize("name", ["tensorrt_llm", "llmapi"])
-def test_runtimes_that_are_not_here_are_named(name: Any, checkpoint: Checkpoint) -> None:
-    with pytest.raises(MissingDependencyError, match=f"The {name} runtime is not built yet") as caught:
-        plan_build(checkpoint, BuildSpec(runtime=name))
-    assert "`trtserve convert`" in str(caught.value.hint)
+def test_a_tensorrt_llm_that_is_not_here_is_named(checkpoint: Checkpoint) -> None:
+    with pytest.raises(MissingDependencyError, match="TensorRT-LLM, which is not installed here") as caught:
+        plan_build(checkpoint, BuildSpec(runtime="tensorrt_llm"))
+    assert "nvcr.io/nvidia/tritonserver:" in str(caught.value.hint)
 
 
-def test_auto_says_what_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "version", "runtime", "reason"),
+    [
+        (False, "1.2.0", "openvino", "no NVIDIA GPU on this machine"),
+        (True, None, "openvino", "has an NVIDIA GPU, but TensorRT-LLM is not installed"),
+        (True, "1.2.0", "tensorrt_llm", "an NVIDIA GPU and TensorRT-LLM 1.2.0"),
+        (True, "1.3.0", "llmapi", "TensorRT-LLM 1.3.0 on this machine, which has no engines any more"),
+    ],
+)
+def test_auto_says_what_it_takes(
+    gpu: bool, version: str | None, runtime: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "0000:01:00.0").mkdir()
-    for folder, reason in ((tmp_path / "absent", "no NVIDIA GPU"), (tmp_path, "no runtime for the NVIDIA GPU")):
-        monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", folder)
-        lines = _Lines()
-        assert runtimes.choose_runtime("auto", lines) is runtimes.RUNTIMES["openvino"]
-        assert reason in lines.lines[0]
+    monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path if gpu else tmp_path / "absent")
+    monkeypatch.setattr(runtimes, "installed", lambda: installed(version) if version else None)
+    lines = _Lines()
+    assert runtimes.choose_runtime("auto", lines) is runtimes.RUNTIMES[runtime]
+    assert lines.lines[0].startswith(f"Runtime: {runtime} (")
+    assert reason in lines.lines[0]
+
+
+@pytest.mark.parametrize("name", BUILDER_FIELDS)
+def test_options_of_trtllm_build_are_refused_for_cpus(name: str, checkpoint: Checkpoint) -> None:
+    values = {"gemm_plugin": "auto", "gpt_attention_plugin": "auto", "kv_cache_type": "paged", "builder_flags": ("-x",)}
+    values |= {"logits_dtype": "float16", "profiling_verbosity": "none"}
+    values |= dict.fromkeys(("tokens_per_block", "opt_num_tokens", "build_workers"), 1)  # type: ignore[arg-type]
+    spec = BuildSpec(**{name: values.get(name, "enable")})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is for trtllm-build, and this engine is built for CPUs"):
+        plan_build(checkpoint, spec)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ GUIDES = [
     ("build c --checkpoint_dir c", "trtllm-build", "trtserve build CHECKPOINT"),
     ("build c --output_dir e", "trtllm-build", "--out"),
     ("build --paged_kv_cache enable c", "option of trtllm-build", "-- --paged_kv_cache"),
-    ("build c --gemm_plugin float16", "option of trtllm-build", "-- --gemm_plugin"),
+    ("build c --moe_plugin float16", "option of trtllm-build", "-- --moe_plugin"),
     ("import m --use_inflight_batching", "build.py", "every engine batches in flight"),
     ("import m --max_output_len 64", "trtllm-build", "--max_seq_len"),
     ("convert m --model_dir m", "convert_checkpoint.py", "trtserve convert MODEL"),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from trtserve.errors import TrtserveError
 from trtserve.store import Store, write_json
 
-TimedStage = Literal["pull", "convert", "build", "start"]
+TimedStage = Literal["pull", "convert", "build", "trtllm-build", "start"]
 
 _FILE = "rates.json"
 _KEPT = 8

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtserve.cli.build_options import (
+    AttentionPluginOption,
+    BuildWorkersOption,
+    ContextFmhaOption,
+    Fp8ContextOption,
+    GemmPluginOption,
+    InputPaddingOption,
+    KvCacheTypeOption,
+    LogitsDtypeOption,
+    OptNumTokensOption,
+    ProfilesOption,
+    ReduceFusionOption,
+    TokensPerBlockOption,
+    VerbosityOption,
+)
 from trtserve.cli.options import (
     AllLogitsOption,
     ContextLogitsOption,
@@ -29,6 +45,7 @@ from trtserve.cli.options import (
     QuietOption,
     RuntimeOption,
     SpeculativeModeOption,
+    TrtllmVersionOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
 from trtserve.machine import gibibytes
@@ -42,6 +59,10 @@ def build(
     checkpoint: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder, or the name of an imported model.")
     ],
+    builder_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- FLAGS]", help="Behind `--`: further flags of trtllm-build.", show_default=False),
+    ] = None,
     max_batch_size: MaxBatchSizeOption = None,
     max_input_len: MaxInputLenOption = None,
     max_seq_len: MaxSeqLenOption = None,
@@ -56,20 +77,35 @@ def build(
     lora_plugin: LoraPluginOption = "disable",
     lora_target_modules: LoraModulesOption = None,
     max_lora_rank: MaxLoraRankOption = 64,
-    use_paged_context_fmha: PagedContextOption = "enable",
+    use_paged_context_fmha: PagedContextOption = None,
     kv_precision: KvPrecisionOption = "auto",
     runtime: RuntimeOption = "auto",
+    trtllm_version: TrtllmVersionOption = None,
+    gemm_plugin: GemmPluginOption = None,
+    gpt_attention_plugin: AttentionPluginOption = None,
+    context_fmha: ContextFmhaOption = None,
+    use_fp8_context_fmha: Fp8ContextOption = None,
+    remove_input_padding: InputPaddingOption = None,
+    reduce_fusion: ReduceFusionOption = None,
+    multiple_profiles: ProfilesOption = None,
+    kv_cache_type: KvCacheTypeOption = None,
+    tokens_per_block: TokensPerBlockOption = None,
+    opt_num_tokens: OptNumTokensOption = None,
+    logits_dtype: LogitsDtypeOption = None,
+    profiling_verbosity: VerbosityOption = None,
+    build_workers: BuildWorkersOption = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the engine; default: the checkpoint's.")] = None,
     out: OutOption = None,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Build an engine from a checkpoint and print its path."""
+    """Build an engine from a checkpoint and print its path; for NVIDIA GPUs with their `trtllm-build`."""
+    options = locals()  # before anything else has a name here; each option has the name of the field that it fills
     from trtserve.build import build_engine, find_checkpoint, plan_build
 
-    options = locals()  # before anything else has a name here; each option has the name of the field that it fills
-    spec = BuildSpec(**{field.name: options[field.name] for field in fields(BuildSpec)})
+    given = {**options, "builder_flags": tuple(builder_flags or ())}
+    spec = BuildSpec(**{field.name: given[field.name] for field in fields(BuildSpec)})
     progress = TerminalProgress(quiet=quiet)
     source = find_checkpoint(checkpoint, progress=progress)
     plan = plan_build(source, spec, name=name, out=out)
@@ -78,41 +114,43 @@ def build(
         engine = build_engine(source, spec, name=name, out=out, progress=progress)
         facts = dict(engine.manifest.facts) if engine.manifest else {}
     if json:
-        print_json("build", {"path": str(plan.path), "reused": plan.reused, **_described(plan), **facts})
+        print_json("build", {"path": str(plan.path), "reused": plan.reused, **_described(plan, source.path), **facts})
     elif dry_run:
-        print_data("\n".join(_lines(plan)))
+        print_data("\n".join(_lines(plan, source.path)))
     else:
         print_data(str(plan.path))
 
 
-def _described(plan: Plan) -> dict[str, object]:
+def _described(plan: Plan, checkpoint: Path) -> dict[str, object]:
     engine = plan.engine
+    command = engine.command(checkpoint.absolute(), plan.path)
     return {
         "runtime": engine.runtime,
         **asdict(engine.limits),
-        **engine.features.record(),
+        **engine.settings(),
+        "tools": engine.versions(),
         "weights_precision": engine.weights_precision,
-        "compute_precision": engine.compute_precision,
-        "kv_precision": engine.kv_precision,
         "memory_bytes": engine.memory_bytes,
         "disk_bytes": engine.disk_bytes,
+        "command": None if command is None else str(command),
         "fingerprint": plan.fingerprint,
     }
 
 
-def _lines(plan: Plan) -> list[str]:
+def _lines(plan: Plan, checkpoint: Path) -> list[str]:
     engine, limits = plan.engine, plan.engine.limits
-    tools = ", ".join(f"{tool} {version}" for tool, version in engine.tools.items())
+    tools = ", ".join(f"{tool} {version}" for tool, version in engine.versions().items())
+    command = engine.command(checkpoint.absolute(), plan.path)
+    made = "to be made; no external command is run" if command is None else "to be made"
     return [
         f"build     {engine.config['architecture']}, {gibibytes(engine.disk_bytes)}, by {tools}",
         f"as        {engine.precision}",
         f"limits    {limits.max_batch_size} requests, {limits.max_num_tokens} tokens per step",
         f"lengths   prompts up to {limits.max_input_len} tokens, prompt and answer up to {limits.max_seq_len}",
-        *([f"takes     {engine.features.words()}"] if engine.features.words() else []),
+        *([f"takes     {engine.words()}"] if engine.words() else []),
         f"needs     {gibibytes(engine.memory_bytes)} of memory",
         *(f"note      {note}" for note in engine.notes),
-        "state     reused: it lies there already"
-        if plan.reused
-        else "state     to be made; no external command is run",
+        f"state     {'reused: it lies there already' if plan.reused else made}",
+        *([] if command is None or plan.reused else [f"command   {command}"]),
         f"to        {plan.path}",
     ]

@@ -8,6 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from trtserve.cli.build_options import (
+    AttentionPluginOption,
+    BuilderFlagOption,
+    ContextFmhaOption,
+    Fp8ContextOption,
+    GemmPluginOption,
+    ImportWorkersOption,
+    InputPaddingOption,
+    KvCacheTypeOption,
+    LogitsDtypeOption,
+    OptNumTokensOption,
+    ProfilesOption,
+    ReduceFusionOption,
+    TokensPerBlockOption,
+    VerbosityOption,
+)
 from trtserve.cli.options import (
     AllLogitsOption,
     CalibDatasetOption,
@@ -122,9 +138,23 @@ def import_(
     lora_plugin: LoraPluginOption = "disable",
     lora_target_modules: LoraModulesOption = None,
     max_lora_rank: MaxLoraRankOption = 64,
-    use_paged_context_fmha: PagedContextOption = "enable",
+    use_paged_context_fmha: PagedContextOption = None,
     kv_precision: KvPrecisionOption = "auto",
     runtime: RuntimeOption = "auto",
+    gemm_plugin: GemmPluginOption = None,
+    gpt_attention_plugin: AttentionPluginOption = None,
+    context_fmha: ContextFmhaOption = None,
+    use_fp8_context_fmha: Fp8ContextOption = None,
+    remove_input_padding: InputPaddingOption = None,
+    reduce_fusion: ReduceFusionOption = None,
+    multiple_profiles: ProfilesOption = None,
+    kv_cache_type: KvCacheTypeOption = None,
+    tokens_per_block: TokensPerBlockOption = None,
+    opt_num_tokens: OptNumTokensOption = None,
+    logits_dtype: LogitsDtypeOption = None,
+    profiling_verbosity: VerbosityOption = None,
+    build_workers: ImportWorkersOption = None,
+    builder_flags: BuilderFlagOption = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -183,7 +213,8 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     from trtserve.import_.sources import parse_source
     from trtserve.pipeline import ImportSpec, engine_destination
 
-    given = {**options, "converter_flags": tuple(options["converter_flags"] or ())}
+    lists = ("converter_flags", "builder_flags")
+    given = {**options, **{name: tuple(options[name] or ()) for name in lists}}
 
     def filled(spec: type[S]) -> S:
         return spec(**{field.name: given[field.name] for field in fields(spec)})

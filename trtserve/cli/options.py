@@ -92,17 +92,21 @@ VerifyOption = Annotated[
     ),
 ]
 MaxBatchSizeOption = Annotated[
-    int | None, typer.Option("--max-batch-size", help="Requests that are served at once; default: 16.")
+    int | None,
+    typer.Option("--max-batch-size", help="Requests that are served at once; default: 16; trtllm-build's on GPUs."),
 ]
 MaxInputLenOption = Annotated[
     int | None, typer.Option("--max-input-len", help="Tokens of a prompt; default: --max-seq-len.")
 ]
 MaxSeqLenOption = Annotated[
     int | None,
-    typer.Option("--max-seq-len", help="Tokens of prompt and answer; default: what the model knows, up to 4096."),
+    typer.Option(
+        "--max-seq-len", help="Tokens of prompt and answer; default: what the model knows (CPU: 4096 at most)."
+    ),
 ]
 MaxNumTokensOption = Annotated[
-    int | None, typer.Option("--max-num-tokens", help="Tokens of all requests in one step; default: 2048.")
+    int | None,
+    typer.Option("--max-num-tokens", help="Tokens of all requests in one step; default: 2048 on CPUs, 8192 on GPUs."),
 ]
 MaxBeamWidthOption = Annotated[int, typer.Option("--max-beam-width", help="Beams of a request.")]
 MaxDraftLenOption = Annotated[
@@ -112,7 +116,8 @@ SpeculativeModeOption = Annotated[
     str | None,
     typer.Option(
         "--speculative-decoding-mode",
-        help="none or draft_tokens_external; default: what --max-draft-len needs. Others need a GPU engine.",
+        help="none or draft_tokens_external; default: what --max-draft-len needs. On GPUs also lookahead_decoding, "
+        "medusa, explicit_draft_tokens, eagle.",
     ),
 ]
 PromptTableOption = Annotated[
@@ -148,19 +153,22 @@ LoraModulesOption = Annotated[
 ]
 MaxLoraRankOption = Annotated[int, typer.Option("--max-lora-rank", help="The largest rank of an adapter.")]
 PagedContextOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--use-paged-context-fmha", help="enable or disable: without it no KV block of another request is reused."
+        "--use-paged-context-fmha",
+        help="enable or disable: without it no KV block of another request is reused; default: enable (disable until "
+        "TensorRT-LLM 0.18).",
     ),
 ]
 KvPrecisionOption = Annotated[
-    str, typer.Option("--kv-precision", help="KV cache: auto, f32, f16, u8; auto: u8, f32 for float32 weights.")
+    str, typer.Option("--kv-precision", help="KV cache on CPUs: auto, f32, f16, u8; auto: u8, f32 for float32 weights.")
 ]
 RuntimeOption = Annotated[
     str,
     typer.Option(
         "--runtime",
-        help="auto or openvino; auto: what this machine has. tensorrt_llm and llmapi are not in this version.",
+        help="auto, tensorrt_llm (engines for NVIDIA GPUs), llmapi (GPUs without engines) or openvino (CPUs); auto: "
+        "what this machine has.",
     ),
 ]
 TrtllmVersionOption = Annotated[

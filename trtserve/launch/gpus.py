@@ -11,7 +11,7 @@ from trtserve.launch.base import VISIBLE_DEVICES
 from trtserve.process import Command, run
 
 _LIST = Command(argv=("nvidia-smi", "--list-gpus"))
-_DESCRIBE = Command(argv=("nvidia-smi", "--query-gpu=compute_cap,name", "--format=csv,noheader"))
+_DESCRIBE = Command(argv=("nvidia-smi", "--query-gpu=compute_cap,driver_version,name", "--format=csv,noheader"))
 _TIMEOUT = 60.0  # a driver that is not kept loaded starts first
 
 
@@ -32,9 +32,10 @@ def count_gpus() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU: its compute capability (`9.0`) and name."""
+    """One GPU: its compute capability (`9.0`), the version of its driver, and its name."""
 
     sm: str
+    driver: str
     name: str
 
 
@@ -44,8 +45,18 @@ def describe_gpus() -> list[Gpu]:
         ended = run(_DESCRIBE, timeout=_TIMEOUT)
     except (MissingDependencyError, TimeoutError):
         return []
-    rows = (line.partition(",") for line in ended.stdout.splitlines() if ended.code == 0)
-    return [Gpu(sm=sm.strip(), name=name.strip()) for sm, comma, name in rows if comma]
+    rows = ([part.strip() for part in line.split(",", 2)] for line in ended.stdout.splitlines() if ended.code == 0)
+    return [Gpu(sm=row[0], driver=row[1], name=row[2]) for row in rows if len(row) == 3]
+
+
+def visible_gpu() -> Gpu | None:
+    """The first GPU that processes started here may see; None without one."""
+    gpus = describe_gpus()
+    first = os.environ.get(VISIBLE_DEVICES, "0").split(",")[0].strip()
+    if first.isdigit():
+        return gpus[int(first)] if int(first) < len(gpus) else None
+    # Named by its UUID; machines have GPUs of one kind.
+    return gpus[0] if gpus and first not in ("", "-1") else None
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:

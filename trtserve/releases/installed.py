@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -59,6 +60,15 @@ def installed(override: str | None = None) -> Installed | None:
                 environment=environment,
             )
     return None
+
+
+def interpreter(found: Installed) -> Path:
+    """The Python that imports it: of PREFIX/lib/pythonX.Y/site-packages, where it was found, else the one we run in."""
+    if found.environment is not None and not found.environment.is_relative_to(sys.prefix):
+        python = Path(*found.environment.parts[:-3], "bin", "python3")
+        if python.exists():
+            return python
+    return Path(sys.executable)
 
 
 def has_engine_path(release: str) -> bool:

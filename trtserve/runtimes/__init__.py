@@ -1,48 +1,47 @@
-"""The runtimes that can build and serve engines: one file each, one line each in `RUNTIMES`."""
+"""The runtimes that can serve a model: one file each, one line each in `RUNTIMES`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from trtserve.errors import MissingDependencyError
 from trtserve.progress import SILENT, Progress
-from trtserve.runtimes import openvino
+from trtserve.releases.installed import Installed, has_engine_path, installed
+from trtserve.runtimes import llmapi, openvino, tensorrt_llm
 from trtserve.runtimes.base import EnginePlan, Limits, Runtime
 from trtserve.specs import RuntimeName
 
 __all__ = ["RUNTIMES", "EnginePlan", "Limits", "Runtime", "choose_runtime"]
 
-RUNTIMES: dict[str, Runtime] = {openvino.NAME: openvino}
+RUNTIMES: dict[str, Runtime[Any]] = {
+    tensorrt_llm.NAME: tensorrt_llm,
+    llmapi.NAME: llmapi,
+    openvino.NAME: openvino,
+}
 
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def choose_runtime(name: RuntimeName, progress: Progress = SILENT) -> Runtime:
-    """The runtime called `name`; `auto` takes what this machine has and says so.
-
-    MissingDependencyError when this trtserve has no such runtime.
-    """
-    if name == "auto":
-        progress.step(f"Runtime: {openvino.NAME} ({_reason()})")
-        return RUNTIMES[openvino.NAME]
-    if name not in RUNTIMES:
-        raise MissingDependencyError(
-            f"The {name} runtime is not built yet in this version, and {_gpus()}; "
-            f"runtimes here: {', '.join(RUNTIMES)}.",
-            hint=f"Choose --runtime {openvino.NAME}. For an engine of TensorRT-LLM: `trtserve convert` makes the "
-            "checkpoint, and TensorRT-LLM's own `trtllm-build` reads it.",
-        )
-    return RUNTIMES[name]
+def choose_runtime(name: RuntimeName, progress: Progress = SILENT) -> Runtime[Any]:
+    """The runtime called `name`; `auto` takes what this machine has and says so."""
+    if name != "auto":
+        return RUNTIMES[name]
+    found = installed() if has_nvidia_gpu() else None
+    chosen, reason = _automatic(found)
+    progress.step(f"Runtime: {chosen} ({reason})")
+    return RUNTIMES[chosen]
 
 
-def _reason() -> str:
-    if has_nvidia_gpu():
-        return "this trtserve has no runtime for the NVIDIA GPU of this machine"
-    return "no NVIDIA GPU on this machine"
-
-
-def _gpus() -> str:
-    return "this machine has an NVIDIA GPU" if has_nvidia_gpu() else "this machine has no NVIDIA GPU"
+def _automatic(found: Installed | None) -> tuple[str, str]:
+    """The runtime for a machine whose TensorRT-LLM is `found`, and why."""
+    if not has_nvidia_gpu():
+        return openvino.NAME, "no NVIDIA GPU on this machine"
+    if found is None:
+        return openvino.NAME, "this machine has an NVIDIA GPU, but TensorRT-LLM is not installed"
+    what = f"an NVIDIA GPU and TensorRT-LLM {found.version} on this machine"
+    if not has_engine_path(found.release):
+        return llmapi.NAME, f"{what}, which has no engines any more"
+    return tensorrt_llm.NAME, what
 
 
 def has_nvidia_gpu() -> bool:

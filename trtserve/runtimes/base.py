@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import UsageError
+from trtserve.process import Command
 from trtserve.progress import Progress
-from trtserve.runtimes.features import Features
 from trtserve.specs import BuildSpec
 
 CheckpointConfig = Mapping[str, Any]
@@ -47,20 +48,17 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnginePlan:
-    """An engine before it is built; everything here decides its content and goes into its fingerprint.
+class EnginePlan(ABC):
+    """An engine before it is built; each runtime adds what it alone knows.
 
-    `compute_precision` and `kv_precision` are those of arithmetic and KV cache; `tools` maps the runtime's packages to
-    their versions; `memory_bytes` and `disk_bytes` are what the build needs, `serving_bytes` the memory of the process
-    that serves the engine, beside `kv_bytes_per_token` for each token in its cache; `notes` say what was decided.
+    `tools` maps packages to their versions, as far as they decide the engine; `memory_bytes` and `disk_bytes` are what
+    the build needs, `serving_bytes` the memory of the process that serves the engine, beside `kv_bytes_per_token` for
+    each token in its cache; `notes` say what was decided.
     """
 
     runtime: str
     config: CheckpointConfig
     limits: Limits
-    features: Features
-    compute_precision: str
-    kv_precision: str
     tools: Mapping[str, str]
     memory_bytes: int = 0
     disk_bytes: int = 0
@@ -74,20 +72,40 @@ class EnginePlan:
         return weights_precision(self.config)
 
     @property
+    @abstractmethod
     def precision(self) -> str:
         """Precision of weights, arithmetic and KV cache in words."""
-        return f"{self.weights_precision} weights, {self.compute_precision} arithmetic, {self.kv_precision} KV cache"
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What decides the engine beside checkpoint, limits and tools, as JSON holds it: part of its fingerprint."""
+
+    @abstractmethod
+    def words(self) -> str:
+        """What the engine is built for beyond plain decoding; empty when nothing is."""
+
+    @abstractmethod
+    def build_config(self) -> dict[str, Any]:
+        """The keys of `build_config` in its `config.json`, beside limits, that decide the settings of a server."""
+
+    def versions(self) -> dict[str, str]:
+        """What its manifest records of tools: those that decide it, and others that were there."""
+        return dict(self.tools)
+
+    def facts(self) -> dict[str, Any]:
+        """What its manifest says of it beside `settings` and tools."""
+        return {}
+
+    def command(self, checkpoint: Path, folder: Path) -> Command | None:
+        """The program that builds it from `checkpoint` into `folder`; None when none is run."""
+        del checkpoint, folder
+        return None
 
     def config_outline(self) -> dict[str, Any]:
         """What decides the settings of a server in the `config.json` that the engine will have."""
         return {
             "pretrained_config": dict(self.config),
-            "build_config": {
-                **asdict(self.limits),
-                **self.features.build_config(),
-                "plugin_config": self.features.plugin_config(),
-            },
-            "trtserve": {"runtime": self.runtime},
+            "build_config": {**asdict(self.limits), **self.build_config()},
         }
 
 
@@ -97,19 +115,27 @@ def weights_precision(config: CheckpointConfig) -> str:
     return _PRECISIONS.get(str(algorithm)) or str(config["dtype"])
 
 
-class Runtime(Protocol):
+P = TypeVar("P", bound=EnginePlan)
+
+
+class Runtime(Protocol[P]):
     """One module per runtime."""
 
     NAME: str
 
-    def plan(self, config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
-        """Limits and precision of the engine of a checkpoint.
+    def plan(self, config: CheckpointConfig, spec: BuildSpec) -> P:
+        """Limits and settings of the engine of a checkpoint.
 
         MissingDependencyError, UnsupportedModelError or UsageError when it cannot be built.
         """
 
-    def build(self, plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
-        """Fill `folder` with the engine, prove that it runs, and return what was measured."""
+    def build(
+        self, plan: P, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
+    ) -> dict[str, Any]:
+        """Fill `folder` with the engine, prove that it is one, and return what was measured.
+
+        A program that is run writes to `log`; `seconds` is how long an earlier build lets expect, None without one.
+        """
 
 
 def longest_sequence(config: CheckpointConfig) -> int:

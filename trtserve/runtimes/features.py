@@ -10,7 +10,7 @@ from typing import Any
 from trtserve.architectures import family
 from trtserve.errors import UsageError
 from trtserve.executor.lora_modules import HF_MODULES, MODULE_IDS, OTHER_MODULES
-from trtserve.specs import BuildSpec
+from trtserve.specs import BUILDER_FIELDS, BuildSpec
 
 CheckpointConfig = Mapping[str, Any]
 
@@ -89,6 +89,7 @@ def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Feature
 
     The rules are those of `trtllm-build`; UsageError where it refuses, or where its engine would refuse to load.
     """
+    _require_no_builder_options(spec)
     mode, mode_notes = _resolve_mode(spec)
     modules, lora_notes = _resolve_modules(config, spec)
     context = spec.gather_context_logits or spec.gather_all_token_logits
@@ -104,12 +105,23 @@ def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Feature
         max_prompt_embedding_table_size=spec.max_prompt_embedding_table_size,
         gather_context_logits=context,
         gather_generation_logits=spec.gather_generation_logits or spec.gather_all_token_logits,
-        use_paged_context_fmha=spec.use_paged_context_fmha == "enable",
+        use_paged_context_fmha=spec.use_paged_context_fmha != "disable",
         lora_plugin=_lora_type(config, spec) if modules else None,
         max_lora_rank=spec.max_lora_rank,
         lora_target_modules=modules,
     )
     return features, (*mode_notes, *lora_notes)
+
+
+def _require_no_builder_options(spec: BuildSpec) -> None:
+    """UsageError for what only `trtllm-build` has; `use_paged_context_fmha` means the same here."""
+    for name in BUILDER_FIELDS:
+        if getattr(spec, name) not in (None, ()):
+            shown = {"build_workers": "--workers", "builder_flags": "`--`"}.get(name, f"--{name.replace('_', '-')}")
+            raise UsageError(
+                f"{shown} is for trtllm-build, and this engine is built for CPUs.",
+                hint="Leave it out, or choose --runtime tensorrt_llm.",
+            )
 
 
 def _resolve_mode(spec: BuildSpec) -> tuple[str, tuple[str, ...]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import time
 from collections.abc import Mapping
@@ -30,12 +28,12 @@ from trtserve.runtimes.base import (
     WEIGHT_ONLY_INT4,
     WEIGHT_ONLY_INT8,
     CheckpointConfig,
-    EnginePlan,
     Limits,
     resolve_limits,
 )
 from trtserve.runtimes.features import resolve_features
 from trtserve.runtimes.openvino_memory import engine_needs
+from trtserve.runtimes.openvino_plan import OpenvinoPlan
 from trtserve.specs import BuildSpec
 
 if TYPE_CHECKING:
@@ -93,7 +91,7 @@ _SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8)
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def plan(config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
+def plan(config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
     """Limits and precision of the engine; the memory and disk it needs."""
     version = _openvino_version()
     _require_supported(config)
@@ -102,7 +100,7 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
     limits = resolve_limits(config, spec, _DEFAULTS)
     rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
     needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
-    return EnginePlan(
+    return OpenvinoPlan(
         runtime=NAME,
         config=_merged_config(config),
         limits=limits,
@@ -151,15 +149,18 @@ def _weight_notes(config: CheckpointConfig) -> tuple[str, ...]:
     return ("This runtime widens FP8 weights to float16.",) if algorithm == FP8 else ()
 
 
-def build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
+def build(
+    plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
+) -> dict[str, Any]:
     """Write config.json, rank0.xml and rank0.bin, then load the engine and let it calculate once."""
+    del log, seconds  # no program is run, and the progress knows how much is left
     try:
         return _build(plan, checkpoint, folder, progress)
     except (RuntimeError, MemoryError) as error:
         raise _explained(error, plan) from error
 
 
-def _explained(error: Exception, plan: EnginePlan) -> TrtserveError:
+def _explained(error: Exception, plan: OpenvinoPlan) -> TrtserveError:
     """OpenVINO raises RuntimeError for everything, with the C++ place of it in the first line."""
     if isinstance(error, MemoryError) or "bad_alloc" in str(error):
         return MemoryLimitError(
@@ -173,11 +174,12 @@ def _explained(error: Exception, plan: EnginePlan) -> TrtserveError:
     )
 
 
-def _build(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
+def _build(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
     _write_graph(plan, checkpoint, folder, progress)
     decoder = family(plan.config["architecture"]).decoder(plan.config)
     _write_config(folder, engine_config(plan, decoder))
-    _give_memory_back()
+    # The graph's weights, before the compiler packs its own copy: the peak was 1.6 × the weights without this.
+    machine.give_memory_back()
     progress.step(f"Loading the engine: {plan.precision}")
     facts = _prove(folder)
     # OpenVINO chooses the size of a block when it compiles, and compiling takes the rest of the config.
@@ -189,7 +191,7 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
 
 
-def engine_config(plan: EnginePlan, decoder: Decoder, *, tokens_per_block: int | None = None) -> dict[str, Any]:
+def engine_config(plan: OpenvinoPlan, decoder: Decoder, *, tokens_per_block: int | None = None) -> dict[str, Any]:
     """`config.json` of the engine: TensorRT-LLM's keys, and ours under `trtserve`.
 
     `tokens_per_block` of the KV cache is None until the engine was compiled.
@@ -210,7 +212,7 @@ def engine_config(plan: EnginePlan, decoder: Decoder, *, tokens_per_block: int |
     }
 
 
-def _build_config(plan: EnginePlan, tokens_per_block: int | None) -> dict[str, Any]:
+def _build_config(plan: OpenvinoPlan, tokens_per_block: int | None) -> dict[str, Any]:
     """TensorRT-LLM's build_config, key by key in its order; what only TensorRT has is off or empty."""
     limits, features = plan.limits, plan.features.build_config()
     return {
@@ -247,7 +249,7 @@ def _build_config(plan: EnginePlan, tokens_per_block: int | None) -> dict[str, A
     }
 
 
-def _plugin_config(plan: EnginePlan, tokens_per_block: int | None) -> dict[str, Any]:
+def _plugin_config(plan: OpenvinoPlan, tokens_per_block: int | None) -> dict[str, Any]:
     """No plugin is used (None) but that of adapters, and of the switches (bool) only those of paged attention."""
     switches = dict.fromkeys(_FEATURES, False) | {"remove_input_padding": True, "paged_kv_cache": True}
     return {
@@ -326,7 +328,7 @@ class _Reported:
         return weight
 
 
-def _write_graph(plan: EnginePlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
+def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
     from trtserve.executor.graph import Sizes, build_graph, save_graph
 
     config = plan.config
@@ -378,17 +380,6 @@ def _prove(folder: Path) -> dict[str, Any]:
         "kv_bytes_per_token": model.bytes_per_block // model.tokens_per_block,
         "tokens_per_block": model.tokens_per_block,
     }
-
-
-def _give_memory_back() -> None:
-    """Return the graph's weights to the system before the compiler packs its own copy of them.
-
-    glibc keeps freed memory for itself: the peak of a build was 1.6 × the weights without this.
-    """
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _anonymous_memory() -> int:

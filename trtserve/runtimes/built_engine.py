@@ -1,0 +1,88 @@
+"""Whether what `trtllm-build` left is a whole engine, and the one that was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trtserve.errors import BuildError
+from trtserve.machine import gibibytes
+from trtserve.releases import release_of
+from trtserve.runtimes.base import Limits
+
+# An engine of 4-bit weights has an eighth of a float32 checkpoint; what is far below that holds no weights.
+_LEAST_PART = 16
+# With these an engine is without its weights, which stay in the checkpoint or lie beside it.
+_WITHOUT_WEIGHTS = ("--strip_plan", "--weight_streaming", "--fast_build")
+
+
+def require_engine(
+    folder: Path,
+    checkpoint: Path,
+    *,
+    world_size: int,
+    version: str,
+    limits: Limits,
+    expected: Mapping[str, Any],
+    arguments: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """config.json of the engine in `folder`; BuildError names what is missing, cut, or not what was asked for."""
+    _require_ranks(folder, checkpoint, world_size, arguments)
+    config = _read(folder / "config.json")
+    found = (config["pretrained_config"].get("mapping") or {}).get("world_size", 1)
+    if found != world_size:
+        raise BuildError(f"config.json is for {found} rank(s); the checkpoint has {world_size}.")
+    if not _same_release(str(config.get("version")), version):
+        raise BuildError(
+            f"config.json says that TensorRT-LLM {config.get('version')} built the engine; {version} was meant to.",
+            hint="Another trtllm-build comes first on PATH: name the version that is installed with --trtllm-version.",
+        )
+    build = config["build_config"]
+    plugins = expected.get("plugin_config", {})
+    asked = {**asdict(limits), **{name: value for name, value in expected.items() if name != "plugin_config"}}
+    _require_equal(asked, build, "build_config")
+    _require_equal(plugins, build.get("plugin_config") or {}, "plugin_config")
+    return config
+
+
+def _require_ranks(folder: Path, checkpoint: Path, world_size: int, arguments: tuple[str, ...]) -> None:
+    whole = not set(arguments) & set(_WITHOUT_WEIGHTS)
+    for rank in range(world_size):
+        path = folder / f"rank{rank}.engine"
+        if not path.is_file():
+            raise BuildError(f"{path.name} is missing ({world_size} rank(s) were to be built).")
+        source = checkpoint / f"rank{rank}.safetensors"
+        weights = source.stat().st_size if source.is_file() else 0
+        if path.stat().st_size == 0 or (whole and path.stat().st_size < weights // _LEAST_PART):
+            raise BuildError(
+                f"{path.name} has {gibibytes(path.stat().st_size)}, too little for {gibibytes(weights)} of weights."
+            )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BuildError("config.json is missing.") from None
+    except ValueError as error:
+        raise BuildError(f"config.json is not JSON: {error}.") from error
+    if not all(isinstance(config.get(key), dict) for key in ("pretrained_config", "build_config")):
+        raise BuildError("config.json has no pretrained_config and build_config.")
+    return dict(config)
+
+
+def _same_release(found: str, wanted: str) -> bool:
+    """`--trtllm-version 0.16` means any 0.16.x; a whole version means itself."""
+    return found == wanted or (wanted.count(".") < 2 and found != "None" and release_of(found) == release_of(wanted))
+
+
+def _require_equal(asked: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
+    for name, value in asked.items():
+        if name in found and found[name] != value:
+            raise BuildError(
+                f"{where} of the engine says {name} {found[name]}; asked for was {value}.",
+                hint="trtllm-build corrected it: read the warnings in its log.",
+            )

@@ -1,0 +1,320 @@
+"""The runtime for NVIDIA GPUs: engines are TensorRT-LLM's, built by its own `trtllm-build`."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtserve import machine, process
+from trtserve.artifacts import Checkpoint
+from trtserve.errors import (
+    BuildError,
+    DiskSpaceError,
+    MachineError,
+    MemoryLimitError,
+    MissingDependencyError,
+    TrtserveError,
+    UnsupportedModelError,
+    UsageError,
+)
+from trtserve.launch.gpus import Gpu, count_gpus, visible_gpu
+from trtserve.machine import gibibytes
+from trtserve.process import Command
+from trtserve.progress import Progress
+from trtserve.releases.containers import CONTAINERS
+from trtserve.releases.installed import BUILDER, OPTION, Installed, installed, interpreter, require_engine_path
+from trtserve.runtimes.base import CheckpointConfig, EnginePlan
+from trtserve.runtimes.build_arguments import build_arguments
+from trtserve.runtimes.build_log import BuildLog, duration, last_lines
+from trtserve.runtimes.built_engine import require_engine
+from trtserve.runtimes.rank_weights import RankWeights, rank_weights
+from trtserve.specs import BuildSpec
+
+NAME = "tensorrt_llm"
+
+# `trtllm-build` without its console script: the module behind it, which is there through 1.2.
+_MODULE = "tensorrt_llm.commands.build"
+_CACHE = "model.cache"
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 10.0
+# PyTorch, TensorRT and CUDA in the process that builds: an allowance, not a measurement.
+_PROCESS = 3 * 2**30
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorrtPlan(EnginePlan):
+    """An engine of TensorRT-LLM `version`.
+
+    `program` is what builds it, `arguments` are those that decide its content, `expected` is what its `build_config`
+    will say. `rank` are the weights of a rank; None for a family that is not known here. `workers` ranks are built at
+    once. `gpu` is the one that it is built for, None where there is none.
+    """
+
+    version: str
+    program: tuple[str, ...]
+    arguments: tuple[str, ...]
+    expected: Mapping[str, Any]
+    workers: int
+    rank: RankWeights | None = None
+    gpu: Gpu | None = None
+    features: tuple[str, ...] = ()
+
+    @property
+    def precision(self) -> str:
+        """Precision of the weights, and what else the checkpoint fixes."""
+        kv = (self.config.get("quantization") or {}).get("kv_cache_quant_algo")
+        return f"{self.weights_precision} weights, {self.config['dtype']} arithmetic" + (
+            f", {kv} KV cache" if kv else ""
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the checkpoint, each of which becomes an engine file."""
+        mapping = self.config.get("mapping") or {}
+        sizes = [int(mapping.get(f"{name}_size") or 1) for name in ("tp", "pp", "cp")]
+        return max(sizes[0] * sizes[1] * sizes[2], int(mapping.get("world_size") or 1))
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments, and the GPU whose kernels the engine holds."""
+        return {"arguments": list(self.arguments), "gpu": self._gpu()}
+
+    def versions(self) -> dict[str, str]:
+        """With the driver, which the engine does not depend on."""
+        return {**self.tools, **({"driver": self.gpu.driver} if self.gpu else {})}
+
+    def facts(self) -> dict[str, Any]:
+        """GPU and parallel mapping."""
+        return {"gpu": self._gpu(), "mapping": dict(self.config.get("mapping") or {})}
+
+    def _gpu(self) -> dict[str, str] | None:
+        return None if self.gpu is None else {"name": self.gpu.name, "sm": self.gpu.sm.replace(".", "")}
+
+    def words(self) -> str:
+        """What goes beyond plain decoding, in words."""
+        return ", ".join(self.features)
+
+    def build_config(self) -> dict[str, Any]:
+        """What was asked for of it."""
+        return dict(self.expected)
+
+    def config_outline(self) -> dict[str, Any]:
+        """With the version, which decides the release of a repository."""
+        return {"version": self.version, **super().config_outline()}
+
+    def command(self, checkpoint: Path, folder: Path) -> Command:
+        """`trtllm-build`; its timing cache goes beside the engine instead of the current folder."""
+        argv = (*self.program, "--checkpoint_dir", str(checkpoint), "--output_dir", str(folder), *self.arguments)
+        if "--output_timing_cache" not in self.arguments:
+            argv = (*argv, "--output_timing_cache", str(folder / _CACHE))
+        return Command(argv=(*argv, "--workers", str(self.workers)) if self.workers > 1 else argv)
+
+    @property
+    def expected_memory(self) -> int:
+        """Bytes of memory that building one rank may take, by estimate."""
+        return _PROCESS + 2 * (self.rank.loaded + self.rank.kept) if self.rank else 0
+
+
+def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
+    """Arguments and limits of the engine; the memory and disk it needs.
+
+    UsageError for a version without engines and for options that the release does not have.
+    """
+    if spec.kv_precision != "auto":
+        raise UsageError(
+            f"--kv-precision {spec.kv_precision} is for the openvino runtime; with TensorRT-LLM the precision of the "
+            "KV cache is a property of the checkpoint.",
+            hint="Convert with --quantize fp8 for an FP8 cache, or leave it out.",
+        )
+    found = _require_installed(spec.trtllm_version)
+    release = require_engine_path(found.version)
+    built = build_arguments(release, config, spec)
+    rank, gpu = _rank_weights(config), visible_gpu()
+    program, notes = _program(found)
+    world = int((config.get("mapping") or {}).get("world_size") or 1)
+    made = TensorrtPlan(
+        runtime=NAME,
+        config=config,
+        limits=built.limits,
+        tools=_tools(found),
+        version=found.version,
+        program=program,
+        arguments=built.arguments,
+        expected=built.expected,
+        workers=spec.build_workers or 1,
+        rank=rank,
+        gpu=gpu,
+        features=_features(spec),
+        memory_bytes=rank.loaded + rank.kept if rank else 0,
+        disk_bytes=rank.kept * world if rank else 0,
+        serving_bytes=rank.kept * world if rank else 0,
+    )
+    workers, memory_notes = _workers(made, spec)
+    parallel = f"Ranks are those of the checkpoint: {_parallel(config)}."
+    told = (parallel, *notes, *built.notes, *memory_notes)
+    return replace(made, workers=workers, notes=told)
+
+
+def _require_installed(version: str | None) -> Installed:
+    found = installed(version)
+    if found is None:
+        raise MissingDependencyError(
+            "The tensorrt_llm runtime builds with TensorRT-LLM, which is not installed here.",
+            hint=f"Run in NVIDIA's container {CONTAINERS[-1].image}, or name the version with {OPTION} to see the "
+            "command (--dry-run). --runtime openvino builds for CPUs.",
+        )
+    return found
+
+
+def _program(found: Installed) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What builds, and what to say about it: the package may be there without its console script."""
+    if process.program(BUILDER) is not None or found.environment is None:
+        return (BUILDER,), ()
+    note = f"{BUILDER} is not on PATH: its module is run with the Python that has TensorRT-LLM {found.version}."
+    return (str(interpreter(found)), "-m", _MODULE), (note,)
+
+
+def _tools(found: Installed) -> dict[str, str]:
+    container = next((each for each in CONTAINERS if each.tensorrt_llm == found.version), None)
+    tools = {"tensorrt_llm": found.version, "tensorrt": found.tensorrt, "cuda": container.cuda if container else None}
+    return {name: version for name, version in tools.items() if version is not None}
+
+
+def _rank_weights(config: CheckpointConfig) -> RankWeights | None:
+    """Checkpoints of NVIDIA's converters may be of families that our own converter does not have."""
+    try:
+        return rank_weights(config)
+    except (UnsupportedModelError, KeyError):
+        return None
+
+
+def _features(spec: BuildSpec) -> tuple[str, ...]:
+    words = (
+        (spec.max_beam_width > 1, f"{spec.max_beam_width} beams"),
+        (spec.max_draft_len > 0, f"{spec.max_draft_len} draft tokens"),
+        (spec.max_prompt_embedding_table_size > 0, f"prompt tables of {spec.max_prompt_embedding_table_size} rows"),
+        (spec.gather_context_logits or spec.gather_all_token_logits, "context logits"),
+        (spec.gather_generation_logits or spec.gather_all_token_logits, "generation logits"),
+        (spec.lora_plugin != "disable", f"adapters of rank {spec.max_lora_rank}"),
+    )
+    return tuple(text for present, text in words if present)
+
+
+def _parallel(config: CheckpointConfig) -> str:
+    mapping = config.get("mapping") or {}
+    return f"tp {mapping.get('tp_size') or 1} × pp {mapping.get('pp_size') or 1}"
+
+
+def _workers(plan: TensorrtPlan, spec: BuildSpec) -> tuple[int, tuple[str, ...]]:
+    """How many ranks are built at once, and what to say: as many as memory and GPUs allow, or what was asked for."""
+    each, free, gpus = plan.expected_memory, machine.free_memory(), count_gpus()
+    fitting = free // each if each else 1
+    notes = []
+    if spec.build_workers is None:
+        workers = max(1, min(plan.world_size, gpus, fitting))
+        if 1 == workers < min(plan.world_size, gpus):
+            notes.append(f"One rank after another: memory for two ({gibibytes(2 * each)}) is not free.")
+    else:
+        workers = min(spec.build_workers, plan.world_size)
+        if gpus and workers > gpus:
+            notes.append(f"trtllm-build builds {gpus} rank(s) at once, one on each GPU.")
+    if each and fitting < workers:
+        notes.append(
+            f"Building a rank takes about {gibibytes(each)} of memory (an estimate); {gibibytes(free)} are free."
+        )
+    return workers, tuple(notes)
+
+
+def build(
+    plan: TensorrtPlan, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
+) -> dict[str, Any]:
+    """Run `trtllm-build`, show how far it is, and read what it left; nothing of it goes on when this returns."""
+    if plan.gpu is None:
+        raise MachineError(
+            "trtllm-build needs an NVIDIA GPU of the kind that will serve the engine; nvidia-smi finds none here.",
+            hint="Build where the GPU is. `--dry-run` prints the command.",
+        )
+    command, free, began = plan.command(checkpoint.path.absolute(), folder), machine.free_memory(), time.monotonic()
+    progress.step(str(command))
+    if seconds is not None:
+        progress.step(f"It takes about {duration(seconds)}, as earlier builds did.")
+    code = _run(command, BuildLog(log, plan.world_size, progress, seconds=seconds), log)
+    if code != 0:
+        raise _explained(plan, command, code, log, free)
+    _require_whole(plan, checkpoint, folder, log)
+    (folder / _CACHE).unlink(missing_ok=True)
+    files = [folder / f"rank{rank}.engine" for rank in range(plan.world_size)]
+    return {
+        "command": str(command),
+        "log": str(log),
+        "build_seconds": round(time.monotonic() - began, 3),
+        "engine_bytes": [path.stat().st_size for path in files],
+    }
+
+
+def _run(command: Command, follow: BuildLog, log: Path) -> int | None:
+    """The exit code; Ctrl-C, SIGTERM and SIGHUP end the program with us."""
+    with process.stop_signals() as signals:
+        builder = process.spawn(command, log=log)
+        try:
+            while builder.alive():
+                if signals():
+                    raise KeyboardInterrupt
+                follow.follow()
+                time.sleep(_POLL_SECONDS)
+            follow.follow()
+            return process.exit_code(builder)
+        finally:
+            process.stop(builder, grace=_GRACE_SECONDS)
+
+
+def _require_whole(plan: TensorrtPlan, checkpoint: Checkpoint, folder: Path, log: Path) -> None:
+    try:
+        require_engine(
+            folder,
+            checkpoint.path,
+            world_size=plan.world_size,
+            version=plan.version,
+            limits=plan.limits,
+            expected=plan.expected,
+            arguments=plan.arguments,
+        )
+    except BuildError as error:
+        raise BuildError(
+            f"trtllm-build ended without an error, but what it left is not the engine: {error.message} Its last "
+            f"lines:\n{last_lines(log)}",
+            hint=error.hint or "Read the log; too little memory or disk is the usual reason.",
+            log=log,
+        ) from error
+
+
+def _explained(plan: TensorrtPlan, command: Command, code: int | None, log: Path, free: int) -> TrtserveError:
+    """What the end of the log and the exit code mean."""
+    tail = last_lines(log)
+    ended = f"trtllm-build ended with {_ending(code)}"
+    # With several workers the one that is killed breaks the pool of the others.
+    if code in _KILLED or "terminated abruptly" in tail:
+        needed = f"about {gibibytes(plan.expected_memory)} for each of {plan.workers} rank(s) at a time"
+        return MemoryLimitError(
+            f"{ended}: it ran out of memory. It needs {needed} (an estimate), and {gibibytes(free)} were free. Its "
+            f"last lines:\n{tail}",
+            hint="Build one rank after another (--workers 1), free some memory or raise its limit, or convert with a "
+            f"larger --tp-size ({_parallel(plan.config)} now): each rank is smaller then.",
+            log=log,
+        )
+    if "No space left on device" in tail:
+        return DiskSpaceError(f"{ended}: the disk is full.", hint="Free some space, or choose another --out.", log=log)
+    hint = f"The command was: {command}"
+    if "out of memory" in tail.lower() or "GPU memory" in tail:
+        hint = "The GPU's memory is full: free it, or build with smaller --max-batch-size and --max-num-tokens."
+    return BuildError(f"{ended}. Its last lines:\n{tail}", hint=hint, log=log)
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "an unknown code"
+    return f"signal {-code}" if code < 0 else f"code {code}"
