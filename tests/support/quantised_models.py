@@ -174,8 +174,11 @@ def pack_in_order(codes: Array) -> Array:
 
 
 def _fp8(weight: Array, *, scalar: bool) -> tuple[dict[str, Array], Array]:
+    """With scalar scales of powers of two, so that fused matrices share theirs without rounding."""
     scale = np.float32(np.abs(weight).max() / 448)
-    if not scalar:
+    if scalar:
+        scale = np.exp2(np.ceil(np.log2(scale))).astype(np.float32)
+    else:
         scale = scale.astype(ml_dtypes.bfloat16).astype(np.float32)
     codes = (weight / scale).astype(ml_dtypes.float8_e4m3fn)
     shape, kind = ((), np.float32) if scalar else ((1,), ml_dtypes.bfloat16)

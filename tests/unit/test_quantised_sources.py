@@ -119,7 +119,7 @@ def test_four_bit_checkpoint(made: Made, tmp_path: Path, scheme: str) -> None:
                 assert value_by_hand(tensors, name, int(k), int(n)) == pytest.approx(expected[n, k], abs=bound, rel=0)
 
 
-@pytest.mark.parametrize("scheme", ["awq", "gptq_asym", "fp8"])
+@pytest.mark.parametrize("scheme", ["awq", "gptq_asym", "float_quantized"])
 @pytest.mark.parametrize(("tp_size", "pp_size", "gpu_sm"), [(1, 2, 90), (2, 1, 80), (4, 1, 90), (2, 2, 89)])
 def test_ranks_hold_the_whole_matrix(
     made: Made, tmp_path: Path, scheme: str, tp_size: int, pp_size: int, gpu_sm: int
@@ -132,7 +132,7 @@ def test_ranks_hold_the_whole_matrix(
         for part, expected in fused(model, layer).items():
             name = f"transformer.layers.{layer}.{part}.weight"
             found = reader.merged(name)
-            if scheme == "fp8" and part == "attention.qkv":
+            if scheme == "float_quantized" and part == "attention.qkv":
                 # One scale for all three: what had smaller ones is rounded once more, to 3 bits of mantissa.
                 np.testing.assert_allclose(found, expected, rtol=2**-4, atol=float(np.abs(expected).max()) * 2**-15)
             else:
