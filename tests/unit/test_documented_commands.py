@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ def test_command_and_options_exist(document: str, line: str) -> None:
     node, rest = _resolve(shlex.split(line)[1:])
     assert not hasattr(node, "commands"), f"{document}: {line} names no command"
     options = {name for parameter in node.params for name in [*parameter.opts, *parameter.secondary_opts]}
-    used = {word.split("=")[0] for word in rest if word.startswith("-") and word != "--"}
+    own = itertools.takewhile(lambda word: word != "--", rest)  # behind it are flags of the wrapped tool
+    used = {word.split("=")[0] for word in own if word.startswith("-")}
     assert used <= options | {"--help", "-h"}, f"{document}: {line}"
 
 
