@@ -238,6 +238,7 @@ def test_two_instances_behind_a_proxy(tmp_path: Path, store: Store, doubles: Dou
         assert len(doubles.calls("tritonserver")) == 4
         (shown,) = json.loads(command("status", "--json").stdout)["result"]
         assert len(shown["server"]["more"]) == 1
+        assert f"{server.http_port},{server.more[0].http_port}" in command("status").stdout
         assert server.proxy is not None
         check_proxy(server, proxy_port)
         with pytest.raises(PortInUseError, match="taken by trtserve's server launched"):

@@ -58,10 +58,11 @@ def _row(one: Status) -> tuple[object, ...]:
         server.name,
         one.condition,
         server.model,
-        f"{server.host}:{server.http_port}",
-        server.grpc_port,
-        server.metrics_port,
-        server.pid,
+        f"{server.host}:{','.join(str(instance.http_port) for instance in server.instances)}",
+        *(
+            ",".join(str(getattr(each, key)) for each in server.instances)
+            for key in ("grpc_port", "metrics_port", "pid")
+        ),
         transaction_policy(server.streaming),
         ", ".join(f"{key.removesuffix('_precision')} {value}" for key, value in one.precision.items()) or "-",
         _kv_text(one) or "-",
