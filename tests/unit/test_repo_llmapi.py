@@ -1,0 +1,183 @@
+"""Repositories of the LLM API: model.yaml, tensors per release, GPUs of instances, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.model_modules import load
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Model, ModelRepository
+from trtserve.cli import run
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
+from trtserve.specs import RepositorySpec
+from trtserve.triton.config import parse_config
+from trtserve.triton.preflight import inspect_repository
+from trtserve.triton.profiles import llmapi_model
+
+SPEC = RepositorySpec(name="tiny")
+# The reference, section 8: by the first release (and the last, where there is one) of an input.
+INPUTS = {
+    "0.19": {"text_input", "streaming", "sampling_param_beam_width", "sampling_param_seed", "return_finish_reason"},
+    "0.20": {"sampling_param_best_of"},
+    "1.0": {"sampling_param_return_perf_metrics", "lora_id", "lora_name", "lora_path", "lora_ckpt_source"},
+}
+OF_1_0 = {"kv_cache_reused_block", "kv_cache_hit_rate", "arrival_time_ns", "acceptance_rate", "total_draft_tokens"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(path=write_tiny_model(tmp_path_factory.mktemp("hf") / "model"))
+
+
+def settings(repository: Path, model: str = "tensorrt_llm") -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((repository / model / "1" / "model.yaml").read_text())
+    return content
+
+
+@pytest.mark.parametrize("release", ["0.19", "0.20", "0.21", "1.0", "1.2"])
+def test_tensors_of_a_release(release: str) -> None:
+    table = llmapi_model(release)
+    names = {tensor.name for tensor in table.inputs}
+    for since, own in INPUTS.items():
+        expected = own - ({"sampling_param_beam_width"} if release != "0.19" else set())
+        if tuple(map(int, release.split("."))) >= tuple(map(int, since.split("."))):
+            assert expected <= names
+        else:
+            assert not expected & names
+    assert len(names) == len(table.inputs)
+    outputs = {tensor.name for tensor in table.outputs}
+    assert {"text_output", "finish_reason", "stop_reason", "cumulative_logprob"} <= outputs
+    assert (outputs >= OF_1_0) == release.startswith("1.")
+    assert "stop" in names
+
+
+def test_older_releases_have_no_such_model(model: Model) -> None:
+    with pytest.raises(UsageError, match="has no model for the LLM API"):
+        plan_llmapi(model, replace(SPEC, release="0.18"))
+    assert plan_llmapi(model, replace(SPEC, trtllm_version="1.3.0rc4")).release == "1.2"
+
+
+def test_repository(model: Model, tmp_path: Path) -> None:
+    spec = replace(
+        SPEC,
+        streaming=False,
+        kv_cache_free_gpu_mem_fraction=0.25,
+        settings={"max_seq_len": "512", "moe_expert_parallel_size": "2", "gpu_device_ids": "0,1;2,3"},
+    )
+    made = assemble_llmapi(plan_llmapi(model, spec, tp_size=2, out=tmp_path / "out"))
+    assert settings(made.path) == {
+        "model": "tensorrt_llm/1/model",
+        "backend": "pytorch",
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "triton_config": {"max_batch_size": 0, "decoupled": False},
+        "max_seq_len": 512,
+        "moe_expert_parallel_size": 2,
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.25},
+    }
+    core = parse_config((made.path / "tensorrt_llm" / "config.pbtxt").read_text())
+    assert (core.backend, core.max_batch_size, core.model_transaction_policy.decoupled) == ("python", 0, False)
+    assert (core.instance_group[0].count, core.parameters["gpu_device_ids"].string_value) == (2, "0,1;2,3")
+    assert (made.path / "tensorrt_llm" / "1" / "model" / "model.safetensors").samefile(model.path / "model.safetensors")
+    served = inspect_repository(made)
+    assert (served.runtime, served.world_size, served.core_models[0].instances) == ("llmapi", 2, 2)
+    assert made.manifest is not None
+    facts = made.manifest.facts
+    assert (facts["tp_size"], facts["pp_size"], facts["model"]) == (2, 1, str(model.path))
+    assert str(tmp_path) not in (made.path / "tensorrt_llm" / "1" / "model.yaml").read_text()
+
+
+def test_paths_and_suffix(model: Model, tmp_path: Path) -> None:
+    spec = replace(SPEC, suffix="_b", container_paths="/models")
+    made = assemble_llmapi(plan_llmapi(model, spec, out=tmp_path / "out"))
+    assert settings(made.path, "tensorrt_llm_b")["model"] == "/models/tensorrt_llm_b/1/model"
+    alias = parse_config((made.path / "tiny" / "config.pbtxt").read_text())
+    assert alias.parameters["tensorrt_llm_model_name"].string_value == "tensorrt_llm_b"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"settings": {"tensor_parallel_size": "two"}}, "expected int"),
+        ({"settings": {"max_batch_size": "true"}}, "expected int"),
+        ({"settings": {"max_seq_len": "0"}}, "1 or more"),
+        ({"settings": {"model": "x"}}, "decided by other flags"),
+        ({"settings": {"backend.x": "1"}}, "has no parts"),
+        ({"settings": {"gpu_device_ids": "0"}}, "has 1 GPUs for 2 ranks"),
+        ({"settings": {"gpu_device_ids": "a,b"}}, "expected numbers"),
+        ({"batching_strategy": "V1"}, "--batching-strategy has no meaning"),
+        (
+            {"settings": {"kv_cache_config.max_tokens": "5"}, "max_tokens_in_paged_kv_cache": 6},
+            "were both given",
+        ),
+        ({"name": "tensorrt_llm"}, "that repositories hold"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str, model: Model) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_llmapi(model, replace(SPEC, **change), tp_size=2)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="is no Hugging Face model"):
+        plan_llmapi(Model(path=tmp_path), SPEC)
+
+
+def test_commands(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--runtime", "llmapi", "--out", str(tmp_path / "out")]
+    assert run(["repo", "org/Some-Model", *out, "--tp-size", "2", "--json", "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    content = json.loads(printed.out)["result"]
+    assert (content["model"], content["models"]) == ("org/Some-Model", ["tensorrt_llm", "Some-Model"])
+    assert content["world_size"] == 2
+    assert "from the hub when it starts" in printed.err
+    assert not (tmp_path / "out").exists()
+    assert run(["repo", str(model.path), *out, "--quiet"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    assert inspect_repository(ModelRepository(path=tmp_path / "out")).runtime == "llmapi"
+    assert run(["repo", str(model.path), *out, "--tokenizer", str(model.path)]) == 2
+
+
+def test_gpus_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(monkeypatch, "llmapi", "llm_engine")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("TRTLLM_VISIBLE_DEVICES", "7")
+    assert engine.choose_gpus("", 1, "tensorrt_llm_0") is None
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    assert engine.choose_gpus("0,1;2,3", 2, "tensorrt_llm_0_1") == 2
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["TRTLLM_VISIBLE_DEVICES"] == "2,3"
+    with pytest.raises(ValueError, match="2 instances need as many groups"):
+        engine.choose_gpus("0,1", 2, "tensorrt_llm_0_1")
+
+
+def test_variables_of_the_job_go_and_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(monkeypatch, "llmapi", "llm_engine")
+    gone = ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK", "ORTE_X", "OMPI_MCA_orte_x")
+    kept = ("OMPI_MCA_btl", "PMIX_MCA_psec")
+    for name in (*gone, *kept):
+        monkeypatch.setenv(name, "1")
+    engine.forget_mpi_job()
+    assert not set(gone) & set(os.environ)
+    assert set(kept) <= set(os.environ)
+
+
+def test_lora_inputs_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    requests = load(monkeypatch, "llmapi", "llm_requests")
+    text = {"text_input": np.array([b"x"], dtype=np.object_)}
+    with pytest.raises(ValueError, match="must be given together"):
+        requests.read_request({**text, "lora_id": np.array([1], dtype=np.uint64)}, decoupled=True)
+    names = {name: np.array([b"poet"], dtype=np.object_) for name in ("lora_name", "lora_path")}
+    found = requests.read_request({**text, **names, "lora_id": np.array([1], dtype=np.uint64)}, decoupled=True)
+    assert found.lora == {"lora_int_id": 1, "lora_name": "poet", "lora_path": "poet", "lora_ckpt_source": "hf"}
+    with pytest.raises(ValueError, match="decoupled mode"):
+        requests.read_request({**text, "streaming": np.array([True])}, decoupled=False)
