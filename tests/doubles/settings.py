@@ -42,7 +42,8 @@ class Settings:
     gpu_memory_mib: int = 81559
     sm: int = 90
     driver: str = "575.57.08"
-    # trtllm-build and the converters. Faults: oom (SIGKILL), no-engine (exit 0, nothing written), error (traceback).
+    # trtllm-build and the converters. Faults: oom (SIGKILL), no-engine (exit 0, nothing written), error (traceback);
+    # of trtllm-build also empty (an engine without weights) and cut-config (config.json ends in the middle).
     build_fault: str = ""
     build_fault_rank: int = 0
     build_seconds: float = 0.0  # per rank

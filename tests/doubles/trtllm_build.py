@@ -1,6 +1,7 @@
 """Double of `trtllm-build` (convert-and-build.md, section 4; failures of complaints.md 12, 13 and 16).
 
-Settings: build_fault = oom | no-engine | error with build_fault_rank, build_seconds per rank, gpus (0: no driver).
+Settings: build_fault = oom | no-engine | error | empty with build_fault_rank, or cut-config; build_seconds per rank,
+gpus (0: no driver).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.doubles.containers import Versions, versions
 from tests.doubles.engine import EngineHeader, write_config, write_engine
 from tests.doubles.settings import Settings, read_settings, record_call
 
-# Real engines are as large as the weights; these keep the tests small.
+# Real engines are as large as the weights; without weights (config only) they are this small.
 _ENGINE_BYTES = 4096
 
 
@@ -42,7 +43,7 @@ def _elapsed(since: float) -> str:
     return time.strftime("%H:%M:%S", time.gmtime(time.time() - since))
 
 
-def _build_rank(rank: int, size: int, output: Path, settings: Settings, found: Versions) -> None:
+def _build_rank(rank: int, size: int, weights: int, output: Path, settings: Settings, found: Versions) -> None:
     began = time.time()
     _say(f"Compute capability: {divmod(settings.sm, 10)}")
     _say(f"Build TensorRT engine Unnamed Network {rank}")
@@ -63,9 +64,11 @@ def _build_rank(rank: int, size: int, output: Path, settings: Settings, found: V
         tensorrt_llm=found.tensorrt_llm,
         tensorrt=found.tensorrt,
         sm=settings.sm,
-        size=_ENGINE_BYTES,
+        size=max(weights, _ENGINE_BYTES),
     )
     write_engine(output / f"rank{rank}.engine", header)
+    if settings.build_fault == "empty" and rank == settings.build_fault_rank:
+        (output / f"rank{rank}.engine").write_bytes(b"")
     _say(f"Engine serialized. Total time: {_elapsed(began)}")
 
 
@@ -93,11 +96,15 @@ def _build(arguments: argparse.Namespace, settings: Settings, found: Versions) -
             if rank == 0:
                 write_config(output, found.tensorrt_llm, _pretrained(config, arguments), build)
             if not arguments.dry_run:
-                _build_rank(rank, size, output, settings, found)
+                weights = 0 if only_config else (source / f"rank{rank}.safetensors").stat().st_size
+                _build_rank(rank, size, weights, output, settings, found)
     if arguments.output_timing_cache and not arguments.dry_run:
         # A relative path is one of the current folder, not of the engine folder.
         Path(arguments.output_timing_cache).write_bytes(b"timing cache of a double\n")
         _say(f"Timing cache serialized to {arguments.output_timing_cache}")
+    if settings.build_fault == "cut-config":
+        path = output / "config.json"
+        path.write_bytes(path.read_bytes()[:-40])
     _say(f"Total time of building all engines: {_elapsed(began)}")
 
 

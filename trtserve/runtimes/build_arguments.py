@@ -106,6 +106,8 @@ def build_arguments(release: str, config: CheckpointConfig, spec: BuildSpec) -> 
 def _require_behind(known: Mapping[str, BuildFlag], flags: tuple[str, ...]) -> None:
     """UsageError for a flag behind `--` that an option of ours, or the checkpoint, decides."""
     names = {spelling: flag.name for flag in known.values() for spelling in (flag.name, *flag.also)}
+    if flags and not flags[0].startswith("-"):
+        raise UsageError(f"{flags[0]} is no option of trtllm-build: every argument of it has a name.")
     for argument in flags:
         typed = argument.partition("=")[0]
         name = names.get(typed, typed)

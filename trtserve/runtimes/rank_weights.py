@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trtserve.architectures import family
 from trtserve.architectures.base import Target
+from trtserve.architectures.checkpoint import with_defaults
 from trtserve.architectures.sharding import matrix, shard, stage_layers, stage_of
 from trtserve.runtimes.base import CheckpointConfig, weights_precision
 from trtserve.runtimes.openvino_memory import is_quantised
@@ -24,7 +25,8 @@ class RankWeights:
 
 
 def rank_weights(config: CheckpointConfig) -> RankWeights:
-    """Weights of a checkpoint with `config`, its mapping included."""
+    """Weights of a checkpoint with `config`, its mapping included; UnsupportedModelError for an unknown family."""
+    config = with_defaults(dict(config))
     mapping = config.get("mapping") or {}
     tp_size, pp_size = int(mapping.get("tp_size") or 1), int(mapping.get("pp_size") or 1)
     stages = stage_layers(config["num_hidden_layers"], pp_size)

@@ -212,11 +212,11 @@ def _parallel(config: CheckpointConfig) -> str:
 def _workers(plan: TensorrtPlan, spec: BuildSpec) -> tuple[int, tuple[str, ...]]:
     """How many ranks are built at once, and what to say: as many as memory and GPUs allow, or what was asked for."""
     each, free, gpus = plan.expected_memory, machine.free_memory(), count_gpus()
-    fitting = free // each if each else 1
+    fitting = free // each if each else 1  # what a family takes that is not known here, nobody knows
     notes = []
     if spec.build_workers is None:
         workers = max(1, min(plan.world_size, gpus, fitting))
-        if 1 == workers < min(plan.world_size, gpus):
+        if each and 1 == workers < min(plan.world_size, gpus):
             notes.append(f"One rank after another: memory for two ({gibibytes(2 * each)}) is not free.")
     else:
         workers = min(spec.build_workers, plan.world_size)
