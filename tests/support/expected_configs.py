@@ -45,13 +45,7 @@ COMMON = {
         "tp_size": 2,
         "pp_size": 2,
         "moe_tp_size": 2,
-        "moe_cluster_size": 1,
         "moe_ep_size": 1,
-        "attn_tp_size": 2,
-        "attn_cp_size": 1,
-        "cp_config": {},
-        "enable_attention_dp": False,
-        "enable_lm_head_tp_in_adp": False,
     },
     "quantization": {
         "quant_algo": "W8A16",
@@ -59,11 +53,9 @@ COMMON = {
         "group_size": 128,
         "smoothquant_val": 0.5,
         "clamp_val": None,
-        "use_meta_recipe": False,
         "has_zero_point": False,
         "pre_quant_scale": False,
         "exclude_modules": None,
-        "mamba_ssm_cache_dtype": None,
     },
 }
 

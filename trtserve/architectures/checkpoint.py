@@ -33,17 +33,16 @@ if TYPE_CHECKING:
 _EMBEDDING = "transformer.vocab_embedding.weight"
 _HEAD = "lm_head.weight"
 
+# The keys that every release from 0.12 on takes, for the same reason as those of the mapping.
 _NOT_QUANTISED: Mapping[str, Any] = {
     "quant_algo": None,
     "kv_cache_quant_algo": None,
     "group_size": 128,
     "smoothquant_val": 0.5,
     "clamp_val": None,
-    "use_meta_recipe": False,
     "has_zero_point": False,
     "pre_quant_scale": False,
     "exclude_modules": None,
-    "mamba_ssm_cache_dtype": None,
 }
 
 
@@ -78,9 +77,9 @@ def complete_config(
 
 
 def _mapping(tp_size: int, pp_size: int, ep_size: int) -> dict[str, Any]:
-    """The keys that release 1.2 takes and no other: its loader hands them on as keyword arguments.
+    """The keys that every release from 0.12 on takes; their loaders hand them on as keyword arguments.
 
-    `auto_parallel` of 1.1 and before is gone there (TensorRT-LLM pull request 8329), so it would stop the loader.
+    What later ones added has defaults that follow from these; a key that a release lacks would stop its loader.
     """
     return {
         "world_size": tp_size * pp_size,
@@ -89,13 +88,7 @@ def _mapping(tp_size: int, pp_size: int, ep_size: int) -> dict[str, Any]:
         "tp_size": tp_size,
         "pp_size": pp_size,
         "moe_tp_size": tp_size // ep_size,
-        "moe_cluster_size": 1,
         "moe_ep_size": ep_size,
-        "attn_tp_size": tp_size,
-        "attn_cp_size": 1,
-        "cp_config": {},
-        "enable_attention_dp": False,
-        "enable_lm_head_tp_in_adp": False,
     }
 
 

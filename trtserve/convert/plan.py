@@ -23,7 +23,7 @@ from trtserve.specs import ConvertSpec
 from trtserve.store import Store, reusable
 from trtserve.upstream import Toolkit, find_toolkit, needs_calibration, tool_command
 
-SCHEMA = 2
+SCHEMA = 3
 _OWN_WISHES = ("tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "dtype", "quantize", "gpu_sm")
 
 
