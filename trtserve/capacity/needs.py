@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtserve.architectures import family
+from trtserve.architectures.pickled_files import PickledFile
 from trtserve.architectures.streaming import Move, buffered_bytes
 from trtserve.runtimes import EnginePlan
 from trtserve.runtimes.base import CheckpointConfig, Limits
 from trtserve.runtimes.openvino_memory import BUILD_PROCESS, EngineNeeds, engine_needs, whole_model_bytes
 
 # Anonymous memory of processes, measured (Python 3.11, transformers 5.23, Triton 2.51).
-_CONVERT_PROCESS = 34 * 2**20
+_CONVERT_PROCESS = 33 * 2**20
 # An import loads transformers to test the tokenizer, and transformers loads PyTorch where it is installed.
 _TRANSFORMERS = 15 * 2**20
 _TORCH = 215 * 2**20
@@ -47,7 +48,8 @@ class ServerNeeds:
 def convert_memory(moves: Sequence[Move], dtype: str, *, repacking: Sequence[int] = ()) -> int:
     """Peak of a conversion's process: one source tensor, or quantised matrix (its bytes), is under way at a time."""
     held = [buffered_bytes(move, dtype) for move in moves]
-    return _CONVERT_PROCESS + max([*held, *repacking], default=0)
+    torch = _TORCH if any(isinstance(move.source.file, PickledFile) for move in moves) else 0
+    return _CONVERT_PROCESS + torch + max([*held, *repacking], default=0)
 
 
 def import_memory(engine: EnginePlan) -> int:
