@@ -232,17 +232,13 @@ def test_no_space_is_told_before_the_first_byte(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    told: list[int] = []
-
     class Interrupted(SilentProgress):
         @contextmanager
         def task(self, text: str, *, total: int, unit: str = "items", done: int = 0) -> Iterator[Task]:
             yield self
 
         def advance(self, amount: int) -> None:
-            told.append(amount)
-            if len(told) == 5:
-                raise KeyboardInterrupt
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         convert_model(
@@ -251,7 +247,6 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
             out=tmp_path / "store" / "out",
             progress=Interrupted(),
         )
-    assert len(told) == 5
     assert list((tmp_path / "store").iterdir()) == []
     assert threading.active_count() == 1
 
@@ -352,8 +347,8 @@ def test_folders_that_are_no_models_are_refused_with_advice(tmp_path: Path) -> N
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelNotFoundError, match="no weights"):
         convert(folder, tmp_path / "out")
-    (folder / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UnsupportedModelError, match=r"only as \.bin"):
+    (folder / "model-00001.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedModelError, match=r"\.bin files of other names"):
         convert(folder, tmp_path / "out")
 
 
