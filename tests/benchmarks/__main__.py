@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("cli", "executor", "features", "lora", "serving", "text", "convert", "plan", "demo")
+BENCHMARKS = ("cli", "executor", "precision", "features", "lora", "serving", "text", "convert", "plan", "demo")
 
 
 def main() -> int:

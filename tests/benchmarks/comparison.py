@@ -46,9 +46,12 @@ def compare(
     )
 
 
-def table(rows: Sequence[Comparison]) -> str:
-    """The rows as a Markdown table."""
-    lines = ["| Case | With | Without | Ratio | Lowest … highest | Reach | Pairs |", "|---|--:|--:|--:|--:|--:|--:|"]
+def table(rows: Sequence[Comparison], *, measured: str = "With", base: str = "Without") -> str:
+    """The rows as a Markdown table; `measured` and `base` head the two columns of medians."""
+    lines = [
+        f"| Case | {measured} | {base} | Ratio | Lowest … highest | Reach | Pairs |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
     lines += [
         f"| {row.case} | {row.measured:.4g} {row.unit} | {row.base:.4g} {row.unit} | {row.ratio:.2f} "
         f"| {row.ratio_lowest:.2f} … {row.ratio_highest:.2f} | {row.reach} | {row.pairs} |"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtserve.specs import Quantization
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama-135m": {
@@ -31,7 +34,14 @@ MAX_NUM_TOKENS = 2048
 _GAINS = {"llama-135m": 2.0, "llama-1b": 0.05}
 
 
-def make_engine(work: Path, model: str = "llama-135m", *, name: str = "engine", **features: Any) -> Path:
+def make_engine(
+    work: Path,
+    model: str = "llama-135m",
+    *,
+    name: str = "engine",
+    quantize: Quantization = "none",
+    **features: Any,
+) -> Path:
     """The folder of the engine `name` of a random float16 `model`; `features` are fields of BuildSpec."""
     from tests.support.tiny_models import write_tiny_model
     from trtserve.artifacts import Model
@@ -42,6 +52,7 @@ def make_engine(work: Path, model: str = "llama-135m", *, name: str = "engine", 
     folder = work / model
     if not (folder / "model" / "config.json").exists():
         write_tiny_model(folder / "model", "llama", dtype="float16", gain=_GAINS[model], **SIZES[model])
-    checkpoint = convert_model(Model(path=folder / "model"), ConvertSpec(), out=folder / "checkpoint")
+    converted = folder / ("checkpoint" if quantize == "none" else f"checkpoint-{quantize}")
+    checkpoint = convert_model(Model(path=folder / "model"), ConvertSpec(quantize=quantize), out=converted)
     limits = {"max_batch_size": 8, "max_seq_len": 2048, "max_num_tokens": MAX_NUM_TOKENS}
     return build_engine(checkpoint, BuildSpec(**{**limits, **features, "runtime": "openvino"}), out=folder / name).path
