@@ -31,7 +31,7 @@ from trtserve.errors import (
     UsageError,
 )
 from trtserve.progress import SilentProgress, Task
-from trtserve.specs import ConvertSpec
+from trtserve.specs import ConvertSpec, Quantization
 from trtserve.store import NameRecord, Store
 
 
@@ -100,11 +100,14 @@ def test_float32_that_becomes_float16_is_told(own: str, told: bool, tmp_path: Pa
     assert len(lines) == int(told)
 
 
-def test_int8_is_recorded_and_the_weights_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantize", "algorithm"), [("int8", "W8A16"), ("int4", "W4A16")])
+def test_weight_only_quantisation_is_recorded_and_the_weights_stay(
+    quantize: Quantization, algorithm: str, tmp_path: Path
+) -> None:
     folder = write_tiny_model(tmp_path / "hf")
-    checkpoint = convert(folder, tmp_path / "out", quantize="int8", dtype="float16")
+    checkpoint = convert(folder, tmp_path / "out", quantize=quantize, dtype="float16")
     config = json.loads((checkpoint.path / "config.json").read_text())
-    assert config["quantization"]["quant_algo"] == "W8A16"
+    assert config["quantization"]["quant_algo"] == algorithm
     assert {values.dtype.name for values in read_ranks(checkpoint.path, 1)[0].values()} == {"float16"}
 
 

@@ -60,7 +60,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--tp-size", "3"], 2, "4 attention heads do not divide by 3"),
         (["--dtype", "int3"], 2, "--dtype is 'int3'"),
         (["--tp-size", "0"], 2, "--tp-size is 0"),
-        (["--quantize", "int4"], 2, "--quantize is 'int4'"),
+        (["--quantize", "int3"], 2, "--quantize is 'int3'"),
     ],
 )
 def test_what_cannot_work_has_its_exit_code(
