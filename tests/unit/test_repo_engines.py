@@ -244,3 +244,50 @@ def test_facts(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
             "built_as": None,
         }
     }
+
+
+def test_a_draft_model_with_a_suffix(tokenizer: Path, tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    target = write_engine(tmp_path / "target", tp_size=2, model=shape, build={"max_draft_len": 4})
+    draft = write_engine(tmp_path / "draft", model={**shape, "num_hidden_layers": 1})
+    spec = replace(SPEC, suffix="_b", container_paths="/models")
+    repository = assemble_repository(target, tokenizer, spec, draft=draft, out=tmp_path / "out").path
+    named = parameters(repository, "tiny")
+    assert (named["tensorrt_llm_model_name"], named["tensorrt_llm_draft_model_name"]) == (
+        "tensorrt_llm_b",
+        "tensorrt_llm_draft_b",
+    )
+    own = parameters(repository, "tensorrt_llm_draft_b")
+    assert own["gpt_model_path"] == "/models/tensorrt_llm_draft_b/1"
+    assert config(repository, "tensorrt_llm_draft_b").backend == "tensorrtllm"
+    shares = [
+        float(parameters(repository, name)["kv_cache_free_gpu_mem_fraction"])
+        for name in ("tensorrt_llm_b", "tensorrt_llm_draft_b")
+    ]
+    assert shares == [pytest.approx(0.6), pytest.approx(0.3)]
+    served = inspect_repository(ModelRepository(path=repository, manifest=_manifest(repository)))
+    assert [(core.name, core.world_size) for core in served.core_models] == [
+        ("tensorrt_llm_b", 2),
+        ("tensorrt_llm_draft_b", 1),
+    ]
+    assert all(core.engine is not None for core in served.core_models)
+
+
+def test_adapters_of_a_suffix(tokenizer: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    build = {
+        "lora_config": {"lora_target_modules": ["attn_q"], "max_lora_rank": 8},
+        "plugin_config": {"lora_plugin": "auto"},
+    }
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "head_size": 16}
+    engine = write_engine(tmp_path / "engine", model=shape, build=build)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    np.save(adapter / "model.lora_weights.npy", np.ones((1, 1, 2 * 128), np.float16))
+    np.save(adapter / "model.lora_config.npy", np.array([[[1, 0, 2]]], np.int32))
+    repository = made(engine, tokenizer, tmp_path / "out", suffix="_b", lora={"poet": adapter})
+    table = json.loads((repository / "lora_b.json").read_text())["adapters"]
+    assert (repository / table["poet"]["folder"] / "model.lora_weights.npy").is_file()
+    for model in ("preprocessing_b", "tensorrt_llm_bls_b", "tiny"):
+        assert parameters(repository, model)["lora_table"] == "lora_b.json"
