@@ -116,9 +116,9 @@ def test_broken_config_is_named(folder: Path) -> None:
         import_model(str(folder))
 
 
-def test_pickled_weights_are_refused(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin"):
+def test_other_files_of_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"model\.gguf"):
         import_model(str(folder))
 
 

@@ -1,4 +1,7 @@
-"""The weights of a Hugging Face folder: one safetensors file or an indexed set, seen as one table of tensors."""
+"""The weights of a Hugging Face folder: one file or an indexed set, seen as one table of tensors.
+
+Files are safetensors; where there are none, those of `torch.save`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtserve.architectures import pickled_files
 from trtserve.architectures.tensor_files import Entry, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
 
@@ -63,14 +67,18 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
 
 def _tensors(folder: Path) -> Iterator[SourceTensor]:
     for path in _weight_files(folder):
-        file = TensorFile(path)
+        file = _opened(path)
         for name, entry in sorted(file.entries.items(), key=lambda item: item[1].begin):
             yield SourceTensor(name=name, file=file, entry=entry)
 
 
+def _opened(path: Path) -> TensorFile:
+    return TensorFile(path) if path.suffix == ".safetensors" else pickled_files.PickledFile(path)
+
+
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        return _indexed_files(folder)
+        return _indexed_files(folder, INDEX)
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / SINGLE).is_symlink():
@@ -78,26 +86,30 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder / SINGLE} refers to {(folder / SINGLE).readlink()}, which is gone.",
             hint="Put the file back, or import the model again from where it is now.",
         )
+    if (folder / pickled_files.INDEX).is_file():
+        return _indexed_files(folder, pickled_files.INDEX)
+    if (folder / pickled_files.SINGLE).is_file():
+        return [folder / pickled_files.SINGLE]
     if any(folder.glob("*.bin")):
         raise UnsupportedModelError(
-            f"{folder} has its weights only as .bin files (pickles); {SINGLE} is expected.",
+            f"{folder} has its weights in .bin files of other names than {pickled_files.SINGLE}.",
             hint="Save the model with safetensors (transformers: save_pretrained), or choose a revision that has them.",
         )
     raise ModelNotFoundError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.", hint="Import the model again.")
 
 
-def _indexed_files(folder: Path) -> list[Path]:
+def _indexed_files(folder: Path, index: str) -> list[Path]:
     """Files of the index in name order, checked to hold what the index says."""
     try:
-        places: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        places: dict[str, str] = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
         wanted = {file: {name for name in places if places[name] == file} for file in sorted(set(places.values()))}
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptFileError(f"{folder / INDEX} cannot be read as an index: {error!r}.") from error
+        raise CorruptFileError(f"{folder / index} cannot be read as an index: {error!r}.") from error
     for file, names in wanted.items():
         path = folder / file
         if not path.is_file():
-            raise CorruptFileError(f"{path} is missing; {INDEX} names it.", hint="Import the model again.")
-        absent = sorted(names - TensorFile(path).entries.keys())
+            raise CorruptFileError(f"{path} is missing; {index} names it.", hint="Import the model again.")
+        absent = sorted(names - _opened(path).entries.keys())
         if absent:
-            raise CorruptFileError(f"{path} lacks tensors that {INDEX} places there: {', '.join(absent)}.")
+            raise CorruptFileError(f"{path} lacks tensors that {index} places there: {', '.join(absent)}.")
     return [folder / file for file in wanted]

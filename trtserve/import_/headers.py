@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve import hub
-from trtserve.errors import CorruptFileError
+from trtserve.errors import CorruptFileError, UnsupportedModelError
 from trtserve.import_.plan import CONFIG, INDEX, ModelPlan, is_weights
 from trtserve.progress import SILENT, Progress
 
@@ -22,6 +22,11 @@ def outline_model(plan: ModelPlan, folder: Path, *, token: str | None = None, pr
     assert revision is not None, "a model on this machine needs no outline"
     places: dict[str, str] = {}
     weights = [file for file in plan.files if is_weights(file.name)]
+    if any(file.name.endswith(".bin") for file in weights):
+        raise UnsupportedModelError(
+            f"The weights of {revision.repository} are .bin files, whose tables cannot be read from afar.",
+            hint="Pull the model first (import --download-only), then plan it by its name.",
+        )
     with progress.task(f"Reading {len(weights)} headers of {revision.repository}", total=len(weights)) as task:
         for file in weights:
             table = hub.tensor_table(revision, file, token=token)

@@ -21,6 +21,8 @@ from trtserve.store import Store
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_PICKLED = "pytorch_model.bin"
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
 SMALL_FILES = frozenset(
     {
         CONFIG,
@@ -109,7 +111,7 @@ class ModelPlan:
 
 def is_weights(name: str) -> bool:
     """True for a file of weights."""
-    return name.endswith(".safetensors")
+    return name.endswith((".safetensors", ".bin"))
 
 
 def planned_files(
@@ -138,20 +140,27 @@ def planned_files(
 
 
 def _weight_names(label: str, files: Mapping[str, RemoteFile], read: Callable[[RemoteFile], Path]) -> set[str]:
-    if SINGLE in files:
-        return {SINGLE}
-    if INDEX in files:
-        shards = set(_read_json(read(files[INDEX]), label).get("weight_map", {}).values())
-        if missing := sorted(shards - files.keys()):
-            raise CorruptFileError(
-                f"{INDEX} of {label} names files that are not there: {', '.join(missing)}.", hint=_AGAIN
-            )
-        return shards | {INDEX}
+    for single, index in ((SINGLE, INDEX), (_PICKLED, _PICKLED_INDEX)):
+        if single == _PICKLED and (_PICKLED in files or _PICKLED_INDEX in files):
+            from trtserve.architectures.pickled_files import require_torch
+
+            require_torch()
+        if single in files:
+            return {single}
+        if index in files:
+            return _indexed(label, files, index, read)
     found = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".safetensors")))
     raise UnsupportedModelError(
         f"{label} has no {SINGLE} or {INDEX}; its weights are {', '.join(found) or 'missing'}.",
-        hint="Only safetensors are read, since pickled weights run code. Look for a revision or a copy in safetensors.",
+        hint="Look for a revision or a copy in safetensors.",
     )
+
+
+def _indexed(label: str, files: Mapping[str, RemoteFile], index: str, read: Callable[[RemoteFile], Path]) -> set[str]:
+    shards = set(_read_json(read(files[index]), label).get("weight_map", {}).values())
+    if missing := sorted(shards - files.keys()):
+        raise CorruptFileError(f"{index} of {label} names files that are not there: {', '.join(missing)}.", hint=_AGAIN)
+    return shards | {index}
 
 
 def _read_json(path: Path, label: str) -> dict[str, Any]:
@@ -188,7 +197,7 @@ def _require_model(folder: Path) -> None:
 
 def _local_file(path: Path, hashed: bool) -> RemoteFile:
     stat = path.stat()
-    if is_weights(path.name):
+    if path.suffix == ".safetensors":
         require_whole(path)
     digest = f"time:{stat.st_mtime_ns}:{stat.st_size}"
     if hashed or not is_weights(path.name):

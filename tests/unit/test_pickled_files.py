@@ -1,0 +1,120 @@
+"""pytorch_model.bin: the same checkpoint as from safetensors, and no code of a pickle is ever run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_models import write_tiny_model
+from trtserve.architectures.pickled_files import PickledFile
+from trtserve.artifacts import Model
+from trtserve.convert import convert_model, plan_conversion
+from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
+from trtserve.import_ import import_model
+from trtserve.specs import ConvertSpec
+
+
+def pickled(folder: Path, *, shards: int = 1, **overrides: Any) -> tuple[Path, Path]:
+    """A tiny model, and the same with its weights in files of `torch.save`."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    original = write_tiny_model(folder / "original", **overrides)
+    copy = shutil.copytree(original, folder / "pickled")
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(tensors, copy / "pytorch_model.bin")
+        return original, copy
+    places = {name: f"pytorch_model-{number % shards}.bin" for number, name in enumerate(tensors)}
+    for file in set(places.values()):
+        torch.save({name: tensors[name] for name in tensors if places[name] == file}, copy / file)
+    (copy / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    return original, copy
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("shards", "spec"), [(1, ConvertSpec()), (3, ConvertSpec(tp_size=2, dtype="float32"))])
+def test_the_same_checkpoint_as_from_safetensors(tmp_path: Path, shards: int, spec: ConvertSpec) -> None:
+    folders = pickled(tmp_path, shards=shards, dtype="bfloat16")
+    made = [convert_model(Model(path=path), spec, out=tmp_path / f"made{n}").path for n, path in enumerate(folders)]
+    for path in made[0].glob("rank*.safetensors"):
+        assert path.read_bytes() == (made[1] / path.name).read_bytes()
+
+
+@pytest.mark.oracle
+def test_import_refers_to_the_files(tmp_path: Path) -> None:
+    _, copy = pickled(tmp_path, shards=2)
+    model = import_model(str(copy), out=tmp_path / "model")
+    assert (model.path / "pytorch_model-1.bin").resolve() == (copy / "pytorch_model-1.bin").resolve()
+    assert plan_conversion(model, ConvertSpec()).moves
+
+
+@pytest.mark.oracle
+def test_views_of_one_storage(tmp_path: Path) -> None:
+    """Tied tensors and slices lie where their storage lies."""
+    torch = pytest.importorskip("torch")
+    whole = torch.arange(12, dtype=torch.float32).reshape(4, 3)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"other": torch.ones(5, dtype=torch.float16), "whole": whole, "tied": whole, "part": whole[1:3]}, path)
+    file = PickledFile(path)
+    for name, expected in (("whole", whole), ("tied", whole), ("part", whole[1:3])):
+        assert (file.tensor(name) == expected.numpy()).all()
+    torch.save({"turned": whole.t()}, path)
+    with pytest.raises(UnsupportedModelError, match=r"turned .* is not stored row after row"):
+        PickledFile(path)
+
+
+class Evil:
+    """Runs code when a pickle of it is loaded without care."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.oracle
+def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    path, mark = tmp_path / "pytorch_model.bin", tmp_path / "mark"
+    torch.save({"weight": torch.ones(3), "evil": Evil(mark)}, path)
+    with pytest.raises(UnsupportedModelError, match="could run code"):
+        PickledFile(path)
+    assert not mark.exists()
+
+
+@pytest.mark.oracle
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CorruptFileError, match="PyTorch cannot read"):
+        PickledFile(path)
+    path.write_bytes(b"version https://git-lfs")
+    with pytest.raises((CorruptFileError, UnsupportedModelError)):
+        PickledFile(path)
+    torch.save({"weight": torch.ones(3), "epoch": 3}, path)
+    with pytest.raises(UnsupportedModelError, match="no table of tensors"):
+        PickledFile(path)
+
+
+def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+    def without(name: str) -> Any:
+        return None if name == "torch" else find_spec(name)
+
+    monkeypatch.setattr("trtserve.architectures.pickled_files.find_spec", without)
+    for use in (lambda: plan_conversion(Model(path=folder), ConvertSpec()), lambda: import_model(str(folder))):
+        with pytest.raises(MissingDependencyError, match="only PyTorch can read") as caught:
+            use()
+        assert "trtserve[oracle]" in str(caught.value.hint)
