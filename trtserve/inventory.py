@@ -139,7 +139,8 @@ def _stats(folders: Iterable[Path]) -> Iterator[os.stat_result]:
 
 
 def _artifacts_of(record: NameRecord) -> list[Path]:
-    return [Path(path) for path in (record.model, record.checkpoint, record.engine, record.repository)]
+    """An import for the LLM API has no checkpoint and no engine."""
+    return [Path(path) for path in (record.model, record.checkpoint, record.engine, record.repository) if path]
 
 
 def _names_in_store(store: Store) -> dict[str, list[Path]]:
@@ -165,7 +166,7 @@ def _recorded_entry(record: NameRecord, folders: list[Path], servers: list[Serve
         name=record.name,
         source=record.source,
         size=disk_usage({*folders, *_artifacts_of(record)}),
-        precision=engine_precision(Path(record.engine)),
+        precision=engine_precision(Path(record.engine)) if record.engine else "",
         repository=record.repository,
         imported=record.imported,
         server=server,

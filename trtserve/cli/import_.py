@@ -273,13 +273,23 @@ def _download(spec: ImportSpec, progress: TerminalProgress, *, json: bool, dry_r
 
 def _print_plan(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> None:
     from trtserve.pipeline import plan_import
+    from trtserve.pipeline.llmapi import for_llmapi, plan_llmapi_import
 
-    plan = plan_import(spec, progress=progress)
-    stages = plan.stages()
+    memory = None
+    if for_llmapi(spec, progress):
+        stages = plan_llmapi_import(spec, progress=progress).stages()
+    else:
+        plan = plan_import(spec, progress=progress)
+        stages, memory = plan.stages(), plan.memory_bytes
     if json:
-        print_json("import", {"name": plan.model.name, "memory_bytes": plan.memory_bytes, "stages": stages})
+        print_json("import", {"name": spec.name, "memory_bytes": memory, "stages": stages})
         return
     for stage in stages:
         path = stage["path"] or "a folder of the store that follows from the weights"
         print_data(f"{stage['stage']:<9} {stage['action']:<6} {gibibytes(stage['bytes']):>9}  {path}")
-    print_data(f"memory    needs  {gibibytes(plan.memory_bytes):>9}  to build and serve; no external command is run")
+    commands = [stage["command"] for stage in stages if stage["command"]]
+    if memory is not None:
+        run = "" if commands else "; no external command is run"
+        print_data(f"memory    needs  {gibibytes(memory):>9}  to build and serve{run}")
+    for command in commands:
+        print_data(f"command   {command}")

@@ -9,7 +9,6 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypedDict
 
 from trtserve import inventory
 from trtserve.architectures import parameter_count
@@ -25,8 +24,10 @@ from trtserve.convert import checkpoint_config, convert_model, destination_of, p
 from trtserve.errors import ArtifactError
 from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
 from trtserve.machine import gibibytes
+from trtserve.pipeline.llmapi import for_llmapi, import_for_llmapi
 from trtserve.pipeline.recorded import recordable
 from trtserve.pipeline.spec import ImportSpec
+from trtserve.pipeline.stages import Stage, planned_stage
 from trtserve.progress import SILENT, Progress
 from trtserve.repo import (
     RepositoryPlan,
@@ -54,21 +55,6 @@ __all__ = [
 ]
 
 ENGINE_DEST_PATH = "ENGINE_DEST_PATH"
-
-
-class Stage(TypedDict):
-    """One stage of a planned import; `bytes` are those that it would write."""
-
-    stage: str
-    action: Literal["make", "reuse"]
-    path: str | None
-    bytes: int
-
-
-def _stage(name: str, path: Path | None, size: int, *, done: bool) -> Stage:
-    return Stage(
-        stage=name, action="reuse" if done else "make", path=str(path) if path else None, bytes=0 if done else size
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +90,23 @@ class ImportPlan:
 
     def stages(self) -> list[Stage]:
         """The four stages in order; a path is None where it follows from weights that are not here yet."""
-        repository = self.repository
+        repository, build = self.repository, self.build
+        place, engine = build.path if build else None, self.engine_bytes
         return [
-            _stage("model", self.model_path, self.missing, done=self.model_reused),
-            _stage("convert", self.checkpoint_path, self.checkpoint_bytes, done=not self.converts),
-            _stage("build", self.build.path if self.build else None, self.engine_bytes, done=not self.builds),
-            _stage("repo", repository.path if repository else None, 0, done=bool(repository and repository.reused)),
+            planned_stage("model", self.model_path, self.missing, done=self.model_reused),
+            planned_stage("convert", self.checkpoint_path, self.checkpoint_bytes, done=not self.converts),
+            planned_stage("build", place, engine, done=not self.builds, command=self._build_command()),
+            planned_stage(
+                "repo", repository.path if repository else None, 0, done=bool(repository and repository.reused)
+            ),
         ]
+
+    def _build_command(self) -> str | None:
+        """The program that would build the engine, where both folders are known."""
+        if self.build is None or self.checkpoint_path is None:
+            return None
+        command = self.build.engine.command(self.checkpoint_path, self.build.path)
+        return None if command is None else str(command)
 
 
 def engine_destination(name: str) -> Path | None:
@@ -257,6 +253,8 @@ def import_to_repository(
     what was finished before the error is kept and reused.
     """
     store = store or Store()
+    if for_llmapi(spec):
+        return import_for_llmapi(spec, store=store, token=token, record=record, progress=progress)
     plan = plan_import(spec, store=store, token=token, progress=progress)
     require_room(spec, plan, store)
     model = pull_model(plan.model, store=store, token=token, progress=progress)

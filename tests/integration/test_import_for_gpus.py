@@ -1,0 +1,123 @@
+"""`import` for GPUs in one go: an engine by a double of trtllm-build, and the LLM API, which has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.doubles import Doubles
+from tests.support.tiny_models import write_tiny_model
+from trtserve import runtimes
+from trtserve.artifacts import ModelRepository
+from trtserve.cli import run
+from trtserve.store import Store
+
+
+@pytest.fixture
+def model(doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model, on a machine with TensorRT-LLM 1.2.1 and two GPUs."""
+    doubles.configure(container="26.07", version="1.2.1", gpus=2)
+    monkeypatch.syspath_prepend(str(doubles.packages("1.2.1")))
+    return write_tiny_model(tmp_path / "tiny")
+
+
+def _result(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)["result"]
+
+
+def test_an_engine_of_two_ranks_up_to_the_repository(
+    model: Path, doubles: Doubles, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_DEST_PATH", str(tmp_path / "engines"))
+    flags = ("--runtime", "tensorrt_llm", "--tp-size", "2", "--max-batch-size", "4", "--builder-flag=--moe_plugin=auto")
+    assert run(["import", str(model), *flags, "--json"]) == 0
+    record = _result(capsys)
+    repository = Path(record["repository"])
+    facts = ModelRepository(path=repository, manifest=Store().find(ModelRepository, "tiny").manifest).manifest
+    assert facts is not None
+    assert facts.facts["runtime"] == "tensorrt_llm"
+    assert facts.facts["world_size"] == 2
+    assert facts.facts["core_models"]["tensorrt_llm"]["origin"] == {
+        "tensorrt_llm": "1.2.1",
+        "tensorrt": "10.14.1.48",
+        "cuda": "13.1.0.036",
+        "driver": "575.57.08",
+        "gpu": "NVIDIA H100 80GB HBM3",
+        "sm": "90",
+    }
+    assert record["engine"] == str(tmp_path / "engines" / "tiny")
+    assert (repository / "tensorrt_llm" / "1" / "rank1.engine").is_file()
+    (call,) = doubles.calls("trtllm-build")
+    assert "--moe_plugin=auto" in call.arguments
+    assert run(["import", str(model), *flags]) == 0
+    assert len(doubles.calls("trtllm-build")) == 1
+
+
+def test_a_dry_run_prints_the_external_command(
+    model: Path, doubles: Doubles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["import", str(model), "--runtime", "tensorrt_llm", "--build-workers", "1", "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert "command   trtllm-build --checkpoint_dir " in planned
+    assert "no external command" not in planned
+    assert not doubles.calls("trtllm-build")
+
+
+def test_the_llm_api_needs_the_model_alone(
+    model: Path, doubles: Doubles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--runtime", "llmapi", "--tp-size", "2", "--max-seq-len", "256")
+    assert run(["import", str(model), *flags, "--dry-run", "--json"]) == 0
+    assert [stage["stage"] for stage in _result(capsys)["stages"]] == ["model", "repo"]
+    assert run(["import", str(model), *flags, "--json"]) == 0
+    record = _result(capsys)
+    assert (record["checkpoint"], record["engine"]) == ("", "")
+    content = yaml.safe_load((Path(record["repository"]) / "tensorrt_llm" / "1" / "model.yaml").read_text())
+    assert (content["tensor_parallel_size"], content["max_seq_len"]) == (2, 256)
+    assert run(["import", str(model), *flags]) == 0
+    assert "is reused" in capsys.readouterr().err
+    assert not doubles.calls("trtllm-build")
+    monkeypatch.chdir(Path(record["repository"]))  # an empty path of the record would mean this folder
+    assert run(["list"]) == 0
+    assert str(model) in capsys.readouterr().out
+    assert run(["remove", "tiny"]) == 0
+    assert not Path(record["repository"]).exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--quantize", "int8"),
+        ("--gemm-plugin", "auto"),
+        ("--max-beam-width", "2"),
+        ("--verify",),
+        ("--tokenizer", "demo"),
+    ],
+    ids=" ".join,
+)
+def test_what_the_llm_api_does_not_have_is_refused(
+    flags: tuple[str, ...], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if flags == ("--tokenizer", "demo"):
+        flags = ("--tokenizer", str(model))
+    assert run(["import", str(model), "--runtime", "llmapi", *flags]) == 2
+    assert f"{flags[0]} has no meaning with --runtime llmapi" in capsys.readouterr().err
+
+
+def test_auto_takes_the_llm_api_where_engines_are_gone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpus" / "0").mkdir(parents=True)
+    monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path / "gpus")
+    packages = tmp_path / "packages" / "tensorrt_llm-1.3.0.dist-info"
+    packages.mkdir(parents=True)
+    (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt-llm\nVersion: 1.3.0\n")
+    monkeypatch.syspath_prepend(str(packages.parent))
+    assert run(["import", str(model), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "Runtime: llmapi (an NVIDIA GPU and TensorRT-LLM 1.3.0 on this machine, which has no engines" in shown.err
+    assert "convert" not in shown.out
