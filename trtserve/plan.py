@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -126,7 +126,7 @@ def plan_needs(
     Raises what planning an import and a conversion raise, for models that cannot be converted, and UsageError for
     settings that the model does not allow.
     """
-    store = store or Store()
+    store, question = store or Store(), _with_runtime(question)
     location, name = _location(source, store)
     model = plan_model(location, name=name, store=store, token=token, own_tokenizer=False, progress=progress)
     with tempfile.TemporaryDirectory(prefix="trtserve-plan-") as folder:
@@ -152,6 +152,18 @@ def plan_needs(
         gpu=_gpu_answer(conversion, question),
         problem=problem if question.gpu is None else None,
     )
+
+
+def _with_runtime(question: Question) -> Question:
+    """Without the name of a GPU the plan is for the CPU, whatever this machine has."""
+    if question.gpu is not None:
+        return question
+    if question.build.runtime not in ("auto", "openvino"):
+        raise UsageError(
+            f"--runtime {question.build.runtime} runs on NVIDIA GPUs, and no GPU is named.",
+            hint="Say for which one to plan: --gpu h100-80gb, or --gpu-memory 80GB.",
+        )
+    return replace(question, build=replace(question.build, runtime="openvino"))
 
 
 def _location(source: str, store: Store) -> tuple[str, str | None]:

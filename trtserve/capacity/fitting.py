@@ -10,13 +10,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trtserve.architectures import family
-from trtserve.architectures.base import Target
-from trtserve.architectures.sharding import check_parallel_sizes, matrix, shard, stage_layers, stage_of
+from trtserve.architectures.sharding import check_parallel_sizes, stage_layers
 from trtserve.capacity.gpus import Gpu
 from trtserve.errors import UsageError
-from trtserve.runtimes.base import WEIGHT_ONLY_INT8, CheckpointConfig, Limits, longest_sequence
-from trtserve.runtimes.openvino_memory import is_quantised
+from trtserve.runtimes.base import CheckpointConfig, Limits, longest_sequence
+from trtserve.runtimes.rank_weights import rank_weights
 from trtserve.specs import BuildSpec
 
 # Set aside for the CUDA context, libraries and NCCL's buffers: an allowance, not a measurement.
@@ -65,7 +63,7 @@ def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
     """What a model whose checkpoint has `config`, its mapping included, takes of each of its GPUs."""
     tp_size, pp_size = int(config["mapping"]["tp_size"]), int(config["mapping"]["pp_size"])
     limits = _limits(config, spec)
-    weights = _rank_weights(config, tp_size, pp_size)
+    weights = rank_weights(config).kept
     activations = _activations(config, limits, tp_size)
     per_token = _kv_per_token(config, spec, tp_size, pp_size)
     free = gpu.memory - RESERVE - weights - activations
@@ -122,24 +120,6 @@ def _limits(config: CheckpointConfig, spec: BuildSpec) -> Limits:
         max_seq_len=max_seq_len,
         max_num_tokens=spec.max_num_tokens or _MAX_NUM_TOKENS,
     )
-
-
-def _rank_weights(config: CheckpointConfig, tp_size: int, pp_size: int) -> int:
-    """Bytes of the weights of the rank that has most, as the engine keeps them."""
-    stages = stage_layers(config["num_hidden_layers"], pp_size)
-    totals = [0] * pp_size
-    for target in family(config["architecture"]).targets(config):
-        totals[stage_of(target, stages)] += _rank_bytes(target, config, tp_size)
-    return max(totals)
-
-
-def _rank_bytes(target: Target, config: CheckpointConfig, tp_size: int) -> int:
-    item = _ITEM_SIZE[target.dtype or config["dtype"]]
-    shape = shard(target, tp_size, 0).shape
-    quantised = (config.get("quantization") or {}).get("quant_algo") == WEIGHT_ONLY_INT8
-    if quantised and is_quantised(target):
-        return math.prod(shape) + matrix(shape)[0] * item
-    return math.prod(shape) * item
 
 
 def _kv_per_token(config: CheckpointConfig, spec: BuildSpec, tp_size: int, pp_size: int) -> int:
