@@ -45,7 +45,14 @@ def plan_build(
     progress: Progress = SILENT,
 ) -> Plan:
     """Everything that can be known before the build: limits, precision, place, reuse."""
-    return _plan(checkpoint, spec, choose_runtime(spec.runtime, progress), name=name, out=out, store=store)
+    return _plan(
+        checkpoint,
+        spec,
+        choose_runtime(spec.runtime, progress, container=spec.container),
+        name=name,
+        out=out,
+        store=store,
+    )
 
 
 def _plan(
@@ -85,7 +92,7 @@ def build_engine(
     Raises MissingDependencyError, UnsupportedModelError, UsageError, CorruptFileError, MemoryLimitError,
     DiskSpaceError or BuildError; nothing is left behind then.
     """
-    runtime = choose_runtime(spec.runtime, progress)
+    runtime = choose_runtime(spec.runtime, progress, container=spec.container)
     plan = _plan(checkpoint, spec, runtime, name=name, out=out, store=store)
     for note in plan.engine.notes:
         progress.step(note)

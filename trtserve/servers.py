@@ -25,7 +25,10 @@ Processes = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """One of several launches that make up a server: its ports, its root process and what belongs to it."""
+    """One of several launches that make up a server: its ports, its root process and what belongs to it.
+
+    `container` is the name of the container that the root process, a `docker run`, runs it in.
+    """
 
     http_port: int
     grpc_port: int
@@ -35,6 +38,7 @@ class Instance:
     log: Path
     stubs: Processes = ()
     ranks: Processes = ()
+    container: str | None = None
 
     @property
     def identity(self) -> Identity:
@@ -62,8 +66,8 @@ class Server:
     `stubs` are the Python stubs that it had when it became ready, as (pid, started), `ranks` mpirun's processes in
     their order. `model` is the text model that is asked by default, `streaming` says whether core and BLS are
     decoupled. `shm_prefix` begins the names of all its shared-memory regions. `mode` is that of its launch,
-    `exit_timeout` the seconds that Triton has to end in order. `more` are the further instances of the same model,
-    whose reverse proxy has its configuration in the file `proxy`.
+    `exit_timeout` the seconds that Triton has to end in order, `container` the container it is in. `more` are the
+    further instances of the same model, whose reverse proxy has its configuration in the file `proxy`.
     """
 
     name: str
@@ -83,6 +87,7 @@ class Server:
     ranks: Processes = ()
     mode: str = "single"
     exit_timeout: int = triton_server.EXIT_TIMEOUT
+    container: str | None = None
     more: tuple[Instance, ...] = ()
     proxy: Path | None = None
 

@@ -75,7 +75,7 @@ class ConvertSpec:
 
     NVIDIA's tools convert when `converter` is upstream or `quantize` is one of CALIBRATED; the fields from `workers` on
     are for them: threads, a dataset (name or folder) and how many of its samples, the folder of TensorRT-LLM's
-    examples, and flags that they get as they are.
+    examples, flags that they get as they are, and the `container` (tag or image) to run them in.
     """
 
     tp_size: int = 1
@@ -91,6 +91,8 @@ class ConvertSpec:
     calib_size: int | None = None
     trtllm_examples: Path | None = None
     converter_flags: tuple[str, ...] = ()
+    container: str | None = None
+    container_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_positive(self, "workers", "calib_size")
@@ -159,7 +161,7 @@ class BuildSpec:
 
     The fields from `use_paged_context_fmha` on are `trtllm-build`'s too, and None leaves its default alone; those of
     BUILDER_FIELDS mean nothing to other runtimes. `build_workers` counts ranks that are built at the same time, None
-    takes as many as memory and GPUs allow; `builder_flags` are handed on as they are.
+    takes as many as memory and GPUs allow; `builder_flags` are handed on as they are. `container` is a tag or image.
     """
 
     max_batch_size: int | None = None
@@ -194,6 +196,8 @@ class BuildSpec:
     profiling_verbosity: ProfilingVerbosity | None = None
     build_workers: int | None = None
     builder_flags: tuple[str, ...] = ()
+    container: str | None = None
+    container_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_positive(self, "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens")
@@ -306,7 +310,7 @@ class ServerSpec:
     for all of the machine. `multi_model` is orchestrator mode, whose workers `spawn_processes` False starts before it.
     `trtllm_version` replaces the version that is found. `gpu0_pool_bytes` is the CUDA pool of GPU 0 on rank 0,
     `exit_timeout` the seconds that tritonserver has to end in order. `proxy_port` and the one above it are those of
-    the reverse proxy that is written for several `instances`.
+    the reverse proxy that is written for several `instances`. `container` is the tag or image to run in.
     """
 
     name: str | None = None
@@ -327,6 +331,8 @@ class ServerSpec:
     trtllm_version: str | None = None
     ready_timeout: float = 600.0
     extra_arguments: tuple[str, ...] = ()
+    container: str | None = None
+    container_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         ports = (self.http_port, self.grpc_port, self.metrics_port)

@@ -1,8 +1,11 @@
-"""Double of `docker`: run, pull, image inspect, version, info (launch.md, section 6; flags of docker run's manual).
+"""Double of `docker`: run, rm, pull, image inspect, version, info (launch.md, section 6; docker run's manual).
 
 Images: `nvcr.io/nvidia/tritonserver:<tag>-trtllm-python-py3` of a known tag, and those of the setting `images`. The
 command runs here, with a container's environment: nothing but what -e hands in, PATH of the doubles, the container's
 tag as setting. Stricter than the real one: see mounts.py; an image that was not pulled is still known.
+As with the real one the processes inside are no children of `docker run`, which hands SIGTERM and SIGINT on to them:
+they outlive a client that is killed, until `docker rm --force NAME`. Without --init a signal that the first process
+does not handle is lost.
 """
 
 from __future__ import annotations
@@ -10,10 +13,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from tests.doubles.containers import CONTAINERS
 from tests.doubles.mounts import VARIABLE, Mount, MountError, check_mounts, export, parse_mount, translate
@@ -29,6 +38,7 @@ _VALUES = frozenset(_VALUE_NAMES.split())
 _SHORT = {"i": "interactive", "t": "tty", "d": "detach", "v": "volume", "w": "workdir", "e": "env", "u": "user"}
 _SHORT |= {"p": "publish", "h": "hostname", "l": "label"}
 _ALIASES = {"net": "network"}
+_PAUSE = 0.02
 _SIZE = re.compile(r"\d+[bkmgBKMG]?")
 _ULIMIT = re.compile(r"(memlock|stack|nofile|core|nproc)=-?\d+(:-?\d+)?")
 _GPUS = re.compile(r'all|\d+|"?device=[\w,-]+"?')
@@ -143,6 +153,17 @@ def container_environment(mounts: list[Mount], tag: str | None, given: list[str]
     return environment
 
 
+def _of_image(word: str, tag: str | None, folder: Path) -> str:
+    """What the image holds at a path: tritonserver, and the examples of its release where a test has made them."""
+    if word == "/opt/tritonserver/bin/tritonserver":
+        return str(folder / "bin" / "tritonserver")
+    release = ".".join(map(str, CONTAINERS[tag].release)) if tag else ""
+    inside = "/app/examples" if release in ("0.17", "0.18") else "/app/tensorrt_llm/examples"
+    if word.startswith(inside + "/"):
+        return str(folder / f"source-{release}" / "examples") + word.removeprefix(inside)
+    return word
+
+
 def _run(arguments: list[str], folder: Path, settings: Settings) -> int:
     run = parse_run(arguments)
     _check_values(run)
@@ -157,20 +178,77 @@ def _run(arguments: list[str], folder: Path, settings: Settings) -> int:
     if not run.command:
         raise UsageError("(strict double) no command: the image's own shell would wait for input")
     entry = run.last("entrypoint")
-    words = [*([entry] if entry else []), *(translate(word, mounts) for word in run.command)]
+    inside_image = [_of_image(word, tag, folder) for word in run.command]
+    words = [*([entry] if entry else []), *(translate(word, mounts, known=str(folder)) for word in inside_image)]
     workdir = run.last("workdir")
     inside = Path(translate(workdir, mounts)) if workdir else folder / "scratch"
     environment = container_environment(mounts, tag, run.options.get("env", []), folder)
-    record_call(folder, "container", words)
-    try:
-        completed = subprocess.run(words, env=environment, cwd=inside, check=False)
-    except FileNotFoundError:
+    name = run.last("name") or f"container-{os.getpid()}"
+    record = folder / "scratch" / f"container-{name}"
+    if record.exists():
+        raise UsageError(f'Conflict. The container name "/{name}" is already in use')
+    if shutil.which(words[0], path=environment["PATH"]) is None:
         sys.stderr.write(f'docker: exec: "{words[0]}": executable file not found in $PATH\n')
         return 127
-    return completed.returncode if completed.returncode >= 0 else 128 - completed.returncode
+    record_call(folder, "container", words)
+    return _attached(_detached(words, environment, inside, record), record)
 
 
-def _other(arguments: list[str], settings: Settings) -> int:
+def _detached(words: list[str], environment: dict[str, str], inside: Path, record: Path) -> int:
+    """The first process of the container, of a session of its own and no child of ours; returns its pid.
+
+    Its parent there is a keeper that writes the exit code, as docker's daemon does.
+    """
+    told, tell = os.pipe()
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        process = subprocess.Popen(words, env=environment, cwd=inside)
+        record.write_text(str(process.pid), encoding="utf-8")
+        os.write(tell, str(process.pid).encode())
+        os.close(tell)
+        code = process.wait()
+        record.with_suffix(".code").write_text(str(code if code >= 0 else 128 - code), encoding="utf-8")
+        record.unlink(missing_ok=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(tell)
+    return int(os.read(told, 20))
+
+
+def _attached(pid: int, record: Path) -> int:
+    """Wait for the container as `docker run` does; its signals are ours."""
+
+    def hand_on(number: int, _frame: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    signal.signal(signal.SIGTERM, hand_on)
+    signal.signal(signal.SIGINT, hand_on)
+    code = record.with_suffix(".code")
+    while not code.exists() or not code.read_text(encoding="utf-8"):
+        time.sleep(_PAUSE)
+    found = int(code.read_text(encoding="utf-8"))
+    code.unlink()
+    return found
+
+
+def _remove(name: str, folder: Path) -> int:
+    """`docker rm --force`: every process of a container is killed."""
+    record = folder / "scratch" / f"container-{name}"
+    if not record.exists():
+        sys.stderr.write(f"Error response from daemon: No such container: {name}\n")
+        return 1
+    first = int(record.read_text(encoding="utf-8"))
+    with suppress(psutil.Error):
+        for process in (psutil.Process(first), *psutil.Process(first).children(recursive=True)):
+            process.kill()
+    sys.stdout.write(f"{name}\n")
+    return 0
+
+
+def _other(arguments: list[str], settings: Settings, folder: Path) -> int:
     match arguments:
         case ["pull", *flags, image] if set(flags) <= {"-q", "--quiet"}:
             _tag(image, settings)
@@ -178,6 +256,8 @@ def _other(arguments: list[str], settings: Settings) -> int:
         case ["image", "inspect", *flags, image] if all(flag.startswith("--format") for flag in flags):
             _tag(image, settings)
             sys.stdout.write(json.dumps([{"Id": "sha256:0", "RepoTags": [image]}]) + "\n")
+        case ["rm", "--force", name]:
+            return _remove(name, folder)
         case ["version" | "info", *_]:
             sys.stdout.write("27.5.1\n")
         case _:
@@ -192,7 +272,7 @@ def main(arguments: list[str], folder: Path) -> int:
     try:
         if arguments[:1] == ["run"]:
             return _run(arguments[1:], folder, settings)
-        return _other(arguments, settings)
+        return _other(arguments, settings, folder)
     except (UsageError, MountError) as error:
         sys.stderr.write(f"docker: {error}\n\nRun 'docker run --help' for more information\n")
         return 125

@@ -70,10 +70,15 @@ def host_path(path: str, mounts: Iterable[Mount]) -> str | None:
     return path if any(path == folder or path.startswith(folder + "/") for folder in _IMAGE) else None
 
 
-def translate(text: str, mounts: Sequence[Mount]) -> str:
-    """A word of a command line with the host's paths; MountError for an absolute path that is not in the container."""
+def translate(text: str, mounts: Sequence[Mount], *, known: str = "\0") -> str:
+    """A word of a command line with the host's paths; MountError for an absolute path that is not in the container.
+
+    Paths below `known` are the doubles', which stand for files of the image.
+    """
 
     def replace(match: re.Match[str]) -> str:
+        if match.group().startswith(known):
+            return match.group()
         found = host_path(match.group().rstrip("/") or "/", mounts)
         if found is None:
             raise MountError(f"{match.group()}: No such file or directory (strict double: neither mounted nor image)")

@@ -56,7 +56,7 @@ class Need:
 
 def need_of(wish: Wish) -> Need:
     """What `wish` needs; UsageError or UnsupportedModelError when it cannot be built at all."""
-    engine = choose_runtime(wish.build.runtime).plan(_config(wish), wish.build)
+    engine = choose_runtime(wish.build.runtime, container=wish.build.container).plan(_config(wish), wish.build)
     tokens = wish.kv_tokens or engine.limits.max_seq_len
     processes = server_processes(tokenizers=wish.tokenizers, bls=wish.bls, tokenizer_bytes=wish.tokenizer_bytes)
     return Need(

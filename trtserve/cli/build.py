@@ -25,6 +25,8 @@ from trtserve.cli.build_options import (
 )
 from trtserve.cli.options import (
     AllLogitsOption,
+    ContainerFlagOption,
+    ContainerOption,
     ContextLogitsOption,
     DryRunOption,
     GenerationLogitsOption,
@@ -94,6 +96,8 @@ def build(
     logits_dtype: LogitsDtypeOption = None,
     profiling_verbosity: VerbosityOption = None,
     build_workers: BuildWorkersOption = None,
+    container: ContainerOption = None,
+    container_flags: ContainerFlagOption = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the engine; default: the checkpoint's.")] = None,
     out: OutOption = None,
     json: JsonOption = False,
@@ -104,7 +108,8 @@ def build(
     options = locals()  # before anything else has a name here; each option has the name of the field that it fills
     from trtserve.build import build_engine, find_checkpoint, plan_build
 
-    given = {**options, "builder_flags": tuple(builder_flags or ())}
+    lists = {"builder_flags": tuple(builder_flags or ()), "container_flags": tuple(container_flags or ())}
+    given = {**options, **lists}
     spec = BuildSpec(**{field.name: given[field.name] for field in fields(BuildSpec)})
     progress = TerminalProgress(quiet=quiet)
     source = find_checkpoint(checkpoint, progress=progress)

@@ -9,6 +9,8 @@ import typer
 from trtserve.cli.options import (
     CalibDatasetOption,
     CalibSizeOption,
+    ContainerFlagOption,
+    ContainerOption,
     ConverterFlagOption,
     ConverterOption,
     DryRunOption,
@@ -27,6 +29,7 @@ from trtserve.cli.options import (
     WorkersOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
+from trtserve.errors import UsageError
 from trtserve.machine import gibibytes
 from trtserve.specs import CheckSpec, Converter, ConvertSpec, DType, Quantization
 
@@ -51,6 +54,8 @@ def convert(
     calib_size: CalibSizeOption = None,
     trtllm_examples: ExamplesOption = None,
     converter_flags: ConverterFlagOption = None,
+    container: ContainerOption = None,
+    container_flags: ContainerFlagOption = None,
     flags: Annotated[
         list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="The same: flags for NVIDIA's tool as they are.")
     ] = None,
@@ -78,7 +83,11 @@ def convert(
         calib_size=calib_size,
         trtllm_examples=trtllm_examples,
         converter_flags=(*(converter_flags or ()), *(flags or ())),
+        container=container,
+        container_flags=tuple(container_flags or ()),
     )
+    if container is not None and not spec.upstream:
+        raise UsageError("Our own converter runs here and needs no --container.", hint="Add --converter upstream.")
     progress = TerminalProgress(quiet=quiet)
     source = find_model(model, progress=progress)
     plan = plan_conversion(source, spec)

@@ -28,6 +28,8 @@ from trtserve.cli.options import (
     AllLogitsOption,
     CalibDatasetOption,
     CalibSizeOption,
+    ContainerFlagOption,
+    ContainerOption,
     ContextLogitsOption,
     ConverterFlagOption,
     ConverterOption,
@@ -154,6 +156,8 @@ def import_(
     logits_dtype: LogitsDtypeOption = None,
     profiling_verbosity: VerbosityOption = None,
     build_workers: ImportWorkersOption = None,
+    container: ContainerOption = None,
+    container_flags: ContainerFlagOption = None,
     builder_flags: BuilderFlagOption = None,
     tokenizer: Annotated[
         str | None,
@@ -213,7 +217,7 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     from trtserve.import_.sources import parse_source
     from trtserve.pipeline import ImportSpec, engine_destination
 
-    lists = ("converter_flags", "builder_flags")
+    lists = ("converter_flags", "builder_flags", "container_flags")
     given = {**options, **{name: tuple(options[name] or ()) for name in lists}}
 
     def filled(spec: type[S]) -> S:

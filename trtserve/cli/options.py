@@ -171,6 +171,21 @@ RuntimeOption = Annotated[
         "what this machine has.",
     ),
 ]
+ContainerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--container",
+        "--container-image",
+        metavar="TAG",
+        help="Run NVIDIA's tools in this container: a tag such as 25.12, or an image by name or digest.",
+    ),
+]
+ContainerFlagOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--container-flag", metavar="FLAG", help="Handed to docker run as it is, such as =--shm-size=8g; repeatable."
+    ),
+]
 TrtllmVersionOption = Annotated[
     str | None,
     typer.Option(

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.options import DryRunOption, JsonOption, QuietOption, TrtllmVersionOption
+from trtserve.cli.options import (
+    ContainerFlagOption,
+    ContainerOption,
+    DryRunOption,
+    JsonOption,
+    QuietOption,
+    TrtllmVersionOption,
+)
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.specs import ServerSpec
 
@@ -102,6 +109,8 @@ def start(
         typer.Option("--exit-timeout", help="Seconds that tritonserver has to end in order.", rich_help_panel=_GPUS),
     ] = 3,
     trtllm_version: TrtllmVersionOption = None,
+    container: ContainerOption = None,
+    container_flags: ContainerFlagOption = None,
     ready_timeout: Annotated[
         float, typer.Option("--ready-timeout", help="Seconds until all models must be ready.")
     ] = 600.0,
@@ -143,6 +152,7 @@ def _server_spec(options: Mapping[str, Any]) -> tuple[str | None, ServerSpec]:
         "gpus": parse_gpus(options["gpus"]) if options["gpus"] is not None else (),
         "spawn_processes": not options["disable_spawn_processes"],
         "extra_arguments": extra,
+        "container_flags": tuple(options["container_flags"] or ()),
         # `with_free_ports` sets it with the ports.
         "auto_ports": False,
     }

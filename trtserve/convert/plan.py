@@ -113,12 +113,19 @@ def own_wishes(spec: ConvertSpec) -> dict[str, Any]:
 def all_wishes(spec: ConvertSpec) -> dict[str, Any]:
     """`spec` as it stands in a manifest."""
     examples = str(spec.trtllm_examples) if spec.trtllm_examples else None
-    return {**asdict(spec), "trtllm_examples": examples, "converter_flags": list(spec.converter_flags)}
+    lists = {name: list(getattr(spec, name)) for name in ("converter_flags", "container_flags")}
+    return {**asdict(spec), "trtllm_examples": examples, **lists}
+
+
+def _upstream_wishes(spec: ConvertSpec) -> dict[str, Any]:
+    """What decides the checkpoint beside the tool's version: not where that lies."""
+    wishes = {**all_wishes(spec), "trtllm_examples": None}
+    return {key: value for key, value in wishes.items() if key not in ("container", "container_flags")}
 
 
 def _plan_upstream(model: Model, spec: ConvertSpec, hf: Mapping[str, Any]) -> Plan:
     """What NVIDIA's tools are expected to make; their options are checked."""
-    toolkit = find_toolkit(calibrated=needs_calibration(spec), examples=spec.trtllm_examples)
+    toolkit = find_toolkit(calibrated=needs_calibration(spec), examples=spec.trtllm_examples, container=spec.container)
     spec = replace(spec, dtype=resolve_dtype(spec, hf))
     tool_command(toolkit, spec, architectures.architecture_of(hf), model.path, model.path)
     config = expected_config(hf, spec)
@@ -136,7 +143,7 @@ def _plan_upstream(model: Model, spec: ConvertSpec, hf: Mapping[str, Any]) -> Pl
         fingerprint=fingerprint(
             stage="convert",
             schema=SCHEMA,
-            spec=all_wishes(replace(spec, trtllm_examples=None)),
+            spec=_upstream_wishes(spec),
             model=model.fingerprint,
             tool=toolkit.version,
         ),

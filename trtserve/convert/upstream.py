@@ -13,6 +13,7 @@ from trtserve.check import plan_check
 from trtserve.convert.plan import Destination, Plan, all_wishes
 from trtserve.convert.proof import Proof
 from trtserve.errors import ConversionError, UsageError
+from trtserve.launch.container import Box, container_name, image_of, in_container, with_targets
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import CheckSpec
@@ -22,9 +23,28 @@ from trtserve.upstream import Toolkit, run_tool, tool_command
 
 def upstream_command(model: Model, plan: Plan, folder: Path) -> Command:
     """The command that makes the checkpoint in `folder`; UsageError when our own converter does."""
+    command, box = _command(model, plan, folder)
+    return command if box is None else in_container(command, box)
+
+
+def _command(model: Model, plan: Plan, folder: Path) -> tuple[Command, Box | None]:
+    """The tool's own command, and the container that it runs in, if any."""
     if plan.toolkit is None:
         raise UsageError("Our own converter runs no command.")
-    return tool_command(plan.toolkit, plan.spec, plan.config["architecture"], model.path.absolute(), folder)
+    source = model.path.absolute()
+    command = tool_command(plan.toolkit, plan.spec, plan.config["architecture"], source, folder)
+    if plan.toolkit.container is None:
+        return command, None
+    given = (Path(text) for text in (plan.spec.calib_dataset or "",) if Path(text).is_absolute())
+    mounted = () if plan.toolkit.mounted is None else (plan.toolkit.mounted,)
+    box = Box(
+        image=image_of(plan.toolkit.container),
+        name=container_name("convert"),
+        read_only=with_targets((source, *mounted, *given)),
+        writable=(folder,),
+        flags=plan.spec.container_flags,
+    )
+    return replace(command, cwd=folder), box
 
 
 def convert_upstream(
@@ -52,11 +72,12 @@ def convert_upstream(
 
     def produce(folder: Path) -> Manifest:
         require_disk(folder.parent, plan.total_bytes, "The checkpoint")
-        command, log = upstream_command(model, plan, folder), store.root / "logs" / f"convert-{place.path.name}.log"
-        progress.step(str(command))
-        config = run_tool(command, folder, world_size=len(plan.sizes), log=log, progress=progress)
+        command, box = _command(model, plan, folder)
+        log = store.root / "logs" / f"convert-{place.path.name}.log"
+        config = run_tool(command, folder, world_size=len(plan.sizes), log=log, progress=progress, box=box)
         _require_quantised(plan, config, log)
-        facts = {**manifest.facts, "command": str(command), "log": str(log), "bytes": _bytes_of(folder)}
+        ran = command if box is None else in_container(command, box)
+        facts = {**manifest.facts, "command": str(ran), "log": str(log), "bytes": _bytes_of(folder)}
         if verify is not None:
             proof = Proof(plan_check(config, model.path, verify, progress=progress), place, progress)
             facts["check"] = proof.require(folder)

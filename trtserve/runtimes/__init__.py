@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trtserve.errors import UsageError
 from trtserve.progress import SILENT, Progress
 from trtserve.releases.installed import Installed, has_engine_path, installed
 from trtserve.runtimes import llmapi, openvino, tensorrt_llm
@@ -22,8 +23,18 @@ RUNTIMES: dict[str, Runtime[Any]] = {
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def choose_runtime(name: RuntimeName, progress: Progress = SILENT) -> Runtime[Any]:
-    """The runtime called `name`; `auto` takes what this machine has and says so."""
+def choose_runtime(name: RuntimeName, progress: Progress = SILENT, *, container: str | None = None) -> Runtime[Any]:
+    """The runtime called `name`; `auto` takes what this machine has and says so, with a `container` NVIDIA's.
+
+    UsageError for the embedded runtime in a container, which does not have it.
+    """
+    if container is not None and name == openvino.NAME:
+        raise UsageError(
+            "--container runs NVIDIA's tools, and the openvino runtime needs none of them.",
+            hint="Leave --container out, or take --runtime tensorrt_llm.",
+        )
+    if container is not None and name == "auto":
+        return RUNTIMES[tensorrt_llm.NAME]
     if name != "auto":
         return RUNTIMES[name]
     found = installed() if has_nvidia_gpu() else None

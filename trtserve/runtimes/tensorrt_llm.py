@@ -21,6 +21,17 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from trtserve.launch.container import (
+    Box,
+    container_name,
+    explained,
+    image_of,
+    in_container,
+    remove_container,
+    require_docker,
+    require_installed_in,
+    with_targets,
+)
 from trtserve.launch.gpus import Gpu, count_gpus, visible_gpu
 from trtserve.machine import gibibytes
 from trtserve.process import Command
@@ -52,7 +63,7 @@ class TensorrtPlan(EnginePlan):
 
     `program` is what builds it, `arguments` are those that decide its content, `expected` is what its `build_config`
     will say. `rank` are the weights of a rank; None for a family that is not known here. `workers` ranks are built at
-    once. `gpu` is the one that it is built for, None where there is none.
+    once. `gpu` is the one that it is built for, None where there is none. `container` is the tag or image to build in.
     """
 
     version: str
@@ -63,6 +74,8 @@ class TensorrtPlan(EnginePlan):
     rank: RankWeights | None = None
     gpu: Gpu | None = None
     features: tuple[str, ...] = ()
+    container: str | None = None
+    container_flags: tuple[str, ...] = ()
 
     @property
     def precision(self) -> str:
@@ -107,11 +120,31 @@ class TensorrtPlan(EnginePlan):
         return {"version": self.version, **super().config_outline()}
 
     def command(self, checkpoint: Path, folder: Path) -> Command:
-        """`trtllm-build`; its timing cache goes beside the engine instead of the current folder."""
+        """`trtllm-build`, in its container where one is asked for."""
+        tool, box = self.tool(checkpoint, folder), self.box(checkpoint, folder)
+        return tool if box is None else in_container(tool, box)
+
+    def box(self, checkpoint: Path, folder: Path) -> Box | None:
+        """The container of one build, which may write the engine; None when it runs on this machine itself."""
+        if self.container is None:
+            return None
+        given = (Path(word) for word in self.arguments if word.startswith("/") and Path(word).exists())
+        return Box(
+            image=image_of(self.container),
+            name=container_name("build"),
+            read_only=with_targets((checkpoint, *given)),
+            writable=(folder,),
+            flags=self.container_flags,
+        )
+
+    def tool(self, checkpoint: Path, folder: Path) -> Command:
+        """`trtllm-build` itself; its timing cache goes beside the engine instead of the current folder."""
         argv = (*self.program, "--checkpoint_dir", str(checkpoint), "--output_dir", str(folder), *self.arguments)
         if "--output_timing_cache" not in self.arguments:
             argv = (*argv, "--output_timing_cache", str(folder / _CACHE))
-        return Command(argv=(*argv, "--workers", str(self.workers)) if self.workers > 1 else argv)
+        argv = (*argv, "--workers", str(self.workers)) if self.workers > 1 else argv
+        # Nothing is read from the current folder, which a container does not have.
+        return Command(argv=argv, cwd=folder if self.container else None)
 
     @property
     def expected_memory(self) -> int:
@@ -130,7 +163,11 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
             "KV cache is a property of the checkpoint.",
             hint="Convert with --quantize fp8 for an FP8 cache, or leave it out.",
         )
-    found = _require_installed(spec.trtllm_version)
+    found = (
+        _require_installed(spec.trtllm_version)
+        if spec.container is None
+        else require_installed_in(spec.container, spec.trtllm_version)
+    )
     release = require_engine_path(found.version)
     built = build_arguments(release, config, spec)
     rank, gpu = _rank_weights(config), visible_gpu()
@@ -149,6 +186,8 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
         rank=rank,
         gpu=gpu,
         features=_features(spec),
+        container=spec.container,
+        container_flags=spec.container_flags,
         memory_bytes=rank.loaded + rank.kept if rank else 0,
         disk_bytes=rank.kept * world if rank else 0,
         serving_bytes=rank.kept * world if rank else 0,
@@ -238,11 +277,15 @@ def build(
             "trtllm-build needs an NVIDIA GPU of the kind that will serve the engine; nvidia-smi finds none here.",
             hint="Build where the GPU is. `--dry-run` prints the command.",
         )
-    command, free, began = plan.command(checkpoint.path.absolute(), folder), machine.free_memory(), time.monotonic()
+    source, free, began = checkpoint.path.absolute(), machine.free_memory(), time.monotonic()
+    box = plan.box(source, folder)
+    command = plan.tool(source, folder) if box is None else in_container(plan.tool(source, folder), box)
+    if box is not None:
+        require_docker(box)
     progress.step(str(command))
     if seconds is not None:
         progress.step(f"It takes about {duration(seconds)}, as earlier builds did.")
-    code = _run(command, BuildLog(log, plan.world_size, progress, seconds=seconds), log)
+    code = _run(command, BuildLog(log, plan.world_size, progress, seconds=seconds), log, box)
     if code != 0:
         raise _explained(plan, command, code, log, free)
     _require_whole(plan, checkpoint, folder, log)
@@ -256,7 +299,7 @@ def build(
     }
 
 
-def _run(command: Command, follow: BuildLog, log: Path) -> int | None:
+def _run(command: Command, follow: BuildLog, log: Path, box: Box | None) -> int | None:
     """The exit code; Ctrl-C, SIGTERM and SIGHUP end the program with us."""
     with process.stop_signals() as signals:
         builder = process.spawn(command, log=log)
@@ -270,6 +313,8 @@ def _run(command: Command, follow: BuildLog, log: Path) -> int | None:
             return process.exit_code(builder)
         finally:
             process.stop(builder, grace=_GRACE_SECONDS)
+            if box is not None:
+                remove_container(box.name)
 
 
 def _require_whole(plan: TensorrtPlan, checkpoint: Checkpoint, folder: Path, log: Path) -> None:
@@ -295,6 +340,8 @@ def _require_whole(plan: TensorrtPlan, checkpoint: Checkpoint, folder: Path, log
 def _explained(plan: TensorrtPlan, command: Command, code: int | None, log: Path, free: int) -> TrtserveError:
     """What the end of the log and the exit code mean."""
     tail = last_lines(log)
+    if plan.container is not None and (reason := explained(tail)) is not None:
+        return reason
     ended = f"trtllm-build ended with {_ending(code)}"
     # With several workers the one that is killed breaks the pool of the others.
     if code in _KILLED or "terminated abruptly" in tail:

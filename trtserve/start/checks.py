@@ -7,17 +7,18 @@ from pathlib import Path
 
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
 from trtserve.errors import PortInUseError, ServerStartError
+from trtserve.launch.container import require_docker
 from trtserve.launch.gpus import count_gpus, describe_gpus, require_gpus
 from trtserve.machine import differences
 from trtserve.ports import is_free, owner
 from trtserve.process import arguments
 from trtserve.progress import Progress
-from trtserve.releases.installed import installed
 from trtserve.servers import list_servers, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.start.ending import end_server
 from trtserve.start.plan import Plan
 from trtserve.start.repositories import chosen_by
+from trtserve.start.world import installed_for
 from trtserve.store import Store
 from trtserve.triton.engine_match import Installation, require_matching
 from trtserve.triton.server import SHARED_MEMORY, Address
@@ -71,7 +72,7 @@ def require_fitting_engine(plan: Plan, spec: ServerSpec, progress: Progress) -> 
     """RepositoryError, with the command that builds it again, for an engine of other versions or another GPU."""
     if not plan.needs_gpus:
         return
-    here = installed(spec.trtllm_version)
+    here = installed_for(spec)
     gpus = describe_gpus()
     first = spec.gpus[0] if spec.gpus and spec.gpus[0] < len(gpus) else 0
     installation = Installation(
@@ -84,8 +85,13 @@ def require_fitting_engine(plan: Plan, spec: ServerSpec, progress: Progress) -> 
 
 
 def require_environment(plan: Plan, store: Store, progress: Progress) -> None:
-    """The checks of `doctor` that a start needs: all for the wheel's Triton, memory to share for every other."""
-    if plan.triton.package is not None:
+    """The checks of `doctor` that a start needs: all for the wheel's Triton, docker for a container, else memory to
+    share.
+    """
+    boxes = [instance.box for instance in plan.instances if instance.box is not None]
+    if boxes:
+        require_docker(boxes[0])
+    elif plan.triton.package is not None:
         require_machine(store, progress=progress)
     else:
         raise_failed([check_shared_memory(SHARED_MEMORY, least=plan.processes * MINIMUM_SHARED_MEMORY)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from trtserve.launch.container import remove_container
 from trtserve.launch.ranks import serving_process, sweep_session
 from trtserve.progress import SILENT, Progress
 from trtserve.servers import Server, find_server, forget, recorded_server, write_state
@@ -37,7 +38,15 @@ def end_server(server: Server, store: Store, *, urgent: Callable[[], bool] = lam
     """
     roots = [instance.identity for instance in server.instances]
     grace = STOP_GRACE - EXIT_TIMEOUT + server.exit_timeout
-    stop_triton(roots, server.shm_prefix, urgent=urgent, asked=[serving_process(root) for root in roots], grace=grace)
+    try:
+        stop_triton(
+            roots, server.shm_prefix, urgent=urgent, asked=[serving_process(root) for root in roots], grace=grace
+        )
+    finally:
+        # docker hands the TERM on; what does not end by it goes on without its client.
+        for instance in server.instances:
+            if instance.container is not None:
+                remove_container(instance.container)
     for root in roots:
         sweep_session(root)
     forget(server, store)

@@ -149,6 +149,7 @@ def _server(plan: Plan, spec: ServerSpec, identity: Identity) -> Server:
         shm_prefix=plan.shm_prefix,
         mode=plan.mode,
         exit_timeout=spec.exit_timeout,
+        container=_container(plan.instances[0]),
         proxy=None if plan.proxy is None else plan.proxy.file,
     )
 
@@ -161,7 +162,12 @@ def _instance(planned: InstancePlan, identity: Identity) -> Instance:
         pid=identity.pid,
         started=identity.started,
         log=planned.log,
+        container=_container(planned),
     )
+
+
+def _container(planned: InstancePlan) -> str | None:
+    return None if planned.box is None else planned.box.name
 
 
 def _write_proxy(proxy: Proxy) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.launch import Launch, Mode, Setup, leader, llmapi, orchestrator
+from trtserve.launch.container import SHM_GIB, Box, container_name, image_of, in_container, with_targets
 from trtserve.launch.gpus import count_gpus, split_gpus
 from trtserve.launch.instances import instance_addresses
 from trtserve.launch.nginx import proxy_config
@@ -17,6 +18,7 @@ from trtserve.ports import ipv4_address, is_free, next_free
 from trtserve.process import Command
 from trtserve.servers import log_file
 from trtserve.specs import ServerSpec
+from trtserve.start.mentions import hub_cache, named_paths
 from trtserve.start.mpi import mpirun_program, needs_oversubscription
 from trtserve.start.world import launch_release, ranks_of, require_engine_mode, require_world_size
 from trtserve.store import Store
@@ -38,11 +40,12 @@ _EMBEDDED = (None, "openvino")
 
 @dataclass(frozen=True, kw_only=True)
 class InstancePlan:
-    """One launch of the server: where it listens, where its output goes, what is run."""
+    """One launch of the server: where it listens, where its output goes, what is run, and in which container."""
 
     address: Address
     log: Path
     launch: Launch
+    box: Box | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +125,9 @@ def plan_server(
         triton = find_triton(served.backends | {"python"})
         launches = [_embedded(triton, repository.path, first, spec, prefix, store)]
     else:
-        triton = _gpu_triton(served, elsewhere=elsewhere)
+        triton = CONTAINER_TRITON if spec.container else _gpu_triton(served, elsewhere=elsewhere)
         launches = _gpu_launches(triton, repository, served, addresses, spec, prefix)
+    boxes = [_box(repository, served, spec, launch) for launch in launches]
     return Plan(
         name=name,
         repository=repository.path.absolute(),
@@ -131,8 +135,8 @@ def plan_server(
         triton=triton,
         shm_prefix=prefix,
         instances=tuple(
-            InstancePlan(address=address, log=log_file(name, store, number), launch=launch)
-            for number, (address, launch) in enumerate(zip(addresses, launches, strict=True), start=1)
+            InstancePlan(address=address, log=log_file(name, store, number), launch=_boxed(launch, box), box=box)
+            for number, (address, launch, box) in enumerate(zip(addresses, launches, boxes, strict=True), start=1)
         ),
         proxy=_proxy(name, addresses, spec, store) if spec.instances > 1 else None,
     )
@@ -151,6 +155,7 @@ def _embedded(
 ) -> Launch:
     """One process, whatever the checkpoint's shards: the embedded executor merges them."""
     wanted = {"--instances": spec.instances > 1, "--multi-model": spec.multi_model, "--gpus": bool(spec.gpus)}
+    wanted["--container"] = spec.container is not None
     for flag, given in wanted.items():
         if given:
             raise UsageError(
@@ -166,6 +171,27 @@ def _embedded(
         extra_arguments=spec.extra_arguments,
     )
     return Launch(mode="single", command=command, groups=(command.argv,), shm_prefixes=(prefix,))
+
+
+def _box(repository: ModelRepository, served: Served, spec: ServerSpec, launch: Launch) -> Box | None:
+    """The container of one launch: it sees the repository, and what its configurations name outside of it."""
+    if spec.container is None:
+        return None
+    outside = named_paths(repository.path) + tuple(core.engine for core in served.core_models if core.engine)
+    hub = hub_cache() if served.runtime == "llmapi" else None
+    return Box(
+        image=image_of(spec.container),
+        name=container_name(repository.name if spec.name is None else spec.name),
+        read_only=with_targets((repository.path, *outside)),
+        writable=() if hub is None else (hub,),
+        environment={} if hub is None else {"HF_HOME": str(hub)},
+        flags=spec.container_flags,
+        shm_gib=max(SHM_GIB, launch.ranks),
+    )
+
+
+def _boxed(launch: Launch, box: Box | None) -> Launch:
+    return launch if box is None else replace(launch, command=in_container(launch.command, box))
 
 
 def _gpu_triton(served: Served, *, elsewhere: bool) -> Triton:
@@ -200,7 +226,7 @@ def _gpu_launches(
         pool_bytes=spec.gpu0_pool_bytes,
         exit_timeout=spec.exit_timeout,
         oversubscribe=spec.oversubscribe or needs_oversubscription(processes),
-        mpirun=mpirun_program(),
+        mpirun="mpirun" if spec.container else mpirun_program(),
         arguments=spec.extra_arguments,
     )
     setups = [

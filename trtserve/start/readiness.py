@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from trtserve.errors import ServerStartError
+from trtserve.launch.container import explained
 from trtserve.launch.ranks import describe_ranks, missing_rank, rank_processes
 from trtserve.process import Identity
 from trtserve.servers import Server
@@ -49,7 +50,7 @@ class _Waiting:
 
     def ready(self) -> bool:
         """Whether it is up; ServerStartError when it never will be."""
-        if came_up(self.root, self.planned.address, self.planned.log):
+        if self._came_up():
             return True
         # trtllm-llmapi-launch waits for ever for a leader whose tritonserver has failed.
         if self.planned.launch.mode == "llmapi" and _GIVEN_UP in server_log.read(self.planned.log):
@@ -57,6 +58,14 @@ class _Waiting:
         if self.planned.launch.ranks > 1 and time.monotonic() - self._looked > _RANK_INTERVAL:
             self._look_for_ranks()
         return False
+
+    def _came_up(self) -> bool:
+        planned = self.planned
+        try:
+            return came_up(self.root, planned.address, planned.log, contained=planned.box is not None)
+        except ServerStartError as error:
+            reason = explained(server_log.read(planned.log)) if planned.box is not None else None
+            raise reason or error from error
 
     def _look_for_ranks(self) -> None:
         self._looked = time.monotonic()

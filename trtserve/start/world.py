@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError, UsageError
+from trtserve.launch.container import installed_in
 from trtserve.launch.devices import world_of
 from trtserve.releases import NEWEST, order
-from trtserve.releases.installed import installed, require_engine_path
+from trtserve.releases.installed import Installed, installed, require_engine_path
 from trtserve.specs import ServerSpec
 from trtserve.triton.engine_match import rebuild_command
 from trtserve.triton.preflight import Served
@@ -14,12 +15,20 @@ from trtserve.triton.preflight import Served
 _LLMAPI_SINCE = "0.19"
 
 
+def installed_for(spec: ServerSpec) -> Installed | None:
+    """The TensorRT-LLM that will serve: the container's, or this machine's; None where it is not known."""
+    if spec.container is not None:
+        return installed_in(spec.container, spec.trtllm_version)
+    return installed(spec.trtllm_version)
+
+
 def launch_release(served: Served, spec: ServerSpec) -> str:
-    """The release whose launch script is followed: --trtllm-version, what is installed, or the repository's.
+    """The release whose launch script is followed: the container's, --trtllm-version, what is installed, or the
+    repository's.
 
     UsageError for a release that cannot serve this kind of repository.
     """
-    found = installed(spec.trtllm_version)
+    found = installed_for(spec)
     engine = served.core_models[0].version if served.core_models else None
     version = found.version if found is not None else served.release or engine or NEWEST
     if served.runtime != "llmapi":

@@ -10,6 +10,7 @@ from trtserve import process
 from trtserve.architectures.checkpoint import read_config
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.errors import ConversionError, TrtserveError
+from trtserve.launch.container import Box, explained, in_container, remove_container, require_docker
 from trtserve.process import Command
 from trtserve.progress import Progress
 
@@ -18,13 +19,19 @@ _GRACE_SECONDS = 10.0
 _LAST_LINES = 12
 
 
-def run_tool(command: Command, folder: Path, *, world_size: int, log: Path, progress: Progress) -> dict[str, Any]:
-    """Run `command`, which fills `folder`, and return the checkpoint's config.
+def run_tool(
+    command: Command, folder: Path, *, world_size: int, log: Path, progress: Progress, box: Box | None = None
+) -> dict[str, Any]:
+    """Run `command`, which fills `folder`, in the container `box` or here, and return the checkpoint's config.
 
     ConversionError, with the last lines of the log, when it fails or when what it left is not a checkpoint of
     `world_size` ranks. Ended with us: nothing of it goes on when this returns or raises.
     """
     name = Path(command.argv[1]).name
+    if box is not None:
+        require_docker(box)
+        command = in_container(command, box)
+    progress.step(str(command))
     tool = process.spawn(command, log=log)
     try:
         with progress.task(f"Running {name} (log: {log})", total=world_size, unit="items") as task:
@@ -38,7 +45,11 @@ def run_tool(command: Command, folder: Path, *, world_size: int, log: Path, prog
         code = process.exit_code(tool)
     finally:
         process.stop(tool, grace=_GRACE_SECONDS)
+        if box is not None:
+            remove_container(box.name)
     if code != 0:
+        if box is not None and (reason := explained(_tail(log))) is not None:
+            raise reason
         raise ConversionError(
             f"{name} ended with {_ending(code)}. Its last lines:\n{_tail(log)}",
             hint=f"The command was: {command}",

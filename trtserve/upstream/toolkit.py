@@ -10,11 +10,14 @@ from importlib import metadata
 from pathlib import Path
 
 from trtserve.errors import MissingDependencyError, ModelOptMissingError
+from trtserve.launch.container import known_container, require_installed_in
 from trtserve.releases.converters import QUANTIZE_SCRIPT, converter_script
 from trtserve.releases.installed import Installed, installed, require_engine_path
 from trtserve.releases.launcher import launcher_facts
 
 EXAMPLES_VARIABLE = "TRTSERVE_TRTLLM_EXAMPLES"
+VERSION_VARIABLE = "TRTSERVE_TRTLLM_VERSION"
+_APP = "/app"  # where NVIDIA's containers have their scripts and examples
 _MODELOPT = "nvidia-modelopt"
 # `pip install tensorrt_llm` has no examples; NVIDIA's containers do.
 _EXAMPLES = "examples"
@@ -22,13 +25,19 @@ _EXAMPLES = "examples"
 
 @dataclass(frozen=True, kw_only=True)
 class Toolkit:
-    """TensorRT-LLM `version` (of `release`), the interpreter that imports it, and the folder of its examples."""
+    """TensorRT-LLM `version` (of `release`), the interpreter that imports it, and the folder of its examples.
+
+    Of a `container` (a tag or an image) they are what is inside, where nothing can be looked up before it runs;
+    `mounted` are examples of this machine that it uses instead of its own.
+    """
 
     version: str
     release: str
     python: Path
     examples: Path
     environment: Path | None
+    container: str | None = None
+    mounted: Path | None = None
 
     def converter(self, architecture: str) -> Path:
         """convert_checkpoint.py of a family; MissingDependencyError when the examples lack it."""
@@ -36,7 +45,7 @@ class Toolkit:
 
     def quantizer(self) -> Path:
         """quantize.py, which works through ModelOpt; ModelOptMissingError when that is not installed."""
-        if self._modelopt() is None:
+        if self.container is None and self._modelopt() is None:
             raise ModelOptMissingError(
                 f"Calibrated quantisation needs NVIDIA ModelOpt, which {self.python} does not have.",
                 hint=f"{self.python} -m pip install nvidia-modelopt, or quantise with --quantize int8 or none.",
@@ -50,7 +59,8 @@ class Toolkit:
 
     def _script(self, relative: str) -> Path:
         script = self.examples / Path(relative).relative_to(_EXAMPLES)
-        if not script.is_file():
+        inside = self.container is not None and self.mounted is None
+        if not inside and not script.is_file():
             raise MissingDependencyError(
                 f"{script} is not there: the examples are not those of TensorRT-LLM {self.version}.",
                 hint=_clone(self.version),
@@ -63,13 +73,21 @@ def _distributions(folders: list[str]) -> list[metadata.Distribution]:
 
 
 def find_toolkit(
-    *, calibrated: bool = False, examples: Path | None = None, environ: Mapping[str, str] = os.environ
+    *,
+    calibrated: bool = False,
+    examples: Path | None = None,
+    container: str | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Toolkit:
     """The installed TensorRT-LLM and its examples: in `examples`, $TRTSERVE_TRTLLM_EXAMPLES, or a container's folder.
+
+    With `container` (a tag or an image) those inside it, which are not looked up.
 
     MissingDependencyError when either is absent (ModelOptMissingError when the wish is `calibrated`), UsageError for a
     version that has no converters any more.
     """
+    if container is not None:
+        return _in_container(container, examples or _folder(environ), environ.get(VERSION_VARIABLE))
     found = installed()
     if found is None:
         raise _not_installed(calibrated=calibrated)
@@ -80,6 +98,27 @@ def find_toolkit(
         python=_python(found),
         examples=_examples(found, release, examples or _folder(environ)),
         environment=found.environment,
+    )
+
+
+def _in_container(container: str, examples: Path | None, version: str | None) -> Toolkit:
+    """The Python and the examples of an image; before 0.17 it has none, and a checkout is mounted."""
+    found = require_installed_in(container, version if known_container(container) is None else None)
+    release = require_engine_path(found.version)
+    inside = Path(launcher_facts(release).examples)
+    if examples is None and not inside.is_relative_to(_APP):
+        raise MissingDependencyError(
+            f"Containers with TensorRT-LLM {found.version} have no examples, where the converters are.",
+            hint=_clone(found.version),
+        )
+    return Toolkit(
+        version=found.version,
+        release=release,
+        python=Path("python3"),
+        examples=inside if examples is None else _examples(found, release, examples.absolute()),
+        environment=None,
+        container=container,
+        mounted=None if examples is None else examples.absolute(),
     )
 
 
