@@ -17,13 +17,12 @@ import pytest
 
 from tests.support.conversion_faults import copied, faults_of, faulty_copies
 from tests.support.tiny_models import FAMILIES, read_safetensors, write_safetensors, write_tiny_model
-from trtserve import convert as convert_module
 from trtserve.architectures.checkpoint import read_config
 from trtserve.artifacts import Model
 from trtserve.check import CheckPlan, check_checkpoint, compare_checkpoint, plan_check, require_passed
 from trtserve.check.original import Original, run_original
 from trtserve.cli import run
-from trtserve.convert import convert_model
+from trtserve.convert import checkpoint_config, convert_model
 from trtserve.errors import CheckError, CorruptFileError
 from trtserve.specs import CheckSpec, ConvertSpec
 
@@ -186,12 +185,12 @@ def test_the_command_prints_figures_and_has_an_exit_code(tmp_path: Path, capsys:
 @pytest.fixture
 def faulty_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A converter that writes ten times the rope base."""
-    right = convert_module.checkpoint_config
+    right = checkpoint_config
 
     def wrong(*arguments: Any) -> dict[str, Any]:
         return (config := right(*arguments)) | {"rotary_base": config["rotary_base"] * 10}
 
-    monkeypatch.setattr(convert_module, "checkpoint_config", wrong)
+    monkeypatch.setattr("trtserve.convert.plan.checkpoint_config", wrong)
 
 
 def test_convert_verifies_before_it_publishes(
