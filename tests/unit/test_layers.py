@@ -33,6 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "query",
             "doctor",
             "inventory",
+            "inspect",
             "bench",
         }
     ),

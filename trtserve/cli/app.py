@@ -20,6 +20,7 @@ from trtserve.cli import (
     convert,
     doctor,
     import_,
+    inspect,
     list_,
     logs,
     lora,
@@ -169,6 +170,7 @@ app.add_typer(bench.group, name="bench", help="Measure a served model.", rich_he
 command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
 command(plan.plan, rich_help_panel=UPKEEP)
 command(check.check, rich_help_panel=UPKEEP)
+command(inspect.inspect, rich_help_panel=UPKEEP)
 command(lora.lora, rich_help_panel=UPKEEP)
 command(stop.stop, rich_help_panel=UPKEEP)
 command(status.status, rich_help_panel=UPKEEP)
