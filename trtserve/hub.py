@@ -138,6 +138,20 @@ def resolve(repository: str, revision: str | None, *, token: str | None = None) 
     return Revision(repository=repository, commit=info.sha, files=files)
 
 
+def require_token(token: str) -> None:
+    """AccessDeniedError for a token that the hub does not accept, NetworkError when it cannot be asked."""
+    _ask_who("this account", token)
+
+
+@_explained
+def _ask_who(subject: str, token: str) -> None:
+    """The owner of a token is not wanted, only that there is one; `subject` is what errors call it."""
+    del subject
+    from huggingface_hub import HfApi
+
+    HfApi(endpoint=endpoint()).whoami(token=token)
+
+
 def _remote_file(repository: str, commit: str, sibling: Any, token: str | None) -> RemoteFile:
     if sibling.lfs is not None:
         return RemoteFile(name=sibling.rfilename, size=sibling.lfs.size, digest=f"sha256:{sibling.lfs.sha256}")

@@ -24,6 +24,13 @@ def total_memory() -> int:
     return min([total, *(group.limit for group in _memory_groups())])
 
 
+def physical_memory() -> int:
+    """Bytes of memory of the machine, whatever part of it this process may use."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
 def free_memory() -> int:
     """Bytes of memory that can still be taken: what the kernel calls available, or what a cgroup has left."""
     import psutil

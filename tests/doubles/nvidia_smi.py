@@ -28,6 +28,9 @@ def _fields(index: int, settings: Settings) -> dict[str, str]:
         "memory.used": "4",
         "compute_cap": f"{settings.sm // 10}.{settings.sm % 10}",
         "utilization.gpu": "0",
+        "mig.mode.current": "Disabled",
+        "persistence_mode": "Enabled",
+        "ecc.errors.uncorrected.volatile.total": "0",
         "pci.bus_id": f"00000000:{0x18 + index:02X}:00.0",
     }
 

@@ -7,38 +7,79 @@ import os
 import socket
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from trtserve import doctor
+from trtserve import doctor, machine
 from trtserve.cli import run
-from trtserve.errors import MachineError
+from trtserve.doctor import examination, host, packages, stub
+from trtserve.doctor.findings import EVERY, GPU, NONE, OPENVINO, Finding, look
+from trtserve.errors import MachineError, UsageError
 from trtserve.store import Store
 from trtserve.triton import server
 
+GIB = 2**30
+
+
+def broken(name: str, evidence: str, fix: str, *, needed_by: frozenset[str] = OPENVINO) -> Finding:
+    return Finding(group="triton", name=name, state="failed", evidence=evidence, fix=fix, needed_by=needed_by)
+
 
 @pytest.mark.parametrize(
-    ("version", "result"),
+    ("version", "state"),
     [(("glibc", "2.35"), "ok"), (("glibc", "2.40"), "ok"), (("glibc", "2.31"), "failed"), (("", ""), "failed")],
 )
-def test_glibc(version: tuple[str, str], result: str) -> None:
-    assert doctor.check_glibc(version).result == result
+def test_glibc(version: tuple[str, str], state: str) -> None:
+    assert host.check_glibc(version).state == state
+
+
+@pytest.mark.parametrize(
+    ("system", "architecture", "state"),
+    [
+        ("Linux", "x86_64", "ok"),
+        ("Linux", "aarch64", "ok"),
+        ("Linux", "ppc64le", "failed"),
+        ("Darwin", "arm64", "failed"),
+    ],
+)
+def test_system(system: str, architecture: str, state: str) -> None:
+    finding = host.check_system(system, architecture)
+    assert (finding.state, finding.needed_by) == (state, EVERY)
+    assert architecture in finding.evidence
+
+
+def test_cpu() -> None:
+    new = host.check_cpu(frozenset({"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "sse2"}), 8)
+    assert (new.state, new.evidence) == ("ok", "8 core(s), AVX2, AVX-512, VNNI, bfloat16")
+    assert host.check_cpu(frozenset({"asimd", "sve", "bf16"}), 4).evidence == "4 core(s), NEON, SVE, bfloat16"
+    old = host.check_cpu(frozenset({"sse2"}), 2)
+    assert old.state == "warning"
+    assert "AVX2" in old.fix
 
 
 def test_numpy() -> None:
-    assert doctor.check_numpy({"numpy": "1.26.4"}).result == "ok"
-    new = doctor.check_numpy({"numpy": "2.1.0"})
-    assert (new.result, new.fix) == ("failed", "pip install 'numpy>=1.26,<2'")
-    assert doctor.check_numpy({"numpy": None}).result == "failed"
+    assert stub.check_numpy({"numpy": "1.26.4"}).state == "ok"
+    new = stub.check_numpy({"numpy": "2.1.0"})
+    assert (new.state, new.fix) == ("failed", "pip install 'numpy>=1.26,<2'")
+    assert stub.check_numpy({"numpy": None}).state == "failed"
 
 
 def test_python_of_another_environment_is_refused() -> None:
     here = {"version": list(sys.version_info[:2]), "prefix": sys.prefix}
-    assert doctor.check_python(here).result == "ok"
-    assert "of /usr" in doctor.check_python({**here, "prefix": "/usr"}).found
-    assert doctor.check_python({**here, "version": [3, 8]}).result == "failed"
-    assert doctor.check_python({}).result == "failed"
+    assert stub.check_python(here).state == "ok"
+    assert "of /usr" in stub.check_python({**here, "prefix": "/usr"}).evidence
+    assert stub.check_python({**here, "version": [3, 8]}).state == "failed"
+    assert stub.check_python({}).state == "failed"
+
+
+def test_python_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.check_python_version().state == "ok"
+    monkeypatch.setattr(sys, "version_info", (3, 13, 0, "final", 0))
+    new = host.check_python_version()
+    assert (new.state, new.fix, new.needed_by) == ("failed", "Use Python 3.10 – 3.12.", EVERY)
 
 
 def test_the_first_python3_on_path_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,78 +88,211 @@ def test_the_first_python3_on_path_is_asked(tmp_path: Path, monkeypatch: pytest.
     fake.chmod(0o755)
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     monkeypatch.setattr(server, "stub_environment", lambda: environment)
-    wrong = {check.name for check in doctor.failed(doctor.quick_checks())}
+    wrong = {finding.name for finding in doctor.failed(doctor.quick_checks())}
     assert wrong == {"python3", "numpy"}
 
 
 def test_missing_stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     no_stub = server.Triton(executable=tmp_path / "tritonserver", backends=tmp_path / "backends")
     monkeypatch.setattr(server, "installed", lambda: [no_stub])
-    stub = doctor.check_stub()
-    assert (stub.result, stub.fix) == ("failed", "Use Python 3.10, 3.11 or 3.12.")
+    finding = stub.check_stub()
+    assert (finding.state, finding.fix) == ("failed", "Use Python 3.10, 3.11 or 3.12.")
 
 
 def test_without_triton_everything_that_it_brings_has_one_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "installed", list)
-    for check in (doctor.check_triton(), doctor.check_stub()):
-        assert (check.result, check.fix) == ("failed", "Install the package: pip install 'trtserve[cpu]'")
+    for finding in (stub.check_triton(), stub.check_stub()):
+        assert (finding.state, finding.fix) == ("failed", "Install the package: pip install 'trtserve[cpu]'")
 
 
 def test_libpython(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
     monkeypatch.setattr(sysconfig, "get_config_var", lambda _name: str(tmp_path))
-    monkeypatch.setattr(doctor, "_linker_cache", lambda: "")
-    assert doctor.check_libpython().result == "failed"
-    monkeypatch.setattr(doctor, "_linker_cache", lambda: f"\t{name} (libc6,x86-64) => /lib/{name}")
-    assert doctor.check_libpython().result == "ok"
-    monkeypatch.setattr(doctor, "_linker_cache", lambda: "")
+    monkeypatch.setattr(stub, "_linker_cache", lambda: "")
+    assert stub.check_libpython().state == "failed"
+    monkeypatch.setattr(stub, "_linker_cache", lambda: f"\t{name} (libc6,x86-64) => /lib/{name}")
+    assert stub.check_libpython().state == "ok"
+    monkeypatch.setattr(stub, "_linker_cache", lambda: "")
     (tmp_path / name).touch()
-    assert doctor.check_libpython().found == str(tmp_path / name)
+    assert stub.check_libpython().evidence == str(tmp_path / name)
 
 
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert doctor.check_shared_memory(tmp_path).result == "ok"
-    assert doctor.check_shared_memory(tmp_path / "absent").result == "failed"
-    monkeypatch.setattr(doctor, "MINIMUM_SHARED_MEMORY", 2**62)
-    assert doctor.check_shared_memory(tmp_path).fix == "In Docker: --shm-size=1g."
+def test_shared_memory(tmp_path: Path) -> None:
+    assert host.check_shared_memory(tmp_path).state == "ok"
+    assert host.check_shared_memory(tmp_path / "absent").state == "failed"
+    small = host.check_shared_memory(tmp_path, least=2**62)
+    assert (small.state, small.fix) == ("failed", "In Docker: --shm-size=1g.")
+    tight = host.check_shared_memory(tmp_path, wanted=2**62)
+    assert (tight.state, tight.fix) == ("warning", "In Docker: --shm-size=1g.")
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "free_memory", lambda: 100)
-    results = [doctor.check_memory(wanted, least=least).result for wanted, least in ((50, 20), (190, 99), (200, 101))]
-    assert results == ["ok", "warning", "failed"]
+    monkeypatch.setattr(machine, "free_memory", lambda: 100)
+    states = [host.check_memory(wanted, least=least).state for wanted, least in ((50, 20), (190, 99), (200, 101))]
+    assert states == ["ok", "warning", "failed"]
+
+
+def test_memory_names_the_limit_of_a_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, count in (("free_memory", 3), ("total_memory", 4), ("physical_memory", 64)):
+        monkeypatch.setattr(machine, name, lambda count=count: count * GIB)
+    evidence = host.check_memory(GIB).evidence
+    assert evidence == "3.0 GiB free of 4.0 GiB (its cgroup's limit; the machine has 64.0 GiB)"
+
+
+@pytest.mark.parametrize(("free", "state"), [(2**29, "failed"), (5 * GIB, "warning"), (100 * GIB, "ok")])
+def test_disk(free: int, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "free_disk", lambda _path: free)
+    finding = host.check_disk(Store(tmp_path / "store"))
+    assert finding.state == state
+    assert bool(finding.fix) == (state != "ok")
+
+
+def test_a_store_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "access", lambda *_arguments: False)
+    finding = host.check_disk(Store(tmp_path / "store"))
+    assert (finding.state, finding.evidence) == ("failed", f"{tmp_path} cannot be written")
 
 
 def test_ports_name_who_holds_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         address = server.Address(host="127.0.0.1", http_port=port, grpc_port=port, metrics_port=port)
-        check = doctor.check_ports(address)
-    assert check.result == "warning"
-    assert f"{port} is taken by process {os.getpid()}" in check.found
+        finding = host.check_ports(address)
+    assert finding.state == "warning"
+    assert f"{port} is taken by process {os.getpid()}" in finding.evidence
+
+
+class Installed:
+    """Distributions of an environment, as importlib.metadata lists them."""
+
+    def __init__(self, versions: dict[str, str], requires: Mapping[str, Sequence[str]]) -> None:
+        self._versions, self._requires = versions, requires
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        for name, version in self._versions.items():
+            info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir(parents=True)
+            needs = "".join(f"Requires-Dist: {text}\n" for text in self._requires.get(name, ()))
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        monkeypatch.setattr(
+            metadata,
+            "distributions",
+            lambda **_options: metadata.MetadataPathFinder.find_distributions(
+                metadata.DistributionFinder.Context(path=[str(folder)])
+            ),
+        )
+        monkeypatch.setattr(metadata, "distribution", self._one)
+
+    def _one(self, name: str) -> metadata.Distribution:
+        found = [each for each in metadata.distributions() if each.metadata["Name"] == name]
+        if not found:
+            raise metadata.PackageNotFoundError(name)
+        return found[0]
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    requires = ["rich>=13", "numpy<2; extra == 'cpu'", "openvino>=2026; extra == 'cpu'", "torch; extra == 'oracle'"]
+    here = {"trtserve": "0.1", "rich": "14.0", "numpy": "2.1.0"}
+    Installed(here, {"trtserve": requires}).install(monkeypatch, tmp_path)
+    assert packages.check_packages("").state == "ok"
+    wrong = packages.check_packages("cpu")
+    assert wrong.state == "failed"
+    assert wrong.evidence == "numpy 2.1.0 (wanted <2), openvino missing (wanted >=2026)"
+    assert wrong.fix == "pip install 'trtserve[cpu]'"
+
+
+def test_packages_of_a_source_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Installed({"rich": "14.0"}, {}).install(monkeypatch, tmp_path)
+    finding = packages.check_packages("cpu")
+    assert (finding.state, finding.fix) == ("warning", "pip install 'trtserve[cpu]'")
+
+
+def test_conflicts_between_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    requires = {"triton-cli": ["grpcio-tools==1.64.0", "fastapi>=0.1"], "rich": ["pygments>=2; python_version < '3'"]}
+    here = {"triton-cli": "0.1.2", "grpcio-tools": "1.60.0", "rich": "14.0", "pygments": "1.0"}
+    Installed(here, requires).install(monkeypatch, tmp_path)
+    finding = packages.check_conflicts()
+    assert (finding.state, finding.evidence) == (
+        "warning",
+        "triton-cli 0.1.2: grpcio-tools 1.60.0 (wanted ==1.64.0)",
+    )
+
+
+def test_a_failure_counts_for_the_runtimes_that_need_it() -> None:
+    finding = broken("stub", "none", "Install it.")
+    assert [finding.judged(name).state for name in ("openvino", "llmapi")] == ["failed", "unneeded"]
+    assert broken("docker", "none", "Install it.", needed_by=NONE).judged("llmapi").state == "unneeded"
+    fine = Finding(group="gpu", name="driver", state="ok", evidence="580.1", needed_by=GPU)
+    assert fine.judged("openvino") is fine
+
+
+@pytest.mark.parametrize(
+    ("error", "evidence", "fix"),
+    [
+        (ValueError("no number"), "could not be looked at: ValueError: no number", "Look at it by hand."),
+        (UsageError("No such port.", hint="Use another."), "could not be looked at: No such port", "Use another."),
+    ],
+)
+def test_a_probe_that_breaks_is_a_finding(error: Exception, evidence: str, fix: str) -> None:
+    def probe() -> Finding:
+        raise error
+
+    (finding,) = look("tools", "docker", probe)
+    assert (finding.state, finding.evidence, finding.fix) == ("warning", evidence, fix)
 
 
 def test_failures_become_one_error_with_every_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = [
-        doctor.Check(name="glibc", result="failed", found="glibc 2.31", fix="Newer system."),
-        doctor.Check(name="numpy", result="failed", found="2.1.0", fix="Older NumPy."),
-        doctor.Check(name="stub numpy", result="failed", found="2.1.0", fix="Older NumPy."),
-        doctor.Check(name="ports", result="warning", found="taken", fix="Other ports."),
+    findings = [
+        broken("glibc", "glibc 2.31", "Newer system."),
+        broken("numpy", "2.1.0", "Older NumPy."),
+        broken("stub numpy", "2.1.0", "Older NumPy."),
+        Finding(group="machine", name="ports", state="warning", evidence="taken", fix="Other ports."),
     ]
-    monkeypatch.setattr(doctor, "quick_checks", lambda: broken)
+    monkeypatch.setattr(doctor, "quick_checks", lambda: findings)
     with pytest.raises(MachineError, match=r"glibc: glibc 2\.31; numpy: 2\.1\.0") as caught:
         doctor.require_machine(Store(tmp_path))
     assert caught.value.hint == "Newer system.\nOlder NumPy."
 
 
-def test_command_reports_failures_as_data_and_exit_code(
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part of an examination but the stub's is left out."""
+    for part in ("_host", "_python", "_gpus", "_tensorrt_llm", "_tools"):
+        monkeypatch.setattr(examination, part, lambda *_arguments: [])
+    monkeypatch.setattr(stub, "quick_checks", lambda: [broken("stub", "none", "Install it.")])
+
+
+@pytest.mark.usefixtures("bare")
+def test_command_reports_failures_as_data_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--json", "--runtime", "openvino"]) == 30
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)["result"]
+    assert (result["runtime"], result["reason"], result["works"]) == ("openvino", "asked for", False)
+    stub_finding = next(finding for finding in result["findings"] if finding["name"] == "stub")
+    assert stub_finding == {
+        "group": "triton",
+        "name": "stub",
+        "state": "failed",
+        "evidence": "none",
+        "fix": "Install it.",
+        "needed_by": ["openvino"],
+    }
+    assert "Install it." in captured.err
+    assert run(["doctor", "--quiet", "--runtime", "openvino"]) == 30
+    assert "triton\tstub\tfailed\tnone\tInstall it.\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("bare")
+def test_what_another_runtime_needs_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = [doctor.Check(name="glibc", result="failed", found="glibc 2.31", fix="Newer system.")]
-    monkeypatch.setattr(doctor, "quick_checks", lambda: broken)
-    assert run(["doctor", "--json"]) == 30
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["result"][0]["fix"] == "Newer system."
-    assert "Newer system." in captured.err
-    assert run(["doctor", "--quiet"]) == 30
-    assert "glibc\tfailed\tglibc 2.31\tNewer system." in capsys.readouterr().out
+    monkeypatch.setattr(examination, "_driver", lambda: (None, []))
+    monkeypatch.setattr(server, "installed", list)
+    assert run(["doctor", "--json", "--runtime", "tensorrt_llm"]) == 0
+    states = {f["name"]: f["state"] for f in json.loads(capsys.readouterr().out)["result"]["findings"]}
+    assert states["stub"] == "unneeded"
+
+
+def test_command_refuses_an_unknown_runtime(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--runtime", "vllm"]) == 2
+    assert "Use one of auto, tensorrt_llm, llmapi, openvino." in capsys.readouterr().err

@@ -51,6 +51,7 @@ CONFINED = {
     "tritonclient": ("triton", "query", "bench"),
     "huggingface_hub": ("import_", "hub"),
     "torch": ("check/original.py", "architectures/pickled_files.py"),
+    "pynvml": ("doctor/nvidia.py",),
 }
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "models" not in path.relative_to(PACKAGE).parts)

@@ -1,26 +1,120 @@
-"""`trtserve doctor`: whether this machine can run the server."""
+"""`trtserve doctor`: what this machine has, and whether a runtime works on it."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
-from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_json, print_table
-from trtserve.specs import ServerSpec
+import typer
+
+from trtserve.cli.options import JsonOption, QuietOption, TrtllmVersionOption
+from trtserve.cli.output import TerminalProgress, print_data, print_json, wrapped
+from trtserve.errors import UsageError
+from trtserve.specs import RuntimeName, ServerSpec
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from trtserve.doctor.examination import Examination
+    from trtserve.doctor.findings import Finding
+
+_TITLES = {
+    "machine": "Machine",
+    "python": "Python",
+    "triton": "Triton",
+    "gpu": "NVIDIA GPUs",
+    "tensorrt_llm": "TensorRT-LLM",
+    "mpi": "MPI",
+    "tools": "Tools that some launches take",
+    "hub": "Hugging Face",
+}
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "unneeded": "dim"}
+_STATE_WIDTH = max(map(len, _STYLES)) + 2
+_LEAST_WIDTH = 40
 
 
-def doctor(json: JsonOption = False, quiet: QuietOption = False) -> None:
-    """Check everything whose lack is silent or cryptic at the first start, and print the fixes."""
-    from trtserve.doctor import examine, raise_failed
+def doctor(
+    runtime: Annotated[
+        str,
+        typer.Option(
+            "--runtime",
+            help="Runtime that must work here: auto, tensorrt_llm, llmapi or openvino; what it does not need is "
+            "reported as unneeded. auto: what `import` would take.",
+        ),
+    ] = "auto",
+    trtllm_version: TrtllmVersionOption = None,
+    online: Annotated[bool, typer.Option("--online", help="Ask the hub whether it accepts the token.")] = False,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Look at everything whose lack is silent or cryptic later: evidence and fix of each finding.
+
+    Ends with exit code 30 when the runtime cannot work here.
+    """
+    from trtserve.doctor import raise_failed
+    from trtserve.doctor.examination import examine
     from trtserve.triton.server import Address
 
+    if runtime not in get_args(RuntimeName):
+        raise UsageError(f"--runtime is {runtime!r}.", hint=f"Use one of {', '.join(get_args(RuntimeName))}.")
     spec = ServerSpec()
-    address = Address(
-        host=spec.host, http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port
+    examination = examine(
+        Address(host=spec.host, http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port),
+        runtime=cast(RuntimeName, runtime),
+        trtllm_version=trtllm_version,
+        online=online,
+        progress=TerminalProgress(quiet=quiet),
     )
-    checks = examine(address=address, progress=TerminalProgress(quiet=quiet))
     if json:
-        print_json("doctor", [asdict(check) for check in checks])
+        print_json("doctor", _described(examination))
+    elif sys.stdout.isatty():
+        _print(examination)
     else:
-        print_table(("check", "result", "found", "fix"), [(c.name, c.result, c.found, c.fix) for c in checks])
-    raise_failed(checks)
+        for finding in examination.findings:
+            print_data("\t".join((finding.group, finding.name, finding.state, finding.evidence, finding.fix)))
+    raise_failed(examination.findings)
+
+
+def _described(examination: Examination) -> dict[str, object]:
+    findings = [{**asdict(finding), "needed_by": sorted(finding.needed_by)} for finding in examination.findings]
+    return {
+        "runtime": examination.runtime,
+        "reason": examination.reason,
+        "works": examination.works,
+        "findings": findings,
+    }
+
+
+def _print(examination: Examination) -> None:
+    """A block for each group: state, name, evidence, and the fix under it; long texts are broken under themselves."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    names = max(len(finding.name) for finding in examination.findings) + 2
+    for group, findings in groupby(examination.findings, key=lambda finding: finding.group):
+        console.print(Text(_TITLES[group], style="bold"))
+        for finding in findings:
+            console.print(_lines(finding, names, max(_LEAST_WIDTH, console.width - 1)))
+    works = ("works here", "bold green") if examination.works else ("cannot work here", "bold red")
+    console.print(Text.assemble("\nRuntime ", (examination.runtime, "bold"), f" ({examination.reason}) ", works, "."))
+
+
+def _lines(finding: Finding, names: int, width: int) -> Text:
+    from rich.text import Text
+
+    indent = 2 + _STATE_WIDTH + names
+    room = max(_LEAST_WIDTH, width - indent)
+    if width - indent < _LEAST_WIDTH:
+        indent, room = 4, width - 4
+    evidence = wrapped(finding.evidence, room)
+    fix = wrapped(finding.fix, room - 2) if finding.fix else []
+    text = Text.assemble("  ", (f"{finding.state:<{_STATE_WIDTH}}", _STYLES[finding.state]), f"{finding.name:<{names}}")
+    below = [*evidence, *(("→ " if number == 0 else "  ") + line for number, line in enumerate(fix))]
+    if indent > 4:
+        text.append(below.pop(0))
+    for line in below:
+        text.append("\n" + " " * indent + line)
+    return text

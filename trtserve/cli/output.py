@@ -117,12 +117,13 @@ def _say_labelled(label: str, style: str, text: str) -> None:
     console = _stderr()
     if console.is_terminal:
         room = max(20, console.width - _LABEL)
-        lines = [part for line in text.splitlines() for part in _wrapped(line, room)]
+        lines = [part for line in text.splitlines() for part in wrapped(line, room)]
         text = ("\n" + " " * _LABEL).join(lines)
     console.print(Text.assemble((label.ljust(_LABEL), style), text))
 
 
-def _wrapped(line: str, width: int) -> list[str]:
+def wrapped(line: str, width: int) -> list[str]:
+    """A line broken between words, of which none is cut."""
     return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from trtserve.errors import UsageError
 from trtserve.progress import SILENT, Progress
-from trtserve.releases.installed import Installed, has_engine_path, installed
+from trtserve.releases.installed import has_engine_path, installed
 from trtserve.runtimes import llmapi, openvino, tensorrt_llm
 from trtserve.runtimes.base import EnginePlan, Limits, Runtime
 from trtserve.specs import RuntimeName
 
-__all__ = ["RUNTIMES", "EnginePlan", "Limits", "Runtime", "choose_runtime"]
+__all__ = ["RUNTIMES", "EnginePlan", "Limits", "Runtime", "automatic_runtime", "choose_runtime"]
 
 RUNTIMES: dict[str, Runtime[Any]] = {
     tensorrt_llm.NAME: tensorrt_llm,
@@ -37,16 +37,16 @@ def choose_runtime(name: RuntimeName, progress: Progress = SILENT, *, container:
         return RUNTIMES[tensorrt_llm.NAME]
     if name != "auto":
         return RUNTIMES[name]
-    found = installed() if has_nvidia_gpu() else None
-    chosen, reason = _automatic(found)
+    chosen, reason = automatic_runtime()
     progress.step(f"Runtime: {chosen} ({reason})")
     return RUNTIMES[chosen]
 
 
-def _automatic(found: Installed | None) -> tuple[str, str]:
-    """The runtime for a machine whose TensorRT-LLM is `found`, and why."""
+def automatic_runtime() -> tuple[str, str]:
+    """The runtime that `auto` takes on this machine, and why."""
     if not has_nvidia_gpu():
         return openvino.NAME, "no NVIDIA GPU on this machine"
+    found = installed()
     if found is None:
         return openvino.NAME, "this machine has an NVIDIA GPU, but TensorRT-LLM is not installed"
     what = f"an NVIDIA GPU and TensorRT-LLM {found.version} on this machine"

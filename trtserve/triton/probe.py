@@ -11,7 +11,7 @@ from trtserve.ports import free_ports
 from trtserve.process import spawn
 from trtserve.store import Store
 from trtserve.triton.launch import stop_triton, wait_until_ready
-from trtserve.triton.server import Address, find_triton, prepare_backends, server_command, unique_prefix
+from trtserve.triton.server import Address, Triton, prepare_backends, server_command, unique_prefix
 
 _HOST = "127.0.0.1"
 _READY_TIMEOUT = 30.0
@@ -47,13 +47,12 @@ class TritonPythonModel:
 """
 
 
-def round_trip(folder: Path, store: Store) -> str:
-    """Start Triton on a model that returns its inputs, written into `folder`; what went wrong, or an empty text."""
+def round_trip(folder: Path, store: Store, triton: Triton) -> str:
+    """Start `triton` on a model that returns its inputs, written into `folder`; what went wrong, or an empty text."""
     repository = write_probe_repository(folder / "repository")
     address = Address(
         **dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(_HOST, 3), strict=True)), host=_HOST
     )
-    triton = find_triton()
     prefix = unique_prefix("doctor")
     command = server_command(triton, repository, address, backends=prepare_backends(triton, store), shm_prefix=prefix)
     log = folder / "triton.log"

@@ -1,0 +1,46 @@
+"""What this machine must have before a server starts; `examination` looks at everything else that it has, too."""
+
+from __future__ import annotations
+
+import platform
+
+from trtserve.doctor import host, stub
+from trtserve.doctor.findings import Finding, failed, raise_failed
+from trtserve.doctor.host import MINIMUM_SHARED_MEMORY, check_shared_memory
+from trtserve.progress import SILENT, Progress
+from trtserve.store import Store
+from trtserve.triton.server import SHARED_MEMORY
+
+__all__ = [
+    "MINIMUM_SHARED_MEMORY",
+    "Finding",
+    "check_shared_memory",
+    "failed",
+    "quick_checks",
+    "raise_failed",
+    "require_machine",
+]
+
+
+def require_machine(store: Store, *, progress: Progress = SILENT) -> None:
+    """The checks of `start`: all cheap ones, and the round trip once per environment.
+
+    MachineError with every failed check and its fix; warnings go to `progress`.
+    """
+    findings = quick_checks()
+    if not failed(findings) and not stub.passed_before(store):
+        progress.step("First start in this environment: one round trip through Triton …")
+        findings.append(stub.check_round_trip(store))
+    for finding in findings:
+        if finding.state == "warning":
+            progress.warn(f"{finding.name}: {finding.evidence}. {finding.fix}")
+    raise_failed(findings)
+
+
+def quick_checks() -> list[Finding]:
+    """Everything that a start with the wheel's Triton needs and that needs no server: a fraction of a second."""
+    return [
+        host.check_glibc(platform.libc_ver()),
+        *stub.quick_checks(),
+        host.check_shared_memory(SHARED_MEMORY),
+    ]

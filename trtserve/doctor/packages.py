@@ -1,0 +1,101 @@
+"""Python packages: whether those that trtserve needs are there, and whether those that are there fit each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from trtserve.doctor.findings import EVERY, Finding
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+_PACKAGE = "trtserve"
+_SHOWN = 4
+
+
+def check_packages(extra: str = "") -> Finding:
+    """What trtserve itself requires, with one of its extras."""
+    try:
+        distribution = metadata.distribution(_PACKAGE)
+    except metadata.PackageNotFoundError:
+        return Finding(
+            group="python",
+            name="packages",
+            state="warning",
+            evidence=f"{_PACKAGE} is run from its source, so that nobody knows what it requires",
+            fix=f"pip install '{_PACKAGE}[{extra or 'cpu'}]'",
+        )
+    installed = _installed()
+    wanted = list(_requirements(distribution, extra))
+    wrong = [_words(each, installed) for each in wanted if not _fits(each, installed)]
+    return Finding(
+        group="python",
+        name="packages",
+        state="failed" if wrong else "ok",
+        evidence=_joined(wrong) if wrong else f"{len(wanted)} required, all here",
+        fix=f"pip install '{_PACKAGE}{f'[{extra}]' if extra else ''}'" if wrong else "",
+        needed_by=EVERY,
+    )
+
+
+def check_conflicts() -> Finding:
+    """Packages of this environment that another one does not accept, as `pip check` lists them."""
+    installed = _installed()
+    wrong = [
+        f"{distribution.name} {distribution.version}: {_words(each, installed)}"
+        for distribution in metadata.distributions()
+        for each in _requirements(distribution, "")
+        if _key(each.name) in installed and not _fits(each, installed)
+    ]
+    return Finding(
+        group="python",
+        name="conflicts",
+        state="warning" if wrong else "ok",
+        evidence=_joined(list(dict.fromkeys(wrong))) if wrong else f"none among {len(installed)} packages",
+        fix="Install trtserve in an environment of its own." if wrong else "",
+    )
+
+
+def _installed() -> dict[str, str]:
+    """Versions by normalised name; the first of a name on sys.path is the one that is imported."""
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name, version = distribution.metadata["Name"], distribution.version
+        if name and version:
+            found.setdefault(_key(name), version)
+    return found
+
+
+def _requirements(distribution: metadata.Distribution, extra: str) -> Iterator[Requirement]:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for text in distribution.requires or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:  # of an old package; pip could not install it either
+            continue
+        markers = requirement.marker
+        if markers is None or markers.evaluate({"extra": ""}) or (extra and markers.evaluate({"extra": extra})):
+            yield requirement
+
+
+def _fits(requirement: Requirement, installed: Mapping[str, str]) -> bool:
+    version = installed.get(_key(requirement.name))
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def _words(requirement: Requirement, installed: Mapping[str, str]) -> str:
+    here = installed.get(_key(requirement.name), "missing")
+    return f"{requirement.name} {here} (wanted {requirement.specifier or 'any'})"
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _joined(parts: list[str]) -> str:
+    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+    return ", ".join(parts[:_SHOWN]) + more

@@ -1,0 +1,111 @@
+"""Programs that some ways to start a server take: containers, Slurm, Kubernetes, a proxy. No runtime needs them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from trtserve.doctor.findings import Finding, State
+from trtserve.errors import MissingDependencyError
+from trtserve.process import Command, Completed, run
+
+_TIMEOUT = 20.0
+
+
+def check_docker(gpus: int) -> Finding:
+    """Client, daemon, and NVIDIA's part of it where there are GPUs."""
+    client = _run("docker", "--version")
+    if client is None:
+        return _absent("docker", "Install it for `start --container`: docs.docker.com/engine/install.")
+    name = f"client {_number(client.stdout)}"
+    server = _run("docker", "version", "--format", "{{.Server.Version}}")
+    if server is None or server.code != 0:
+        said = _first(server.stderr) if server else "no answer"
+        fix = "Start the daemon, or get the right to use it: usermod -aG docker USER."
+        return _finding("docker", "failed", f"{name}, but no daemon: {said}", fix)
+    versions = f"{name}, daemon {server.stdout.strip()}"
+    if not gpus:
+        return _finding("docker", "ok", versions)
+    if "nvidia" in _runtimes():
+        return _finding("docker", "ok", f"{versions}, runtime nvidia")
+    return _finding(
+        "docker",
+        "warning",
+        f"{versions}, no runtime nvidia",
+        "Install NVIDIA Container Toolkit, then: nvidia-ctk runtime configure --runtime=docker.",
+    )
+
+
+def _runtimes() -> set[str]:
+    ended = _run("docker", "info", "--format", "{{json .Runtimes}}")
+    if ended is None or ended.code != 0:
+        return set()
+    found = json.loads(ended.stdout)
+    return set(found) if isinstance(found, dict) else set()
+
+
+def check_podman() -> Finding:
+    """The version of podman."""
+    return _versioned("podman", ("--version",), "No command here takes it: `start --container` takes docker.")
+
+
+def check_slurm() -> Finding:
+    """Versions of its programs, and whether its controller answers."""
+    submit = _run("sbatch", "--version")
+    if submit is None:
+        return _absent("Slurm", "`start --slurm` writes scripts without it; --submit needs its programs.")
+    version = _number(submit.stdout)
+    state = _run("sinfo", "--noheader", "--format=%P %a %D")
+    if state is None or state.code != 0:
+        said = _first(state.stderr) if state else "no sinfo"
+        fix = "Look at `scontrol ping`; on a machine outside the cluster, submit from its login node."
+        return _finding("Slurm", "warning", f"{version}, but its controller does not answer: {said}", fix)
+    partitions = len(state.stdout.splitlines())
+    return _finding("Slurm", "ok", f"{version}, {partitions} partition(s)")
+
+
+def check_kubernetes() -> Finding:
+    """The version of its client."""
+    fix = "`start --kubernetes` writes manifests without it; kubectl applies them."
+    return _versioned("kubectl", ("version", "--client"), fix)
+
+
+def check_nginx() -> Finding:
+    """The proxy in front of several instances."""
+    return _versioned("nginx", ("-v",), "`start --instances` writes its configuration without it.")
+
+
+def _versioned(name: str, arguments: tuple[str, ...], without: str) -> Finding:
+    ended = _run(name, *arguments)
+    if ended is None:
+        return _absent(name, without)
+    said = ended.stdout.strip() or ended.stderr.strip()  # nginx tells its version on stderr
+    if ended.code != 0:
+        return _finding(name, "warning", f"exit code {ended.code}: {_first(said)}", f"Look at `{name}`.")
+    return _finding(name, "ok", _number(said))
+
+
+def _run(*argv: str) -> Completed | None:
+    """None for a program that is not there."""
+    try:
+        return run(Command(argv=argv), timeout=_TIMEOUT)
+    except MissingDependencyError:
+        return None
+
+
+def _number(said: str) -> str:
+    """`Docker version 28.2.2, build …` → `28.2.2`."""
+    found = re.search(r"\d+(?:\.\d+)+[^\s,]*", said)
+    return found[0] if found else _first(said)
+
+
+def _first(text: str) -> str:
+    return next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), "no answer")
+
+
+def _absent(name: str, fix: str) -> Finding:
+    return _finding(name, "failed", "not installed", fix)
+
+
+def _finding(name: str, state: State, evidence: str, fix: str = "") -> Finding:
+    return Finding(group="tools", name=name, state=state, evidence=evidence, fix=fix)
