@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from trtserve.errors import MissingDependencyError
 
@@ -75,6 +75,14 @@ def run(command: Command, *, timeout: float) -> Completed:
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{command.argv[0]} did not end within {timeout:g} s.") from None
     return Completed(code=ended.returncode, stdout=ended.stdout, stderr=ended.stderr)
+
+
+def become(command: Command) -> NoReturn:
+    """Replace this process by a command, which inherits its terminal; MissingDependencyError when it is absent."""
+    argv = _resolved(command)
+    if command.cwd is not None:
+        os.chdir(command.cwd)
+    os.execve(argv[0], argv, command.environment)
 
 
 @dataclass(frozen=True, kw_only=True)

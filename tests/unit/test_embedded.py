@@ -10,7 +10,8 @@ import pytest
 
 from trtserve.errors import UsageError
 from trtserve.releases import RELEASES
-from trtserve.triton.embedded import _core_modules, require_carried_out, require_startable
+from trtserve.triton.core_program import core_modules
+from trtserve.triton.embedded import require_carried_out, require_startable
 
 ENGINE: dict[str, Any] = {
     "pretrained_config": {"vocab_size": 320},
@@ -107,7 +108,7 @@ def test_defaults_of_every_release_start(release: str) -> None:
 
 def test_the_models_modules_do_not_stay_importable() -> None:
     before = dict(sys.modules)
-    _core_modules.cache_clear()
+    core_modules.cache_clear()
     check({})
     for name in ("core_settings", "executor_module", "model_parameters"):
         assert sys.modules.get(name) is before.get(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -31,6 +33,8 @@ from trtserve.query.spec import QuerySpec
 
 if TYPE_CHECKING:
     from trtserve.query.checking import Expectation
+    from trtserve.query.local import LocalEngine
+    from trtserve.triton.client import Endpoint
 
 PromptArgument = Annotated[
     list[str] | None,
@@ -176,6 +180,17 @@ CompressionOption = Annotated[
 ]
 
 
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine", metavar="ENGINE", help="With --local: folder of an engine or repository, or an imported name."
+    ),
+]
+LocalOption = Annotated[
+    bool, typer.Option("--local", help="Ask --engine in this process: the executor runs here, without a server.")
+]
+
+
 @with_request_options
 def query(
     prompt: PromptArgument = None,
@@ -204,6 +219,8 @@ def query(
     stop_via_request_cancel: StopViaCancelOption = False,
     timeout: TimeoutOption = 600.0,
     request_id: RequestIdOption = None,
+    engine: EngineOption = None,
+    local: LocalOption = False,
     server: ServerOption = None,
     protocol: ProtocolOption = "grpc",
     host: HostOption = None,
@@ -222,8 +239,14 @@ def query(
     Chat models get the prompt in their chat template. Ctrl-C stops the request in the engine too.
     """
     from trtserve.query.checking import expectation
+    from trtserve.query.local import asks_locally, local_endpoint, work_for_leader
     from trtserve.query.values import split_input
 
+    address = {"--server": server, "--host": host, "--http-port": http_port, "--grpc-port": grpc_port, "--url": url}
+    found = _local_engine(engine, tokenizer) if asks_locally(engine, local, {**address, "--ssl": ssl}) else None
+    if found is not None and found.works_for_leader():
+        work_for_leader(found)
+        return
     texts, token_ids = read_prompts(prompt, prompts=prompts, file=input_file, tokens=input_tokens_csv)
     spec = QuerySpec(
         prompts=texts,
@@ -237,7 +260,7 @@ def query(
         batch=batch,
         raw=raw,
         system=None if system is None else as_utf8(system, "--system"),
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if found is None else found.tokenizer,
         protocol=cast(Literal["grpc", "http"], protocol),
         compression=cast(Any, grpc_compression_algorithm),
         request_id=request_id,
@@ -245,15 +268,20 @@ def query(
         stop_after_ms=stop_after_ms,
         stop_via_cancel=stop_via_request_cancel,
     )
-    endpoint = find_endpoint(
-        server=server,
-        host=host,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        url=url,
-        protocol=spec.protocol,
-        tls=find_tls(ssl, root_certificates, private_key, certificate_chain),
-    )
+    place: AbstractContextManager[Endpoint]
+    if found is not None:
+        place = local_endpoint(found, timeout=timeout)
+    else:
+        remote = find_endpoint(
+            server=server,
+            host=host,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            url=url,
+            protocol=spec.protocol,
+            tls=find_tls(ssl, root_certificates, private_key, certificate_chain),
+        )
+        place = nullcontext(remote)
     expected = expectation(check_output, output_tokens_csv, expected_output or (), correctness_threshold)
     sink = query_output.Sink(
         stream=stream and not json,
@@ -263,11 +291,23 @@ def query(
         names=tuple(save or ()),
     )
     query_output.say_greedy(spec)
-    if dry_run:
-        query_output.describe(spec, endpoint)
-        return
-    # Without a stream there is no first token whose time could be told.
-    _ask(replace(spec, stream=stream or verbose), endpoint, sink, expected)
+    with place as endpoint:
+        if dry_run:
+            query_output.describe(spec, endpoint)
+            return
+        # Without a stream there is no first token whose time could be told.
+        _ask(replace(spec, stream=stream or verbose), endpoint, sink, expected)
+
+
+def _local_engine(engine: str | None, tokenizer: Path | None) -> LocalEngine:
+    """The engine to be asked here; where it has several ranks, mpirun takes the place of this process first."""
+    from trtserve.process import become
+    from trtserve.query.local import find_local
+
+    found = find_local(str(engine), tokenizer)
+    if found.needs_mpi():
+        become(found.under_mpirun(sys.argv[1:]))
+    return found
 
 
 def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:

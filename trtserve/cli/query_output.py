@@ -203,13 +203,16 @@ def _timing(answer: Generation) -> str:
 def describe(spec: QuerySpec, endpoint: Endpoint) -> None:
     """Say which requests would be sent; the server is only asked for its models' configuration."""
     from trtserve.query import connect, contexts
+    from trtserve.triton.local_client import LocalEndpoint
 
     with closing(connect(spec, endpoint)) as client:
         described = contexts(spec, endpoint, client)
         model = described[0].model
     call = "as a stream" if model.decoupled else "with one response"
-    address = endpoint.http if spec.protocol == "http" else endpoint.grpc
-    output.say(f"Would ask the model {model.name!r} at {address} over {spec.protocol}, {call}:")
+    where = f"at {endpoint.http if spec.protocol == 'http' else endpoint.grpc} over {spec.protocol}"
+    if isinstance(endpoint, LocalEndpoint):
+        where = "in this process"
+    output.say(f"Would ask the model {model.name!r} {where}, {call}:")
     bodies = [_body(context) for context in described]
     output.print_json("query", bodies[0] if len(bodies) == 1 else {"requests": bodies})
 

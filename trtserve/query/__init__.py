@@ -21,6 +21,7 @@ from trtserve.triton.client import (
     ModelDescription,
     stop_request,
 )
+from trtserve.triton.local_client import LocalEndpoint
 
 # The rest is imported where it is used: the command line loads this module for every command's help.
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ def contexts(spec: QuerySpec, server: Endpoint, client: Client) -> list[Context]
 
 
 def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) -> Client:
-    """A client for the protocol that `spec` names."""
+    """A client for the protocol that `spec` names, or the executor in this process."""
+    if isinstance(server, LocalEndpoint):
+        return server.client
     seconds = spec.timeout if timeout is None else timeout
     if spec.protocol == "http":
         from trtserve.triton.http_client import HttpClient

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from trtserve.errors import UsageError
+from trtserve.triton.core_program import core_modules
 from trtserve.triton.parameters import find_parameter, parameter_classes
 from trtserve.triton.profiles import CORE
-
-_MODELS = Path(__file__).parent / "models"
-# Each module comes after those that it imports by their bare names, as it will in the repository.
-_SOURCES = (
-    _MODELS / "shared" / "model_parameters.py",
-    _MODELS / "shared" / "parameter_classes.py",
-    _MODELS / CORE / "1" / "dlpack_bfloat16.py",
-    _MODELS / CORE / "1" / "executor_module.py",
-    _MODELS / CORE / "1" / "core_settings.py",
-)
 
 _ENGINE_FOLDER = f"{CORE}/1"
 _NEEDED = {"gpt_model_type": "inflight_fused_batching", "gpt_model_path": _ENGINE_FOLDER}
@@ -61,6 +48,16 @@ def require_startable(
     raise UsageError(f"The openvino runtime cannot start with these settings: {reason}")
 
 
+def startup_refusal(
+    parameters: Mapping[str, str], engine: Mapping[str, Any], *, release: str, max_queue_size: int = 0
+) -> str | None:
+    """What the embedded executor says against `parameters` of a repository that exists; None when it starts.
+
+    Where its engine lies is no question here.
+    """
+    return _refusal({**parameters, "gpt_model_path": _ENGINE_FOLDER}, engine, release, max_queue_size)
+
+
 def require_carried_out(given: Mapping[str, Mapping[str, str]], release: str) -> None:
     """UsageError for a parameter of `given` (model → parameter → text) that a model refuses when it is loaded."""
     for model, parameters in given.items():
@@ -75,7 +72,7 @@ def refused_parameter(parameters: Mapping[str, str], classes: Mapping[str, Any])
 
     `classes` is the content of its CLASSES_FILE.
     """
-    refusal = _core_modules()["parameter_classes"].refusal
+    refusal = core_modules()["parameter_classes"].refusal
     entries = classes.get("refused", {}).items()
     reasons = (refusal(name, parameters.get(name, "").strip() or None, entry) for name, entry in entries)
     return next((str(reason) for reason in reasons if reason is not None), None)
@@ -88,7 +85,7 @@ def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: 
 
     if (reason := refused_parameter(parameters, parameter_classes(CORE, release))) is not None:
         return reason
-    modules = _core_modules()
+    modules = core_modules()
     module = modules["executor_module"].load_executor_module("openvino", release)
     model = {
         "parameters": {name: {"string_value": value} for name, value in parameters.items()},
@@ -120,24 +117,3 @@ def _refuse_missing_engine(folder: str) -> None:
     """A relative folder is one of the repository, which holds its engine in one place."""
     if folder != _ENGINE_FOLDER and not (Path(folder).is_absolute() and Path(folder).is_dir()):
         raise ValueError(f"gpt_model_path {folder!r} is neither {_ENGINE_FOLDER} nor the absolute path of a folder")
-
-
-@cache
-def _core_modules() -> dict[str, ModuleType]:
-    """The modules with which the core model reads its parameters, by name; `sys.modules` is left as it was."""
-    before = {path.stem: sys.modules.get(path.stem) for path in _SOURCES}
-    loaded: dict[str, ModuleType] = {}
-    try:
-        for path in _SOURCES:
-            spec = spec_from_file_location(path.stem, path)
-            assert spec is not None  # a path that ends in .py has a loader
-            assert spec.loader is not None
-            loaded[path.stem] = sys.modules[path.stem] = module_from_spec(spec)
-            spec.loader.exec_module(loaded[path.stem])
-    finally:
-        for name, module in before.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module
-    return loaded

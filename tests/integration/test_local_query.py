@@ -1,0 +1,167 @@
+"""`query --engine --local`: the executor in the command's own process, both runtimes, one rank and several."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine_folders import write_engine
+from tests.support.in_process import END_ID, InProcess
+from tests.support.tiny_models import write_tiny_model
+from trtserve.cli import run
+from trtserve.store import Store
+
+ROOT = Path(__file__).parents[2]
+STAND_INS = ROOT / "tests" / "support" / "stand_ins"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the import `tiny`, whose arithmetic is float32."""
+    folder = tmp_path_factory.mktemp("local")
+    model = write_tiny_model(folder / "tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRTSERVE_HOME", str(folder / "home"))
+        flags = ("--dtype", "float32", "--max-seq-len", "128", "--max-batch-size", "2", "--max-beam-width", "2")
+        assert run(["import", str(model), *flags, "--quiet"]) == 0
+    return folder / "home"
+
+
+@pytest.fixture
+def store(home: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("TRTSERVE_HOME", str(home))
+    return Store()
+
+
+def _answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run(["query", *arguments, "--local", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["result"]
+
+
+def test_the_answer_is_the_executors(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = store.recorded()
+    ids = ("--input-tokens-csv", "5,6,7", "--max-tokens", "6", "--end-id", str(END_ID))
+    found = _answer(capsys, "--engine", "tiny", *ids)
+    oracle = InProcess(Path(record.engine))
+    try:
+        expected = oracle.tokens([5, 6, 7], 6)
+    finally:
+        oracle.close()
+    assert found["sequences"][0]["token_ids"] == expected
+    assert found["sequences"][0]["finish_reason"] in ("length", "end_id")
+    # The engine's folder and the repository are the same engine.
+    for place in (record.engine, record.repository):
+        assert _answer(capsys, "--engine", place, *ids)["sequences"][0]["token_ids"] == expected
+
+
+def test_texts_are_tokenised_and_streamed(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("query", "--engine", "tiny", "--local", "What is ML?", "--max-tokens", "8")
+    assert run([*asked]) == 0
+    whole = capsys.readouterr().out
+    assert run([*asked, "--stream", "--verbose"]) == 0
+    streamed = capsys.readouterr()
+    assert streamed.out == whole
+    assert "tensorrt_llm: TTFT " in streamed.err
+
+
+def test_options_of_requests(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = ("--engine", "tiny", "--input-tokens-csv", "5,6,7", "--max-tokens", "3")
+    beams = _answer(capsys, *ids, "--beam-width", "2", "--return-log-probs")
+    assert [sequence["beam"] for sequence in beams["sequences"]] == [0, 1]
+    assert len(beams["sequences"][0]["log_probs"]) == 3
+    samples = _answer(capsys, *ids, "-n", "2", "--top-k", "5", "--seed", "1")
+    assert [sequence["sequence"] for sequence in samples["sequences"]] == [0, 1]
+    rows = ("--engine", "tiny", "--prompt", "one", "--prompt", "two three", "--batch", "--max-tokens", "2")
+    assert [sequence["prompt"] for sequence in _answer(capsys, *rows)["sequences"]] == [0, 1]
+
+
+def test_stop_words_and_times_end_it(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = ("--engine", "tiny", "--input-tokens-csv", "5,6,7", "--end-id", "-1")
+    found = _answer(capsys, *ids, "--max-tokens", "120", "--stop-after-ms", "30", "--stream")
+    assert found["stopped"] or found["sequences"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("--engine", "tiny"), 2, "--engine needs --local"),
+        (("--local",), 2, "--local needs --engine ENGINE"),
+        (("--engine", "tiny", "--local", "--url", "localhost:8001"), 2, "--url belongs to servers"),
+        (("--engine", "tini", "--local"), 10, "Did you mean tiny?"),
+        (
+            ("--engine", "tiny", "--local", "--max-tokens", "3", "--beam-width", "3"),
+            41,
+            "larger than configured max beam width 2",
+        ),
+        (
+            ("--engine", "tiny", "--local", "--lookahead-config", "[2,2,2]"),
+            41,
+            "not supported by the embedded executor",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_what_cannot_be_asked(
+    arguments: tuple[str, ...], code: int, told: str, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["query", "--input-tokens-csv", "5,6,7", *arguments]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_a_runtime_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = write_engine(tmp_path / "engine", version="1.2.0").path
+    assert run(["query", "--engine", str(engine), "--local", "--input-tokens-csv", "5,6"]) == 3
+    error = capsys.readouterr().err
+    assert "cannot be imported: No module named 'tensorrt_llm'" in error
+    assert "in NVIDIA's container" in error
+
+
+def test_ctrl_c_stops_it(store: Store) -> None:
+    argv = [sys.executable, "-m", "trtserve", "query", "--engine", "tiny", "--local", "--stream", "go on"]
+    argv += ["--max-tokens", "120", "--end-id", "-1", "--dry-run"]
+    with subprocess.Popen(argv[:-1], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        command.stdout.read(1)  # the answer has begun
+        command.send_signal(signal.SIGINT)
+        command.communicate(timeout=60)
+    assert command.returncode in (130, 0)  # 0: the last token was faster
+
+
+@pytest.mark.oracle
+class TestTensorrtLlm:
+    """Against strict bindings, whose answers go on counting."""
+
+    @pytest.fixture(autouse=True)
+    def torch(self) -> None:
+        pytest.importorskip("torch")
+
+    def _query(self, engine: Path, release: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{STAND_INS}"}
+        environment["TRTSERVE_STAND_IN_RELEASE"] = release
+        argv = [sys.executable, "-m", "trtserve", "query", "--engine", str(engine), "--local", *arguments]
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+    @pytest.mark.parametrize("release", ["0.12.0", "0.16.0", "1.2.0"])
+    def test_one_rank(self, release: str, tmp_path: Path) -> None:
+        engine = write_engine(tmp_path / "engine", version=release).path
+        asked = ("--input-tokens-csv", "5,6,7", "--max-tokens", "4", "--min-tokens", "1", "--top-k", "1", "--json")
+        ended = self._query(engine, release, *asked)
+        assert ended.returncode == 0, ended.stderr
+        found = json.loads(ended.stdout)["result"]
+        assert found["sequences"][0]["token_ids"] == [8, 9, 10, 11]
+
+    def test_several_ranks_under_mpirun(self, tmp_path: Path) -> None:
+        engine = write_engine(tmp_path / "engine", version="1.2.0", tp_size=2).path
+        began = time.monotonic()
+        ended = self._query(engine, "1.2.0", "--input-tokens-csv", "5,6,7", "--max-tokens", "3")
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.strip() == "8, 9, 10"
+        assert time.monotonic() - began < 110
