@@ -39,11 +39,11 @@ KINDS: dict[str, tuple[Quantization, str]] = {
     "int4": ("int4", "q4_0"),
 }
 # The reach beside float16 and, by streams, beside llama.cpp.
-FASTER = {"int8": {1: "1.50", 8: "–"}, "int4": {1: "1.60", 8: "–"}}
+FASTER = {"int8": {1: "≥ 1.50", 8: "–"}, "int4": {1: "≥ 1.60", 8: "–"}}
 LLAMA_CPP = {
-    "float16": {1: "1.00", 8: "1.40"},
-    "int8": {1: "1.00", 8: "2.00"},
-    "int4": {1: "0.90", 8: "1.20"},
+    "float16": {1: "≥ 1.00", 8: "≥ 1.40"},
+    "int8": {1: "≥ 1.00", 8: "≥ 2.00"},
+    "int4": {1: "≥ 0.90", 8: "≥ 1.20"},
 }
 
 
