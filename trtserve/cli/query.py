@@ -243,7 +243,9 @@ def query(
     from trtserve.query.values import split_input
 
     address = {"--server": server, "--host": host, "--http-port": http_port, "--grpc-port": grpc_port, "--url": url}
-    found = _local_engine(engine, tokenizer) if asks_locally(engine, local, {**address, "--ssl": ssl}) else None
+    found = None
+    if asks_locally(engine, local, {**address, "--ssl": ssl}):
+        found = _local_engine(engine, tokenizer, dry_run=dry_run)
     if found is not None and found.works_for_leader():
         work_for_leader(found)
         return
@@ -299,14 +301,18 @@ def query(
         _ask(replace(spec, stream=stream or verbose), endpoint, sink, expected)
 
 
-def _local_engine(engine: str | None, tokenizer: Path | None) -> LocalEngine:
+def _local_engine(engine: str | None, tokenizer: Path | None, *, dry_run: bool) -> LocalEngine:
     """The engine to be asked here; where it has several ranks, mpirun takes the place of this process first."""
     from trtserve.process import become
     from trtserve.query.local import find_local
 
     found = find_local(str(engine), tokenizer)
     if found.needs_mpi():
-        become(found.under_mpirun(sys.argv[1:]))
+        command = found.under_mpirun(sys.argv[1:])
+        if dry_run:
+            output.print_data(str(command))
+            raise typer.Exit
+        become(command)
     return found
 
 
