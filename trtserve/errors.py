@@ -16,7 +16,7 @@ TrtserveError
 ├── RepositoryError            22   a model repository could not be produced or is not valid
 ├── ArtifactError              23   an artefact is missing, incomplete or of another kind or schema
 ├── LockedError                24   another process works on the same artefact
-├── CheckError                 25   an artefact differs from its original by more than its precision explains
+├── CheckError                 25   an artefact did not pass `trtserve check`
 ├── MachineError               30   this machine cannot run the server (doctor names the fix)
 ├── PortInUseError             31   a port is taken
 ├── ServerStartError           32   the server did not become ready
@@ -32,7 +32,10 @@ TrtserveError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+_LISTED = 10
 
 
 class TrtserveError(Exception):
@@ -156,3 +159,9 @@ class AnswerMismatchError(TrtserveError):
 
 class BenchmarkError(TrtserveError):
     code = 50
+
+
+def listing(items: Sequence[str], separator: str = ", ") -> str:
+    """Items for a message: the first ten, and how many more there are."""
+    more = len(items) - _LISTED
+    return separator.join([*items[:_LISTED], *([f"and {more} more"] if more > 0 else [])])

@@ -1,6 +1,7 @@
 """Whether an artefact is what it was made from: a checkpoint beside its original, number by number.
 
-One command for every kind of artefact: `CHECKED` lists them, and each has a function that gives a report.
+One command for every kind of artefact: `CHECKED` lists them, and each has a function that gives a report. That of model
+repositories is in `check.repository`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.architectures.checkpoint import CheckpointReader
-from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, looks_like
+from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, ModelRepository, looks_like
 from trtserve.capacity.needs import check_memory
 from trtserve.capacity.room import require_memory
 from trtserve.check import converted, original
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 # Kinds of artefacts that can be checked; a folder of another kind is refused by name.
-CHECKED: tuple[type[Artifact], ...] = (Checkpoint,)
+CHECKED: tuple[type[Artifact], ...] = (Checkpoint, ModelRepository)
 
 _HINTS = {
     "conversion": "Was it converted from that model? If so it must not be used: report the model's config.json with "
@@ -120,15 +121,17 @@ class CheckReport:
 
 def find_artifact(text: str, store: Store | None = None, *, progress: Progress = SILENT) -> Artifact:
     """The artefact in the folder `text`, or the one made under that name; ArtifactError for a kind without a check."""
-    folder = Path(text).expanduser()
+    folder, store = Path(text).expanduser(), store or Store()
     for kind in CHECKED:
-        if not folder.is_dir() or looks_like(kind, folder):
-            return (store or Store()).find(kind, text, progress=progress)
+        if looks_like(kind, folder) if folder.is_dir() else text in store.made(kind):
+            return store.find(kind, text, progress=progress)
+    if not folder.is_dir():
+        return store.find(CHECKED[0], text, progress=progress)
     others = [name for kind, name in KINDS.items() if kind not in CHECKED and looks_like(kind, folder)]
     raise ArtifactError(
         f"{folder} is {f'of kind {others[0]}' if others else 'no artefact'}; these kinds can be checked: "
         f"{', '.join(KINDS[kind] for kind in CHECKED)}.",
-        hint="Give the path that `trtserve convert` printed.",
+        hint="Give the path that `trtserve convert` or `trtserve repo` printed.",
     )
 
 

@@ -48,7 +48,7 @@ def resolve_draft(
         return options, None
     draft = read_engine(engine.path)
     require_engine_files(engine.path, draft, embedded=is_embedded(draft))
-    _require_pair(config, draft, engine)
+    require_pair(config, draft, engine.name)
     target, proposed = _cache_defaults(spec, config, draft)
     settings = resolve_settings(own, table)
     given = settings.parameters.get(CORE, {})
@@ -74,7 +74,8 @@ def _with_draft(spec: RepositorySpec, options: ConfigOptions, cache: Mapping[str
     return replace(options, parameters=parameters)
 
 
-def _require_pair(target: Mapping[str, Any], draft: Mapping[str, Any], engine: Engine) -> None:
+def require_pair(target: Mapping[str, Any], draft: Mapping[str, Any], name: str) -> None:
+    """RepositoryError when the engine `name`, whose config.json is `draft`, cannot be the draft model of `target`."""
     if is_embedded(target) != is_embedded(draft):
         raise RepositoryError(
             "Target and draft engine were built for different runtimes.", hint="Build both for the same runtime."
@@ -87,7 +88,7 @@ def _require_pair(target: Mapping[str, Any], draft: Mapping[str, Any], engine: E
         )
     if int(target["build_config"].get("max_draft_len") or 0) < 1:
         raise RepositoryError(
-            f"The target engine takes no draft tokens, so {engine.name} cannot be its draft model.",
+            f"The target engine takes no draft tokens, so {name} cannot be its draft model.",
             hint="Build the target again with --max-draft-len, for example 8.",
         )
 

@@ -36,13 +36,23 @@ def read_engine(folder: Path) -> dict[str, Any]:
 
 def require_engine_files(folder: Path, config: dict[str, Any], *, embedded: bool) -> None:
     """RepositoryError when a file of a rank is missing or empty: the server would tell it minutes later."""
-    names = ["rank0.xml", "rank0.bin"] if embedded else [f"rank{rank}.engine" for rank in range(world_size(config))]
-    lacking = [name for name in names if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
-    if lacking:
+    if lacking := lacking_files(folder, config, embedded=embedded):
         raise RepositoryError(
             f"{folder} is not a complete engine: {', '.join(lacking)} missing or empty.",
             hint="Remove the folder and build the engine again: trtserve build CHECKPOINT",
         )
+
+
+def lacking_files(folder: Path, config: Mapping[str, Any], *, embedded: bool) -> list[str]:
+    """Names of the files that an engine must have and that are missing or empty."""
+    names = ["rank0.xml", "rank0.bin"] if embedded else [f"rank{rank}.engine" for rank in range(world_size(config))]
+    return [name for name in names if not (folder / name).is_file() or (folder / name).stat().st_size == 0]
+
+
+def rank_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file of a rank."""
+    found = sorted(path for path in folder.glob("rank*.*") if path.is_file())
+    return {path.name: path.stat().st_size for path in found}
 
 
 def is_embedded(config: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtserve.artifacts import Engine
 from trtserve.repo.draft import Draft
-from trtserve.repo.engine import is_embedded, limits_of
+from trtserve.repo.engine import is_embedded, limits_of, rank_sizes
 from trtserve.repo.placement import VERSION, model_names
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import ConfigOptions
@@ -64,6 +64,7 @@ def core_facts(
         "gpu_device_ids": options.parameters[CORE].get("gpu_device_ids", ""),
         "origin": engine_origin(engine, config),
         "built_as": engine.name if engine.manifest is not None else None,
+        "files": rank_sizes(engine.path),
     }
 
 

@@ -38,7 +38,7 @@ _ENGINE_ONLY = (
     "triton_backend",
     "lora",
 )
-_KINDS: dict[str, tuple[type, ...]] = {
+KEYWORDS: dict[str, tuple[type, ...]] = {
     "tensor_parallel_size": (int,),
     "pipeline_parallel_size": (int,),
     "moe_expert_parallel_size": (int,),
@@ -53,6 +53,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "triton_config.cancellation_check_period_ms": (int,),
     "backend": (str,),
 }
+"""Keywords of the LLM (dotted where they are nested) whose kinds are known; it takes many more."""
+
 _OWN = ("model", "triton_config.decoupled", "triton_config.max_batch_size")
 
 
@@ -95,7 +97,7 @@ def plan_llmapi(
     llmapi_model(release)
     folder = model.path if isinstance(model, Model) else None
     if folder is not None:
-        _require_weights(folder)
+        require_weights(folder)
     given = _given(spec)
     groups = given.pop("gpu_device_ids", "")
     settings = _settings(spec, given, tp_size=tp_size, pp_size=pp_size)
@@ -187,7 +189,8 @@ def _link_model(source: Path, target: Path, *, copy: bool) -> None:
             link_or_copy(file.resolve(), target / file.name, copy=copy)
 
 
-def _require_weights(folder: Path) -> None:
+def require_weights(folder: Path) -> None:
+    """RepositoryError for a folder that is no Hugging Face model with weights."""
     if not (folder / "config.json").is_file() or not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise RepositoryError(
             f"{folder} is no Hugging Face model: it needs a config.json and weights.",
@@ -235,7 +238,7 @@ def _settings(spec: RepositorySpec, given: Mapping[str, Any], *, tp_size: int, p
         "triton_config": {"max_batch_size": 0, "decoupled": spec.streaming},
     }
     for key, value in given.items():
-        _require_setting(key, value)
+        require_setting(key, value)
         place = result
         *parents, name = key.split(".")
         for parent in parents:
@@ -246,10 +249,11 @@ def _settings(spec: RepositorySpec, given: Mapping[str, Any], *, tp_size: int, p
     return result
 
 
-def _require_setting(key: str, value: object) -> None:
+def require_setting(key: str, value: object) -> None:
+    """UsageError for a keyword that other flags decide, and for a value that is not of its kind."""
     if key in _OWN:
         raise UsageError(f"--set {key} is decided by other flags.", hint="--streaming, and the MODEL that is given.")
-    kinds = _KINDS.get(key)
+    kinds = KEYWORDS.get(key)
     if kinds is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
         raise UsageError(f"--set {key}={value}: expected {' or '.join(kind.__name__ for kind in kinds)}.")
     if kinds == (int,) and isinstance(value, int) and value < 1:

@@ -65,7 +65,7 @@ def require_same_tokens(target: Path, draft: Path) -> None:
 
     Only `tokenizer.json` is compared: a folder without one says nothing.
     """
-    first, second = _tokens(target), _tokens(draft)
+    first, second = token_ids(target), token_ids(draft)
     if first is None or second is None or first == second:
         return
     token = next(token for token in {**first, **second} if first.get(token) != second.get(token))
@@ -76,7 +76,8 @@ def require_same_tokens(target: Path, draft: Path) -> None:
     )
 
 
-def _tokens(folder: Path) -> dict[str, int] | None:
+def token_ids(folder: Path) -> dict[str, int] | None:
+    """Token → id of `tokenizer.json`; None for a folder without one that can be read."""
     try:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]

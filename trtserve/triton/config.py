@@ -88,6 +88,13 @@ def parse_config(text: str) -> Any:
     return text_format.Parse(text, ModelConfig())
 
 
+def type_name(tensor: Any) -> str:
+    """The type of an input or output of a ModelConfig message, without TYPE_."""
+    from tritonclient.grpc.model_config_pb2 import DataType
+
+    return str(DataType.Name(tensor.data_type)).removeprefix("TYPE_")
+
+
 def _data_type(tensor: Tensor, options: ConfigOptions) -> Any:
     from tritonclient.grpc.model_config_pb2 import DataType
 

@@ -112,14 +112,14 @@ class Served:
 
 def inspect_repository(repository: ModelRepository) -> Served:
     """Read every model's config; RepositoryError names the file (and line) that Triton would stumble over."""
-    configs = {path.parent.name: _config(path) for path in sorted(repository.path.glob("*/config.pbtxt"))}
+    configs = {path.parent.name: read_config(path) for path in sorted(repository.path.glob("*/config.pbtxt"))}
     if not configs:
         raise RepositoryError(
             f"{repository.path} holds no model: no <model>/config.pbtxt was found.",
             hint="Give the folder that holds the models' folders, or make one with `trtserve import`.",
         )
     for name, config in configs.items():
-        _require_program(repository.path / name, config)
+        require_program(repository.path / name, config)
     facts = repository.manifest.facts if repository.manifest is not None else {}
     model = _default_model(configs, facts, repository.name)
     cores = core_models(repository.path, configs, facts)
@@ -167,14 +167,20 @@ def _without_meaning(folder: Path, configs: Mapping[str, Any]) -> Iterator[str]:
                 yield name if model == CORE else f"{model}.{name}"
 
 
-def _config(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
+def placeholders(text: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every placeholder of NVIDIA's templates that nobody filled, those of comments aside."""
     for number, line in enumerate(text.splitlines(), start=1):
-        if match := _PLACEHOLDER.search(line.split("#", 1)[0]):
-            raise RepositoryError(
-                f"{path}, line {number}: the placeholder {match[0]} was never filled in.",
-                hint="Give the parameter its value, or remove it; `trtserve repo` writes complete files.",
-            )
+        yield from ((number, found[0]) for found in _PLACEHOLDER.finditer(line.split("#", 1)[0]))
+
+
+def read_config(path: Path) -> Any:
+    """The ModelConfig message of a config.pbtxt; RepositoryError, with file and line, when it says none."""
+    text = path.read_text(encoding="utf-8")
+    for number, left in placeholders(text):
+        raise RepositoryError(
+            f"{path}, line {number}: the placeholder {left} was never filled in.",
+            hint="Give the parameter its value, or remove it; `trtserve repo` writes complete files.",
+        )
     try:
         return parse_config(text)
     except ValueError as error:
@@ -186,8 +192,8 @@ def _config(path: Path) -> Any:
         raise RepositoryError(f"{path} is not a Triton model configuration: {error}.") from error
 
 
-def _require_program(folder: Path, config: Any) -> None:
-    """Triton 2.51 waits for ever for the stub of a python model without its file."""
+def require_program(folder: Path, config: Any) -> None:
+    """RepositoryError for a python model without its file: Triton 2.51 waits for ever for its stub."""
     if config.backend != "python":
         return
     file = config.default_model_filename or "model.py"
@@ -208,9 +214,15 @@ def require_loadable(repository: ModelRepository) -> None:
     _require_engines(repository)
     for path in sorted(repository.path.glob(f"*/1/{CLASSES_FILE}")):
         config = path.parents[1] / "config.pbtxt"
-        given = {name: value.string_value for name, value in _config(config).parameters.items()}
-        if (reason := refused_parameter(given, _json(path))) is not None:
+        if (reason := refusal(config)) is not None:
             raise RepositoryError(f"{config}: {reason}", hint="Remove the parameter, or leave its value empty.")
+
+
+def refusal(config: Path) -> str | None:
+    """What the model of a config.pbtxt will say at load against one of its parameters; None when it takes them all."""
+    classes = _json(config.parent / "1" / CLASSES_FILE)
+    given = {name: value.string_value for name, value in read_config(config).parameters.items()}
+    return refused_parameter(given, classes)
 
 
 def _require_engines(repository: ModelRepository) -> None:

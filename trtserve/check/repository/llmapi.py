@@ -1,0 +1,127 @@
+"""Rules about models of the LLM API: model.yaml, the model that it names, and what it says twice."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trtserve.check.repository.findings import Fault, refusal
+from trtserve.check.repository.subject import LLMAPI, ModelFolder, Subject
+from trtserve.releases import order
+from trtserve.repo.llmapi import KEYWORDS, require_setting, require_weights
+from trtserve.triton.core_models import LLMAPI_FILE
+
+_OWN = frozenset({"model", "tokenizer", "triton_config", "logits_post_processors"})
+_TRITON = frozenset({"max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal"})
+# Keyword of the LLM → last release that had it, and what replaced it.
+_DROPPED = {"pytorch_backend_config": ("0.19", "its keys stand at the top now")}
+
+
+def no_settings(subject: Subject) -> Iterator[Fault]:
+    """A model of the LLM API has its model.yaml."""
+    for model in subject.of(LLMAPI):
+        if not (model.version / LLMAPI_FILE).is_file():
+            yield _fault(model, f"There is no {LLMAPI_FILE}.", "It needs a line such as: model: /models/llama")
+
+
+def misspelt(subject: Subject) -> Iterator[Fault]:
+    """No key of model.yaml is almost one of the LLM's."""
+    for model, settings in _settings(subject):
+        known = {key.split(".")[0] for key in KEYWORDS} | _OWN
+        for key in sorted(map(str, set(settings) - known)):
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+            if close and close[0] not in settings:
+                yield _fault(model, f"The LLM has no keyword {key}.", f"Did you mean {close[0]}?")
+        triton = settings.get("triton_config")
+        for key in sorted(map(str, set(triton if isinstance(triton, Mapping) else ()) - _TRITON)):
+            yield _fault(model, f"triton_config has no key {key}.", f"It has {', '.join(sorted(_TRITON))}.")
+
+
+def dropped(subject: Subject) -> Iterator[Fault]:
+    """No key of model.yaml is one that a release dropped."""
+    for model, settings in _settings(subject):
+        release = subject.parameter_release(model)
+        for key, (last, instead) in _DROPPED.items():
+            if key in settings and release is not None and order(release) > order(last):
+                yield _fault(model, f"The LLM has no keyword {key} after release {last}.", f"Leave it out: {instead}.")
+
+
+def wrong_values(subject: Subject) -> Iterator[Fault]:
+    """The values of known keys are of their kind."""
+    for model, settings in _settings(subject):
+        for key, value in _flat(settings):
+            error = refusal(partial(require_setting, key, value)) if key in KEYWORDS else None
+            if error is not None:
+                yield _fault(model, error.message.removeprefix("--set "), "Correct it in model.yaml.")
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def absent_model(subject: Subject) -> Iterator[Fault]:
+    """The model is a folder with weights, or has the form of a hub's name."""
+    for model, settings in _settings(subject):
+        text = str(settings["model"])
+        folder = subject.located(text, model.name)
+        if folder.is_dir():
+            if (error := refusal(partial(require_weights, folder))) is not None:
+                yield _fault(model, error.message, error.hint or "")
+        elif text.startswith((".", "/")) or text.count("/") > 1:
+            yield _fault(
+                model,
+                f"model is {text!r}, which is no folder on this machine and no name of the hub.",
+                "Name the folder of the model relative to the repository, or as AUTHOR/MODEL.",
+            )
+
+
+def other_ranks(subject: Subject) -> Iterator[Fault]:
+    """model.yaml has the parallelism that the manifest tells."""
+    for model, settings in _settings(subject):
+        facts = subject.member(model.name)
+        for key, fact in (("tensor_parallel_size", "tp_size"), ("pipeline_parallel_size", "pp_size")):
+            said, told = settings.get(key, 1), facts.get(fact)
+            if told is not None and said != told:
+                yield _fault(
+                    model,
+                    f"model.yaml says {key}: {said}, and the manifest {told}.",
+                    "Make the repository again with --tp-size and --pp-size: servers count their ranks by it.",
+                )
+
+
+def other_policy(subject: Subject) -> Iterator[Fault]:
+    """config.pbtxt and model.yaml agree about streaming and batches: servers start without auto-completion."""
+    for model, settings in _settings(subject):
+        triton = settings.get("triton_config")
+        triton = triton if isinstance(triton, Mapping) else {}
+        for what, yaml, pbtxt in (
+            ("decoupled", bool(triton.get("decoupled", False)), model.decoupled),
+            ("max_batch_size", int(triton.get("max_batch_size") or 0), model.config.max_batch_size),
+        ):
+            if yaml != pbtxt:
+                yield _fault(
+                    model,
+                    f"model.yaml says {what}: {str(yaml).lower()}, and config.pbtxt {str(pbtxt).lower()}.",
+                    "Write the same in both; the launcher switches auto-completion off.",
+                )
+
+
+def _settings(subject: Subject) -> Iterator[tuple[ModelFolder, Mapping[str, Any]]]:
+    for model in subject.of(LLMAPI):
+        if model.core is not None and model.core.settings:
+            yield model, model.core.settings
+
+
+def _fault(model: ModelFolder, what: str, fix: str) -> Fault:
+    return Fault(model=model.name, file=_file(model), what=what, fix=fix)
+
+
+def _file(model: ModelFolder) -> Path:
+    return model.version / LLMAPI_FILE
