@@ -351,7 +351,7 @@ def test_folders_that_are_no_models_are_refused_with_advice(tmp_path: Path) -> N
     with pytest.raises(ModelNotFoundError, match="no weights"):
         convert(folder, tmp_path / "out")
     (folder / "model-00001.bin").write_bytes(b"")
-    with pytest.raises(UnsupportedModelError, match=r"\.bin files of other names"):
+    with pytest.raises(UnsupportedModelError, match=r"not read here: model-00001\.bin"):
         convert(folder, tmp_path / "out")
 
 

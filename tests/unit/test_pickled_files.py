@@ -96,14 +96,50 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     path = tmp_path / "pytorch_model.bin"
     torch.save({"weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedModelError, match=r"format from before version 1\.6"):
+        PickledFile(path)
+    for content, message in (
+        (b"version https://git-lfs", "Git LFS pointer"),
+        (b"", "never wrote"),
+        (b"<html>", "never"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CorruptFileError, match=message):
+            PickledFile(path)
+    torch.save({"weight": torch.arange(3000)}, path)
+    path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CorruptFileError, match="PyTorch cannot read"):
         PickledFile(path)
-    path.write_bytes(b"version https://git-lfs")
-    with pytest.raises((CorruptFileError, UnsupportedModelError)):
-        PickledFile(path)
-    torch.save({"weight": torch.ones(3), "epoch": 3}, path)
-    with pytest.raises(UnsupportedModelError, match="no table of tensors"):
-        PickledFile(path)
+    tables: list[Any] = [
+        {"weight": torch.ones(3), "epoch": 3},
+        {1: torch.ones(3)},
+        {"model": {"a": torch.ones(3)}},
+        [1],
+    ]
+    for table in tables:
+        torch.save(table, path)
+        with pytest.raises(UnsupportedModelError, match="no table of tensors"):
+            PickledFile(path)
+
+
+@pytest.mark.oracle
+def test_tensors_without_plain_numbers(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "pytorch_model.bin"
+    held = {"weight": torch.ones(3), "empty": torch.zeros(0, 4)}
+    torch.save(held, path)
+    entries = PickledFile(path).entries
+    assert (entries["empty"].shape, entries["empty"].size) == ((0, 4), 0)
+    for tensor, message in (
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.empty(3, device="meta"), "without numbers"),
+        (torch.zeros(3, dtype=torch.complex64), "complex64"),
+    ):
+        torch.save(held | {"odd": tensor}, path)
+        with pytest.raises(UnsupportedModelError, match=rf"odd .* is .*{message}"):
+            PickledFile(path)
+    torch.save({}, path)
+    assert PickledFile(path).entries == {}
 
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

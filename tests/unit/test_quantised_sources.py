@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ from tests.support.quantised_models import (
     write_any_safetensors,
     write_quantised_model,
 )
+from trtserve.architectures.base import Target
 from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.architectures.kernel_layout import from_kernel, to_kernel
 from trtserve.architectures.quantized import unpack_int4
+from trtserve.architectures.quantized_source import SourceQuantization
+from trtserve.architectures.quantized_tensors import require_divisible
+from trtserve.architectures.repacking import Repack
 from trtserve.artifacts import Model
 from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError
@@ -196,7 +201,7 @@ def test_modelopt_layout() -> None:
     np.testing.assert_array_equal(found.dequantized(), expected)
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED: list[tuple[Any, str]] = [
     (AWQ | {"version": "gemv"}, "version gemv"),
     (AWQ | {"bits": 8}, "8 bits"),
     (AWQ | {"zero_point": False}, "without zero points"),
@@ -215,11 +220,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         | {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel", "dynamic": False}}}},
         "8 bits by channel",
     ),
+    (FLOAT_QUANTIZED | {"config_groups": {"group_0": {"weights": None}}}, r"weights \(group_0\) are not quantised"),
+    (FLOAT_QUANTIZED | {"config_groups": ["Linear"]}, "config_groups are no table"),
+    (GPTQ | {"bits": "4"}, "'4' bits"),
+    (["awq"], "quantization_config of config.json is"),
 ]
 
 
 @pytest.mark.parametrize(("quantization", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_refused_quantisations(made: Made, tmp_path: Path, quantization: dict[str, Any], message: str) -> None:
+def test_refused_quantisations(made: Made, tmp_path: Path, quantization: object, message: str) -> None:
     config = json.loads((made("awq").folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     with pytest.raises(UnsupportedModelError, match=message) as caught:
@@ -232,7 +241,7 @@ def test_refused_quantisations(made: Made, tmp_path: Path, quantization: dict[st
     [
         ({"quantize": "int8"}, UsageError, "quantised already"),
         ({"dtype": "float32"}, UsageError, "no float32 checkpoint"),
-        ({"gpu_sm": 100}, UnsupportedModelError, "compute capability 10"),
+        ({"gpu_sm": 100}, UnsupportedModelError, r"compute capability 10\.0"),
     ],
 )
 def test_refused_wishes(made: Made, spec: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -244,6 +253,15 @@ def test_sizes_that_are_padded(tmp_path: Path) -> None:
     model = write_quantised_model(tmp_path, "gptq", intermediate_size=192)
     with pytest.raises(UsageError, match=r"mlp\.fc\.weight has a size of 192, which does not divide by 128"):
         plan_conversion(Model(path=model.folder), ConvertSpec(tp_size=2))
+
+
+@pytest.mark.parametrize(("inputs", "fits"), [(288, False), (384, True)])
+def test_groups_of_another_size_than_the_kernels_tiles(inputs: int, fits: bool) -> None:
+    """Groups of 96 inputs in tiles of 64: every 192 inputs both end."""
+    target = Target(name="transformer.layers.0.mlp.fc.weight", sources=("x.weight",), shape=(192, inputs), layer=0)
+    work = Repack(target=target, sources={}, quantization=SourceQuantization(method="awq", group_size=96))
+    with nullcontext() if fits else pytest.raises(UsageError, match="288, which does not divide by 192"):
+        require_divisible([work], 1)
 
 
 def rewritten(model: QuantisedModel, folder: Path, change: Callable[[dict[str, Array]], None]) -> Path:
@@ -263,6 +281,30 @@ def test_zero_bias_of_gptq_is_known(made: Made, tmp_path: Path) -> None:
         tensors[f"{KEY}.bias"] = np.zeros(128, np.float16)
 
     assert plan_conversion(Model(path=rewritten(made("gptq"), tmp_path, add_bias)), ConvertSpec()).repacks
+
+
+CACHE_SCALES = ["self_attn.k_proj.k_scale", "self_attn.k_scale", "self_attn.q_scale", "self_attn.kv_scale"]
+
+
+@pytest.mark.parametrize("name", CACHE_SCALES)
+def test_scales_of_the_cache_are_left_out(made: Made, tmp_path: Path, name: str) -> None:
+    def add_scale(tensors: dict[str, Array]) -> None:
+        tensors[f"model.layers.1.{name}"] = np.ones((), np.float32)
+
+    assert plan_conversion(Model(path=rewritten(made("fp8"), tmp_path, add_scale)), ConvertSpec()).repacks
+
+
+def test_what_modelopt_puts_beside_config_json(made: Made, tmp_path: Path) -> None:
+    """Its older exports have no quantization_config."""
+    folder = rewritten(made("fp8"), tmp_path, lambda _: None)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    described = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": described}))
+    plan = plan_conversion(Model(path=folder), ConvertSpec())
+    assert plan.config["quantization"]["quant_algo"] == "FP8"
+    assert plan.repacks
 
 
 def _bias(tensors: dict[str, Array]) -> None:
@@ -285,9 +327,30 @@ def _half_float(tensors: dict[str, Array]) -> None:
     tensors[f"{KEY}.weight"] = np.ones((128, 256), np.float16)
 
 
+def _quantised_head(tensors: dict[str, Array]) -> None:
+    del tensors["lm_head.weight"]
+    tensors["lm_head.qweight"] = np.ones((32, 320), np.int32)
+
+
+def _codes_of_another_type(tensors: dict[str, Array]) -> None:
+    tensors[f"{KEY}.qweight"] = np.zeros_like(tensors[f"{KEY}.qweight"], np.float16)
+
+
+def _whole_scales(tensors: dict[str, Array]) -> None:
+    tensors[f"{KEY}.scales"] = tensors[f"{KEY}.scales"].astype(np.int32)
+
+
+def _short_order(tensors: dict[str, Array]) -> None:
+    tensors[f"{KEY}.g_idx"] = tensors[f"{KEY}.g_idx"][:64]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        (_quantised_head, UnsupportedModelError, r"lm_head\.qweight is quantised"),
+        (_codes_of_another_type, UnsupportedModelError, r"k_proj\.qweight is F16; expected I32"),
+        (_whole_scales, UnsupportedModelError, r"k_proj\.scales is I32; expected BF16, F16, F32"),
+        (_short_order, ConversionError, r"k_proj\.g_idx is \[64\], expected \[256\]"),
         (_bias, ConversionError, r"not known: .*k_proj\.bias"),
         (_missing, ConversionError, r"missing: .*k_proj\.qzeros"),
         (_misshaped, ConversionError, r"k_proj\.scales is \[3, 128\], expected \[4, 128\]"),
@@ -300,3 +363,26 @@ def test_damaged_sources(
 ) -> None:
     with pytest.raises(error, match=message):
         plan_conversion(Model(path=rewritten(made("gptq"), tmp_path, change)), ConvertSpec())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "part", "value", "hint"),
+    [
+        ("gptq_asym", "scales", 60000.0, "bfloat16"),  # times 8 − a zero point of 1: beyond float16
+        ("gptq", "scales", float("nan"), "Fetch"),
+        ("awq", "scales", float("inf"), "Fetch"),
+        ("fp8", "weight_scale", float("nan"), "Fetch"),
+        ("fp8", "weight_scale", 0.0, "Fetch"),
+        ("fp8", "input_scale", -1.0, "Fetch"),
+    ],
+)
+def test_scales_that_are_none(made: Made, tmp_path: Path, scheme: str, part: str, value: float, hint: str) -> None:
+    def damage(tensors: dict[str, Array]) -> None:
+        tensors[f"{KEY}.{part}"] = np.full_like(tensors[f"{KEY}.{part}"], value)
+
+    (tmp_path / "model").mkdir()
+    folder = rewritten(made(scheme), tmp_path / "model", damage)
+    with pytest.raises(ConversionError, match=r"not finite|cannot be a scale") as caught:
+        convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "out")
+    assert hint in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()

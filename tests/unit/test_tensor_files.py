@@ -22,7 +22,7 @@ def write(path: Path, header: object, data: bytes) -> Path:
     return path
 
 
-def entry(begin: int, end: int, shape: list[int], code: str = "F32") -> dict[str, Any]:
+def entry(begin: int, end: int, shape: list[Any], code: str = "F32") -> dict[str, Any]:
     return {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -58,6 +58,11 @@ def test_the_header_that_we_write_is_read_by_the_library(tmp_path: Path) -> None
         ({"a": entry(4, 8, [1])}, b"\0" * 8, "tensor a begins at byte"),
         ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"\0" * 12, "tensor b begins at byte"),
         ({"a": entry(0, 8, [2])}, b"\0" * 12, "its header describes"),
+        ({"a": entry(0, 4, [-1, -2], "F16")}, b"\0" * 4, "its header is not valid"),
+        ({"a": entry(0, 4, ["1"])}, b"\0" * 4, "its header is not valid"),
+        ({"a": entry(0, 4, [True])}, b"\0" * 4, "its header is not valid"),
+        ({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4, "its header is not valid"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}}, b"\0" * 4, "its header is not valid"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, header: object, data: bytes, message: str) -> None:
@@ -95,6 +100,29 @@ def test_an_index_that_names_an_absent_file_or_tensor_is_refused(tmp_path: Path)
     index.write_text(json.dumps({"weight_map": content["weight_map"] | {"model.ghost": "model-00003.safetensors"}}))
     with pytest.raises(CorruptFileError, match=r"model-00003\.safetensors is missing"):
         read_source(folder, "model.")
-    index.write_text("[]")
-    with pytest.raises(CorruptFileError, match="cannot be read as an index"):
-        read_source(folder, "model.")
+    unusable: list[Any] = [
+        None,
+        [],
+        {},
+        {"a": 3},
+        {"a": "/etc/passwd"},
+        {"a": "../x"},
+        {"a": ""},
+        {"a": "x\0"},
+        {"a": "x" * 400},
+    ]
+    for places in unusable:
+        index.write_text(json.dumps({"weight_map": places}))
+        with pytest.raises(CorruptFileError, match="cannot be read as an index"):
+            read_source(folder, "model.")
+    for text in ("[]", "{", "[" * 100_000):
+        index.write_text(text)
+        with pytest.raises(CorruptFileError, match=r"is not (a )?JSON"):
+            read_source(folder, "model.")
+
+
+def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers: what was saved again whole is not shadowed by an older index."""
+    folder = write_tiny_model(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.ghost": "gone"}}))
+    assert "model.norm.weight" in read_source(folder, "model.")

@@ -31,7 +31,7 @@ def require_gpu_sm(gpu_sm: int) -> None:
     """UnsupportedModelError for a compute capability (× 10) whose order of 4-bit weights is not known here."""
     if not _OLDEST <= gpu_sm <= _HOPPER:
         raise UnsupportedModelError(
-            f"The order of 4-bit weights for GPUs of compute capability {gpu_sm / 10:g} is not known here "
+            f"The order of 4-bit weights for GPUs of compute capability {gpu_sm / 10:.1f} is not known here "
             f"(known: --gpu-sm {_OLDEST} … {_HOPPER}); for later ones it differs between releases.",
             hint="Convert on such a GPU with --converter upstream.",
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import warnings
 import zipfile
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -24,9 +25,21 @@ INDEX = "pytorch_model.bin.index.json"
 
 _LOCAL_HEADER = 30
 _AGAIN = "Fetch the file again, or choose a revision with safetensors."
+_SAVE_AGAIN = "Save the model with safetensors (transformers: save_pretrained), or choose a revision that has them."
+# How files begin: a zip archive, the pickled number of PyTorch's format before 1.6, and a pointer of Git LFS.
+_ZIP, _OLD, _POINTER = b"PK", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19", b"version "
 _CODES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
 
 
@@ -51,33 +64,79 @@ class PickledFile(TensorFile):
 def _load(path: Path) -> Mapping[str, Any]:
     import torch
 
+    _require_archive(path)
     try:
-        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsupportedModelError(
             f"{path} holds more than tensors, and what else it holds could run code: it is not read.",
             hint="Choose a revision with safetensors.",
         ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
+        # A damaged pickle fails in any way: unknown keys, wrong types, attributes that are not there.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CorruptFileError(f"PyTorch cannot read {path}: {reason}", hint=_AGAIN) from error
-    if not isinstance(tensors, Mapping) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(each, torch.Tensor) for name, each in tensors.items()
+    ):
         raise UnsupportedModelError(f"{path} is no table of tensors.", hint="Choose a revision with safetensors.")
     return tensors
 
 
+def _require_archive(path: Path) -> None:
+    """UnsupportedModelError for PyTorch's format before 1.6, CorruptFileError for what PyTorch never wrote."""
+    with path.open("rb") as handle:
+        start = handle.read(len(_OLD))
+    if start.startswith(_ZIP):
+        return
+    if start == _OLD:
+        raise UnsupportedModelError(f"{path} is in PyTorch's format from before version 1.6.", hint=_SAVE_AGAIN)
+    what = "it is a Git LFS pointer, not the file itself" if start.startswith(_POINTER) else "torch.save never wrote it"
+    raise CorruptFileError(f"{path} is damaged: {what}.", hint=_AGAIN)
+
+
 def _entries(path: Path, tensors: Mapping[str, Any]) -> dict[str, Entry]:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
-    places = _places(path, storages)
-    return {name: _entry(path, name, tensor, places) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        _require_plain(path, name, tensor)
+    held = [tensor.untyped_storage() for tensor in tensors.values() if tensor.numel()]
+    places = _places(path, {storage.data_ptr(): storage.nbytes() for storage in held})
+    return {name: _entry(name, tensor, places) for name, tensor in tensors.items()}
+
+
+def _require_plain(path: Path, name: str, tensor: Any) -> None:
+    """UnsupportedModelError unless a tensor's numbers lie in the file one after another."""
+    import torch
+
+    what = None
+    if tensor.layout != torch.strided or tensor.is_meta:
+        what = "sparse, or without numbers"
+    elif _code(tensor) is None:
+        what = f"of type {tensor.dtype}"
+    elif not tensor.is_contiguous():
+        what = "not stored row after row"
+    if what is not None:
+        raise UnsupportedModelError(f"{name} in {path} is {what}.", hint=_SAVE_AGAIN)
+
+
+def _code(tensor: Any) -> str | None:
+    return _CODES.get(str(tensor.dtype).removeprefix("torch."))
 
 
 def _places(path: Path, storages: Mapping[int, int]) -> dict[int, int]:
     """Where the storages, known by address and size, begin in the file: all are as far apart in both."""
-    records = _records(path)
+    if not storages:
+        return {}
+    try:
+        records = _records(path)
+    except (zipfile.BadZipFile, struct.error) as error:
+        raise CorruptFileError(f"{path} cannot be read as an archive: {error}.", hint=_AGAIN) from error
     addresses = sorted(storages)
     for begin in records:
-        shift = begin - addresses[0] if addresses else 0
+        shift = begin - addresses[0]
         if all(records.get(address + shift) == storages[address] for address in addresses):
             return {address: address + shift for address in addresses}
     raise CorruptFileError(f"{path} does not hold its tensors as PyTorch lays them out.", hint=_AGAIN)
@@ -98,10 +157,13 @@ def _records(path: Path) -> dict[int, int]:
     return found
 
 
-def _entry(path: Path, name: str, tensor: Any, places: Mapping[int, int]) -> Entry:
-    code = _CODES.get(str(tensor.dtype).removeprefix("torch."))
-    if code is None or not tensor.is_contiguous():
-        what = f"of type {tensor.dtype}" if code is None else "not stored row after row"
-        raise UnsupportedModelError(f"{name} in {path} is {what}.", hint="Choose a revision with safetensors.")
-    begin = places[tensor.untyped_storage().data_ptr()] + tensor.storage_offset() * tensor.element_size()
-    return Entry(code=code, shape=tuple(tensor.shape), begin=begin, size=tensor.numel() * tensor.element_size())
+def _entry(name: str, tensor: Any, places: Mapping[int, int]) -> Entry:
+    begin = 0
+    if tensor.numel():
+        begin = places[tensor.untyped_storage().data_ptr()] + tensor.storage_offset() * tensor.element_size()
+    return Entry(
+        code=_code(tensor) or "",
+        shape=tuple(tensor.shape),
+        begin=begin,
+        size=tensor.numel() * tensor.element_size(),
+    )

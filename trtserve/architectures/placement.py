@@ -15,7 +15,7 @@ from trtserve.architectures.sharding import Piece, matrix, name_in_stage, shard,
 from trtserve.architectures.source import SourceTensor
 from trtserve.architectures.streaming import Block, Move
 from trtserve.architectures.tensor_files import CODES, DTYPES, Entry, item_size, layout
-from trtserve.errors import ConversionError, UnsupportedModelError
+from trtserve.errors import ConversionError, UnsupportedModelError, listing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,11 @@ def match(targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused
     _refuse("Tensors have other shapes than config.json calls for", _misshaped(uses))
     for use in uses:
         if use.source.entry.code not in DTYPES:
-            raise UnsupportedModelError(f"{use.source.name} is of type {use.source.entry.code}, not a float.")
+            raise UnsupportedModelError(
+                f"{use.source.name} is of type {use.source.entry.code}; weights of a float model are "
+                f"{', '.join(DTYPES)}.",
+                hint="Save the model again in one of these types (transformers: save_pretrained).",
+            )
     return uses
 
 
@@ -239,6 +243,6 @@ def _misshaped(uses: Iterable[Use]) -> list[str]:
 def _refuse(what: str, problems: Sequence[str]) -> None:
     if problems:
         raise ConversionError(
-            f"{what} ({len(problems)}): {'; '.join(problems)}.",
+            f"{what} ({len(problems)}): {listing(problems, '; ')}.",
             hint="Take config.json and weights from one revision of the model's own repository.",
         )

@@ -58,6 +58,8 @@ def source_quantization(hf: HfConfig) -> SourceQuantization | None:
     config = hf.get("quantization_config")
     if not config:
         return None
+    if not isinstance(config, Mapping):
+        raise _refused(f"quantization_config of config.json is {config!r}")
     method = str(config.get("quant_method", "unknown method"))
     if method == "awq":
         return _awq(config)
@@ -96,12 +98,12 @@ def _gptq(config: Mapping[str, Any]) -> SourceQuantization:
 
 def _require_bits(method: str, bits: object) -> None:
     if bits != 4:
-        raise _refused(f"{method} with {bits} bits; only 4 are known")
+        raise _refused(f"{method} with {bits!r} bits; only 4 are known")
 
 
 def _group_size(method: str, size: object) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise _refused(f"{method} with group size {size}; only groups along the inputs are known")
+        raise _refused(f"{method} with group size {size!r}; only groups along the inputs are known")
     return size
 
 
@@ -113,7 +115,8 @@ def _require_static_fp8(method: str, config: Mapping[str, Any]) -> None:
         if config.get("activation_scheme") != "static":
             raise _refused("FP8 without scales of the activations (activation_scheme is not static)")
     elif method == "modelopt":
-        algorithm = config.get("quant_algo") or (config.get("quantization") or {}).get("quant_algo")
+        inner = config.get("quantization")
+        algorithm = config.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None)
         if algorithm != "FP8":
             raise _refused(f"quantised by ModelOpt with {algorithm}; only FP8 is known")
     else:
@@ -124,9 +127,13 @@ def _require_float_quantized(config: Mapping[str, Any]) -> None:
     layout = config.get("format")
     if layout != "float-quantized":
         raise _refused(f"compressed-tensors in the format {layout}; only float-quantized is known")
-    for name, group in (config.get("config_groups") or {}).items():
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise _refused("compressed-tensors whose config_groups are no table")
+    for name, group in groups.items():
         for part in ("weights", "input_activations"):
-            scheme = group.get(part) or {}
+            if not isinstance(scheme := group.get(part), Mapping):
+                raise _refused(f"compressed-tensors whose {part} ({name}) are not quantised")
             if scheme.get("strategy") != "tensor" or scheme.get("dynamic") or scheme.get("num_bits") != 8:
                 raise _refused(
                     f"compressed-tensors whose {part} ({name}) are {scheme.get('num_bits')} bits by "

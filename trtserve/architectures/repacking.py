@@ -5,7 +5,7 @@ A matrix is worked on in blocks of outputs, so that besides one packed source on
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,18 +18,15 @@ from trtserve.architectures.sharding import Piece, shard
 from trtserve.architectures.source import SourceTensor
 from trtserve.architectures.streaming import RankFiles, write_at
 from trtserve.architectures.tensor_files import CODES, numpy_dtype
-from trtserve.errors import ConversionError, UnsupportedModelError, UsageError
+from trtserve.errors import ConversionError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# The matrices that TensorRT-LLM quantises; it leaves embeddings, output head and routers alone.
-_MATRIX = re.compile(r"\.(qkv|dense|fc|gate|proj)\.weight$")
-# TensorRT-LLM pads matrices whose sizes do not divide by this (per rank), or by the group size where that is larger.
-_MULTIPLE = 64
 _BLOCK_BYTES = 4 << 20
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_OTHER_WEIGHTS = "Fetch the model again, or choose another copy of it."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,124 +69,6 @@ def _beside(name: str, ending: str) -> str:
     return f"{name.removesuffix('weight')}{ending}"
 
 
-def split_targets(
-    targets: Sequence[Target], sources: Mapping[str, SourceTensor], quantization: SourceQuantization
-) -> tuple[list[Target], list[Repack], dict[str, SourceTensor]]:
-    """Targets of floats, quantised matrices, and the sources that are left for the former.
-
-    ConversionError lists missing tensors; UnsupportedModelError names a matrix that is not quantised, or experts.
-    """
-    floats, repacks, left = [], [], dict(sources)
-    missing: list[str] = []
-    for target in targets:
-        if target.layer is None or not _MATRIX.search(target.name):
-            floats.append(target)
-            continue
-        if len(target.shape) != 2:
-            raise UnsupportedModelError(
-                "Experts of a quantised model cannot be converted here.", hint="Convert with --converter upstream."
-            )
-        parts = {name: _parts(name, left, quantization, missing) for name in target.sources}
-        repacks.append(Repack(target=target, sources=parts, quantization=quantization))
-    if missing:
-        raise ConversionError(
-            f"The weights are not those of the model that config.json describes ({len(missing)}): "
-            f"missing: {'; missing: '.join(missing)}.",
-            hint="Take config.json and weights from one revision of the model's own repository.",
-        )
-    for repack in repacks:
-        _require_shapes(repack)
-    _drop_needless(left, repacks)
-    return floats, repacks, left
-
-
-def _parts(
-    name: str, left: dict[str, SourceTensor], quantization: SourceQuantization, missing: list[str]
-) -> dict[str, SourceTensor]:
-    """The tensors of one source matrix, taken out of `left`."""
-    stem = name.removesuffix("weight")
-    code = left[name].entry.code if name in left else None
-    if code is not None and code != "F8_E4M3":
-        raise UnsupportedModelError(
-            f"{name} is {code} in a model that is quantised ({quantization.method}): one of both in a layer cannot be "
-            "converted here.",
-            hint="Convert with --converter upstream.",
-        )
-    missing += [f"{stem}{part}" for part in quantization.parts if f"{stem}{part}" not in left]
-    return {part: left.pop(f"{stem}{part}") for part in quantization.parts if f"{stem}{part}" in left}
-
-
-def _drop_needless(left: dict[str, SourceTensor], repacks: Sequence[Repack]) -> None:
-    """Take out what goes with quantised matrices and says nothing: orders of groups, zero biases, KV cache scales."""
-    wanted = {name for repack in repacks for name in repack.sources}
-    stems = {name.removesuffix("weight"): repack for repack in repacks for name in repack.sources if name in wanted}
-    for stem, repack in stems.items():
-        if (order := left.pop(f"{stem}g_idx", None)) is not None:
-            _require_plain_order(order, repack)
-        bias = left.get(f"{stem}bias")
-        if bias is not None and repack.quantization.method == "gptq" and not _values(bias).any():
-            del left[f"{stem}bias"]
-        for scale in ("k_scale", "v_scale", "output_scale"):
-            left.pop(f"{stem}{scale}", None)
-
-
-def _require_plain_order(order: SourceTensor, repack: Repack) -> None:
-    import numpy as np
-
-    values = _values(order)
-    if (values != np.arange(len(values)) // repack.quantization.group_size).any():
-        raise UnsupportedModelError(
-            f"{order.name} takes inputs in an order of its own (desc_act), which TensorRT-LLM does not implement.",
-            hint="Choose a model that was quantised without desc_act.",
-        )
-
-
-def _require_shapes(repack: Repack) -> None:
-    quantization, problems = repack.quantization, []
-    for name, (rows, columns) in _source_sizes(repack.target).items():
-        group = quantization.group_size or 1
-        expected: dict[str, Any] = {
-            "awq": {"qweight": (columns, rows // 8)},
-            "gptq": {"qweight": (columns // 8, rows)},
-            "fp8": {"weight": (rows, columns)},
-        }[quantization.method]
-        if quantization.method != "fp8":
-            expected |= {"qzeros": (columns // group, rows // 8), "scales": (columns // group, rows)}
-        for part, shape in expected.items():
-            tensor = repack.sources[name][part]
-            if tensor.entry.shape != shape:
-                problems.append(f"{tensor.name} is {list(tensor.entry.shape)}, expected {list(shape)}")
-    if problems:
-        raise ConversionError(
-            f"Tensors have other shapes than config.json calls for ({len(problems)}): {'; '.join(problems)}.",
-            hint="Take config.json and weights from one revision of the model's own repository.",
-        )
-
-
-def _source_sizes(target: Target) -> dict[str, tuple[int, int]]:
-    rows: dict[str, int] = {}
-    for name, start, count in runs(target):
-        rows[name] = max(rows.get(name, 0), start + count)
-    return {name: (count, target.shape[1]) for name, count in rows.items()}
-
-
-def require_divisible(repacks: Sequence[Repack], tp_size: int) -> None:
-    """UsageError when a 4-bit matrix has sizes that TensorRT-LLM would pad on the way to `tp_size` ranks."""
-    for repack in repacks:
-        if repack.quantization.method == "fp8":
-            continue
-        multiple = max(_MULTIPLE, repack.quantization.group_size) * tp_size
-        held = shard(repack.target, tp_size, 0).shape
-        outputs = held[0] if repack.target.split == "row" else held[0] * tp_size
-        for size in (outputs, repack.target.shape[1]):
-            if size % multiple:
-                raise UsageError(
-                    f"{repack.target.name} has a size of {size}, which does not divide by {multiple} (groups of "
-                    f"{repack.quantization.group_size}, --tp-size {tp_size}): TensorRT-LLM pads such a matrix.",
-                    hint="Choose a smaller --tp-size, or convert with --converter upstream.",
-                )
-
-
 def repack(work: Repack, placement: Placement, files: RankFiles, *, tp_size: int, dtype: str, gpu_sm: int) -> None:
     """Write the tensors of one quantised matrix into the files of all ranks that hold a part of it."""
     for rank, tp_rank in placement.ranks(work.target):
@@ -222,7 +101,7 @@ def _write_int4(
             offset += packed.nbytes
         scale = _rounded(matrix.scales(rows, columns), wanted, work)
         scales.append(scale)
-        zeros.append(((8 - matrix.zeros(rows, columns)) * scale.astype(np.float32)).astype(wanted))
+        zeros.append(_rounded((8 - matrix.zeros(rows, columns)) * scale.astype(np.float32), wanted, work))
     write_at(file, np.concatenate(scales, axis=1), places[_beside(name, "weights_scaling_factor")])
     write_at(file, np.concatenate(zeros, axis=1), places[_beside(name, "zero")])
 
@@ -230,11 +109,13 @@ def _write_int4(
 def _rounded(values: npt.NDArray[Any], wanted: np.dtype[Any], work: Repack) -> npt.NDArray[Any]:
     import numpy as np
 
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         cast: npt.NDArray[Any] = values.astype(wanted)
     if not np.isfinite(cast.astype(np.float32)).all():
+        finite = np.isfinite(values.astype(np.float32)).all()
         raise ConversionError(
-            f"The scales of {work.target.name} are not finite in {wanted.name}.", hint="Convert with --dtype bfloat16."
+            f"The scales of {work.target.name}, or their products with zero points, are not finite in {wanted.name}.",
+            hint="Convert with --dtype bfloat16." if finite else _OTHER_WEIGHTS,
         )
     return cast
 
@@ -244,7 +125,7 @@ def _write_fp8(work: Repack, pieces: Sequence[Piece], places: Mapping[str, int],
     import numpy as np
 
     name = work.target.name
-    own = {source: _scalar(parts["weight_scale"]) for source, parts in work.sources.items()}
+    own = {source: _scale(parts["weight_scale"]) for source, parts in work.sources.items()}
     scale = max(own.values())
     offset = places[name]
     for source, rows, columns in _spans(work.target, pieces):
@@ -252,7 +133,7 @@ def _write_fp8(work: Repack, pieces: Sequence[Piece], places: Mapping[str, int],
         part = _rescaled(np.ascontiguousarray(codes), own[source], scale)
         write_at(file, part, offset)
         offset += part.nbytes
-    activations = max(_scalar(parts["input_scale"]) for parts in work.sources.values())
+    activations = max(_scale(parts["input_scale"]) for parts in work.sources.values())
     write_at(file, np.array([scale], np.float32), places[_beside(name, "weights_scaling_factor")])
     write_at(file, np.array([activations], np.float32), places[_beside(name, "activation_scaling_factor")])
 
@@ -343,11 +224,15 @@ def _values(tensor: SourceTensor) -> npt.NDArray[Any]:
     return tensor.file.stored(tensor.entry)
 
 
-def _scalar(tensor: SourceTensor) -> float:
+def _scale(tensor: SourceTensor) -> float:
+    """The one scale of an FP8 matrix or of its inputs."""
     values = _values(tensor).reshape(-1)
     if len(values) != 1:
         raise UnsupportedModelError(
             f"{tensor.name} holds {len(values)} scales; only FP8 with one scale for a matrix can be converted here.",
             hint="Convert with --converter upstream.",
         )
-    return float(values[0])
+    scale = float(values[0])
+    if not 0 < scale < math.inf:
+        raise ConversionError(f"{tensor.name} is {scale}, which cannot be a scale.", hint=_OTHER_WEIGHTS)
+    return scale

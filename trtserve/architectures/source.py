@@ -13,10 +13,16 @@ from typing import Any
 
 from trtserve.architectures import pickled_files
 from trtserve.architectures.tensor_files import Entry, TensorFile
-from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
+from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# ModelOpt's older exports describe the quantisation here and not in config.json.
+MODELOPT_CONFIG = "hf_quant_config.json"
+
+_AGAIN = "Import the model again, or fetch the file from where the model is from."
+# Endings of weights that are not read here.
+_FOREIGN = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.nemo", "*.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +35,48 @@ class SourceTensor:
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder; ModelNotFoundError when the folder holds none."""
+    """config.json of a Hugging Face folder, with what ModelOpt put beside it; ModelNotFoundError when it has none."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelNotFoundError(
             f"{folder} has no config.json: it is not a Hugging Face model folder.",
             hint="Give a folder with config.json and model.safetensors, or run trtserve import first.",
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise CorruptFileError(f"{path} is not a JSON object.")
+    config = _json_object(path)
+    beside = folder / MODELOPT_CONFIG
+    if not config.get("quantization_config") and beside.is_file():
+        config["quantization_config"] = {"quant_method": "modelopt", **_json_object(beside)}
     return config
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is not JSON: {error}.", hint=_AGAIN) from error
+    if not isinstance(content, dict):
+        raise CorruptFileError(f"{path} is not a JSON object.", hint=_AGAIN)
+    return content
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """Names of tensors → names of files, from an index of weights; CorruptFileError when it is none.
+
+    Files lie in the folder of the index or below it: other paths are no part of a model.
+    """
+    places = _json_object(path).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CorruptFileError(f"{path} cannot be read as an index: it has no weight_map.", hint=_AGAIN)
+    for name, file in places.items():
+        if not isinstance(file, str) or not _is_below(file):
+            raise CorruptFileError(f"{path} cannot be read as an index: {name} lies in {file!r}.", hint=_AGAIN)
+    return places
+
+
+def _is_below(file: str) -> bool:
+    path = Path(file)
+    named = 0 < len(path.name) < 256 and "\0" not in file
+    return named and not path.is_absolute() and ".." not in path.parts
 
 
 def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
@@ -61,7 +95,7 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
             twice.append(f"{name} ({named[name].file.path.name}, {tensor.file.path.name})")
         named[name] = SourceTensor(name=name, file=tensor.file, entry=tensor.entry)
     if twice:
-        raise ConversionError(f"{folder} stores tensors twice: {', '.join(twice)}.", hint="Fetch the model again.")
+        raise ConversionError(f"{folder} stores tensors twice: {listing(twice)}.", hint="Fetch the model again.")
     return named
 
 
@@ -77,10 +111,11 @@ def _opened(path: Path) -> TensorFile:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        return _indexed_files(folder, INDEX)
+    """Of several sets the one that transformers takes."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder, INDEX)
     if (folder / SINGLE).is_symlink():
         raise CorruptFileError(
             f"{folder / SINGLE} refers to {(folder / SINGLE).readlink()}, which is gone.",
@@ -90,26 +125,31 @@ def _weight_files(folder: Path) -> list[Path]:
         return _indexed_files(folder, pickled_files.INDEX)
     if (folder / pickled_files.SINGLE).is_file():
         return [folder / pickled_files.SINGLE]
-    if any(folder.glob("*.bin")):
+    if foreign := sorted(path.name for pattern in _FOREIGN for path in folder.glob(pattern)):
         raise UnsupportedModelError(
-            f"{folder} has its weights in .bin files of other names than {pickled_files.SINGLE}.",
+            f"{folder} has its weights in files that are not read here: {listing(foreign)}; expected {SINGLE} or "
+            f"{pickled_files.SINGLE}, or an index of several.",
             hint="Save the model with safetensors (transformers: save_pretrained), or choose a revision that has them.",
         )
-    raise ModelNotFoundError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}.", hint="Import the model again.")
+    raise ModelNotFoundError(
+        f"{folder} has no weights: neither {SINGLE} nor {INDEX}, nor {pickled_files.SINGLE}.",
+        hint="Import the model again.",
+    )
 
 
 def _indexed_files(folder: Path, index: str) -> list[Path]:
     """Files of the index in name order, checked to hold what the index says."""
-    try:
-        places: dict[str, str] = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
-        wanted = {file: {name for name in places if places[name] == file} for file in sorted(set(places.values()))}
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptFileError(f"{folder / index} cannot be read as an index: {error!r}.") from error
+    places = weight_map(folder / index)
+    wanted: dict[str, set[str]] = {file: set() for file in sorted(set(places.values()))}
+    for name, file in places.items():
+        wanted[file].add(name)
     for file, names in wanted.items():
         path = folder / file
         if not path.is_file():
             raise CorruptFileError(f"{path} is missing; {index} names it.", hint="Import the model again.")
         absent = sorted(names - _opened(path).entries.keys())
         if absent:
-            raise CorruptFileError(f"{path} lacks tensors that {index} places there: {', '.join(absent)}.")
+            raise CorruptFileError(
+                f"{path} lacks tensors that {index} places there: {listing(absent)}.", hint="Import the model again."
+            )
     return [folder / file for file in wanted]

@@ -132,15 +132,19 @@ def _read_header(path: Path) -> dict[str, Entry]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         entries = {name: _entry(value, 8 + length) for name, value in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _corrupt(path, f"its header is not valid ({error})") from error
     _check(path, entries, 8 + length, size)
     return entries
 
 
 def _entry(value: Mapping[str, Any], data: int) -> Entry:
-    begin, end = value["data_offsets"]
-    return Entry(code=value["dtype"], shape=tuple(value["shape"]), begin=data + begin, size=end - begin)
+    code, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(code, str) or not isinstance(shape, list):
+        raise TypeError(f"a tensor of type {code!r} and shape {shape!r}")
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise ValueError(f"a tensor of shape {shape} from {begin!r} to {end!r}")
+    return Entry(code=code, shape=tuple(shape), begin=data + begin, size=end - begin)
 
 
 def _check(path: Path, entries: Mapping[str, Entry], data: int, size: int) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from trtserve import architectures
 from trtserve.architectures.placement import Placement, match, moves
 from trtserve.architectures.quantized_source import source_quantization
-from trtserve.architectures.repacking import Repack, require_divisible, split_targets
+from trtserve.architectures.quantized_tensors import require_divisible, split_targets
+from trtserve.architectures.repacking import Repack
 from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move
 from trtserve.architectures.tensor_files import CODES, numpy_dtype

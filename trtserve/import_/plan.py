@@ -26,6 +26,7 @@ _PICKLED_INDEX = "pytorch_model.bin.index.json"
 SMALL_FILES = frozenset(
     {
         CONFIG,
+        "hf_quant_config.json",
         "generation_config.json",
         "tokenizer.json",
         "tokenizer.model",
@@ -157,7 +158,9 @@ def _weight_names(label: str, files: Mapping[str, RemoteFile], read: Callable[[R
 
 
 def _indexed(label: str, files: Mapping[str, RemoteFile], index: str, read: Callable[[RemoteFile], Path]) -> set[str]:
-    shards = set(_read_json(read(files[index]), label).get("weight_map", {}).values())
+    from trtserve.architectures.source import weight_map
+
+    shards = set(weight_map(read(files[index])).values())
     if missing := sorted(shards - files.keys()):
         raise CorruptFileError(f"{index} of {label} names files that are not there: {', '.join(missing)}.", hint=_AGAIN)
     return shards | {index}

@@ -1,0 +1,182 @@
+"""Which tensors of a quantised model make which matrix of the checkpoint, and whether they are what its config says."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trtserve.architectures.base import Target
+from trtserve.architectures.placement import runs
+from trtserve.architectures.quantized_source import SourceQuantization
+from trtserve.architectures.repacking import Repack
+from trtserve.architectures.sharding import shard
+from trtserve.architectures.source import SourceTensor
+from trtserve.errors import ConversionError, UnsupportedModelError, UsageError, listing
+
+# The matrices that TensorRT-LLM quantises; it leaves embeddings, output head and routers alone.
+_MATRIX = re.compile(r"\.(qkv|dense|fc|gate|proj)\.weight$")
+# TensorRT-LLM pads matrices whose sizes do not divide by this (per rank), or by the group size where that is larger.
+_MULTIPLE = 64
+_FLOATS = frozenset({"F32", "F16", "BF16"})
+_PART_TYPES = {
+    "qweight": frozenset({"I32"}),
+    "qzeros": frozenset({"I32"}),
+    "scales": _FLOATS,
+    "weight": frozenset({"F8_E4M3"}),
+    "weight_scale": _FLOATS,
+    "input_scale": _FLOATS,
+}
+# Scales of an 8-bit KV cache, beside the matrix that makes keys or values, or beside all of them.
+_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale")
+_OTHER_WEIGHTS = "Fetch the model again, or choose another copy of it."
+
+
+def split_targets(
+    targets: Sequence[Target], sources: Mapping[str, SourceTensor], quantization: SourceQuantization
+) -> tuple[list[Target], list[Repack], dict[str, SourceTensor]]:
+    """Targets of floats, quantised matrices, and the sources that are left for the former.
+
+    ConversionError lists missing tensors; UnsupportedModelError names a matrix that is not quantised, or experts.
+    """
+    floats, repacks, left = [], [], dict(sources)
+    missing: list[str] = []
+    for target in targets:
+        if target.layer is None or not _MATRIX.search(target.name):
+            floats.append(target)
+            continue
+        if len(target.shape) != 2:
+            raise UnsupportedModelError(
+                "Experts of a quantised model cannot be converted here.", hint="Convert with --converter upstream."
+            )
+        parts = {name: _parts(name, left, quantization, missing) for name in target.sources}
+        repacks.append(Repack(target=target, sources=parts, quantization=quantization))
+    if missing:
+        raise ConversionError(
+            f"The weights are not those of the model that config.json describes ({len(missing)}): "
+            f"missing: {listing(missing, '; missing: ')}.",
+            hint="Take config.json and weights from one revision of the model's own repository.",
+        )
+    for repack in repacks:
+        _require_types(repack)
+        _require_shapes(repack)
+    _drop_needless(left, repacks)
+    _require_float_rest(floats, left)
+    return floats, repacks, left
+
+
+def _require_float_rest(floats: Sequence[Target], left: Mapping[str, SourceTensor]) -> None:
+    """UnsupportedModelError when what TensorRT-LLM keeps as floats, such as the output head, is quantised."""
+    for name in (source for target in floats for source in target.sources if source.endswith(".weight")):
+        packed = f"{name.removesuffix('weight')}qweight"
+        if packed in left or (name in left and left[name].entry.code == "F8_E4M3"):
+            raise UnsupportedModelError(
+                f"{packed if packed in left else name} is quantised; TensorRT-LLM keeps this tensor as floats.",
+                hint="Choose a copy of the model that was quantised without it.",
+            )
+
+
+def _require_types(repack: Repack) -> None:
+    for parts in repack.sources.values():
+        for part, tensor in parts.items():
+            if tensor.entry.code not in _PART_TYPES[part]:
+                raise UnsupportedModelError(
+                    f"{tensor.name} is {tensor.entry.code}; expected {', '.join(sorted(_PART_TYPES[part]))} in a model "
+                    f"that is quantised ({repack.quantization.method}).",
+                    hint=_OTHER_WEIGHTS,
+                )
+
+
+def _parts(
+    name: str, left: dict[str, SourceTensor], quantization: SourceQuantization, missing: list[str]
+) -> dict[str, SourceTensor]:
+    """The tensors of one source matrix, taken out of `left`."""
+    stem = name.removesuffix("weight")
+    code = left[name].entry.code if name in left else None
+    if code is not None and code != "F8_E4M3":
+        raise UnsupportedModelError(
+            f"{name} is {code} in a model that is quantised ({quantization.method}): one of both in a layer cannot be "
+            "converted here.",
+            hint="Convert with --converter upstream.",
+        )
+    missing += [f"{stem}{part}" for part in quantization.parts if f"{stem}{part}" not in left]
+    return {part: left.pop(f"{stem}{part}") for part in quantization.parts if f"{stem}{part}" in left}
+
+
+def _drop_needless(left: dict[str, SourceTensor], repacks: Sequence[Repack]) -> None:
+    """Take out what goes with quantised matrices and says nothing: orders of groups, zero biases, KV cache scales."""
+    wanted = {name for repack in repacks for name in repack.sources}
+    stems = {name.removesuffix("weight"): repack for repack in repacks for name in repack.sources if name in wanted}
+    for stem, repack in stems.items():
+        if (order := left.pop(f"{stem}g_idx", None)) is not None:
+            _require_plain_order(order, repack)
+        bias = left.get(f"{stem}bias")
+        if bias is not None and repack.quantization.method == "gptq" and not bias.file.stored(bias.entry).any():
+            del left[f"{stem}bias"]
+        for scale in _CACHE_SCALES:
+            left.pop(f"{stem}{scale}", None)
+            left.pop(f"{stem.removesuffix('.').rpartition('.')[0]}.{scale}", None)
+
+
+def _require_plain_order(order: SourceTensor, repack: Repack) -> None:
+    import numpy as np
+
+    if order.entry.code not in ("I32", "I64"):
+        raise UnsupportedModelError(f"{order.name} is {order.entry.code}; expected I32 or I64.", hint=_OTHER_WEIGHTS)
+    values = order.file.stored(order.entry)
+    if values.size and values.shape != repack.target.shape[1:]:
+        raise ConversionError(
+            f"{order.name} is {list(values.shape)}, expected {list(repack.target.shape[1:])}.", hint=_OTHER_WEIGHTS
+        )
+    if (values != np.arange(len(values)) // repack.quantization.group_size).any():
+        raise UnsupportedModelError(
+            f"{order.name} takes inputs in an order of its own (desc_act), which TensorRT-LLM does not implement.",
+            hint="Choose a model that was quantised without desc_act.",
+        )
+
+
+def _require_shapes(repack: Repack) -> None:
+    quantization, problems = repack.quantization, []
+    for name, (rows, columns) in _source_sizes(repack.target).items():
+        group = quantization.group_size or 1
+        expected: dict[str, Any] = {
+            "awq": {"qweight": (columns, rows // 8)},
+            "gptq": {"qweight": (columns // 8, rows)},
+            "fp8": {"weight": (rows, columns)},
+        }[quantization.method]
+        if quantization.method != "fp8":
+            expected |= {"qzeros": (columns // group, rows // 8), "scales": (columns // group, rows)}
+        for part, shape in expected.items():
+            tensor = repack.sources[name][part]
+            if tensor.entry.shape != shape:
+                problems.append(f"{tensor.name} is {list(tensor.entry.shape)}, expected {list(shape)}")
+    if problems:
+        raise ConversionError(
+            f"Tensors have other shapes than config.json calls for ({len(problems)}): {'; '.join(problems)}.",
+            hint="Take config.json and weights from one revision of the model's own repository.",
+        )
+
+
+def _source_sizes(target: Target) -> dict[str, tuple[int, int]]:
+    rows: dict[str, int] = {}
+    for name, start, count in runs(target):
+        rows[name] = max(rows.get(name, 0), start + count)
+    return {name: (count, target.shape[1]) for name, count in rows.items()}
+
+
+def require_divisible(repacks: Sequence[Repack], tp_size: int) -> None:
+    """UsageError when a 4-bit matrix has sizes that TensorRT-LLM would pad on the way to `tp_size` ranks."""
+    for repack in repacks:
+        if repack.quantization.method == "fp8":
+            continue
+        multiple = math.lcm(_MULTIPLE, repack.quantization.group_size) * tp_size
+        held = shard(repack.target, tp_size, 0).shape
+        outputs = held[0] if repack.target.split == "row" else held[0] * tp_size
+        for size in (outputs, repack.target.shape[1]):
+            if size % multiple:
+                raise UsageError(
+                    f"{repack.target.name} has a size of {size}, which does not divide by {multiple} (groups of "
+                    f"{repack.quantization.group_size}, --tp-size {tp_size}): TensorRT-LLM pads such a matrix.",
+                    hint="Choose a smaller --tp-size, or convert with --converter upstream.",
+                )
