@@ -33,10 +33,7 @@ TrtserveError
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Sequence
 from pathlib import Path
-
-_LISTED = 10
 
 _LISTED = 10
 
@@ -162,12 +159,6 @@ class AnswerMismatchError(TrtserveError):
 
 class BenchmarkError(TrtserveError):
     code = 50
-
-
-def listing(items: Sequence[str], separator: str = ", ") -> str:
-    """Items for a message: the first ten, and how many more there are."""
-    more = len(items) - _LISTED
-    return separator.join([*items[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
 def listing(items: Sequence[str], separator: str = ", ") -> str:
