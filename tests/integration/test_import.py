@@ -84,7 +84,8 @@ def test_another_dtype_builds_again_and_keeps_the_pull(hub: Hub, capsys: pytest.
     hub.requests.clear()
     second = _import(capsys, ID, "--dtype", "bfloat16", *FLOAT32[2:])
     assert second["model"] == first["model"]
-    assert len({first[key] for key in ("checkpoint", "engine", "repository")} & set(second.values())) == 0
+    made = ("checkpoint", "engine", "repository")
+    assert not {first[key] for key in made} & {second[key] for key in made}
     assert not hub.asked_for("model.safetensors")
     assert [record.repository for record in Store().recorded()] == [second["repository"]]
 

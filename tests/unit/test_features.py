@@ -16,6 +16,7 @@ from trtserve.convert import convert_model
 from trtserve.errors import UsageError
 from trtserve.executor.lora_modules import lora_modules
 from trtserve.runtimes.features import Features
+from trtserve.runtimes.openvino_plan import OpenvinoPlan
 from trtserve.specs import BuildSpec, ConvertSpec
 
 ALL = BuildSpec(
@@ -46,8 +47,14 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return _convert(tmp_path_factory.mktemp("gpt2"), "gpt2")
 
 
+def _plan(checkpoint: Checkpoint, **spec: Any) -> OpenvinoPlan:
+    engine = plan_build(checkpoint, BuildSpec(**spec)).engine
+    assert isinstance(engine, OpenvinoPlan)
+    return engine
+
+
 def _features(checkpoint: Checkpoint, **spec: Any) -> Features:
-    return plan_build(checkpoint, BuildSpec(**spec)).engine.features
+    return _plan(checkpoint, **spec).features
 
 
 def test_defaults_are_those_of_trtllm_build(llama: Checkpoint) -> None:
@@ -145,13 +152,13 @@ def test_a_plain_mlp_has_no_gate(gpt2: Checkpoint) -> None:
 
 
 def test_drafts_alone_mean_external_drafts(llama: Checkpoint) -> None:
-    plan = plan_build(llama, BuildSpec(max_draft_len=4)).engine
+    plan = _plan(llama, max_draft_len=4)
     assert plan.features.speculative_decoding_mode == "draft_tokens_external"
     assert any(note.startswith("--max-draft-len 4 alone") for note in plan.notes)
 
 
 def test_modules_without_the_plugin_are_said_to_do_nothing(llama: Checkpoint) -> None:
-    plan = plan_build(llama, BuildSpec(lora_target_modules=["attn_q"])).engine
+    plan = _plan(llama, lora_target_modules=["attn_q"])
     assert (plan.features.lora_plugin, plan.features.lora_target_modules) == (None, ())
     assert any("does nothing without --lora-plugin" in note for note in plan.notes)
 
