@@ -72,6 +72,7 @@ class ConvertSpec:
 
     `moe_tp_size` × `moe_ep_size` is `tp_size`: how many ranks split each expert, and how many share the experts out.
     `gpu_sm` is the compute capability (× 10) of the GPUs for which weights that are 4-bit already are put in order.
+    `trtllm_version` is the TensorRT-LLM that is to load the checkpoint; None: any that builds engines.
 
     NVIDIA's tools convert when `converter` is upstream or `quantize` is one of CALIBRATED; the fields from `workers` on
     are for them: threads, a dataset (name or folder) and how many of its samples, the folder of TensorRT-LLM's
@@ -85,6 +86,7 @@ class ConvertSpec:
     dtype: DType = "auto"
     quantize: Quantization = "none"
     gpu_sm: int = 80
+    trtllm_version: str | None = None
     converter: Converter = "own"
     workers: int | None = None
     calib_dataset: str | None = None

@@ -1,4 +1,4 @@
-"""config.json of checkpoints as TensorRT-LLM 1.2 writes it, for tiny models on tp 2, pp 2, with int8 recorded."""
+"""config.json of checkpoints as TensorRT-LLM 1.2 writes it, for tiny models on two ranks, with int8 recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DENSE = {
     "device_limited_routed_scaling_factor": 1.0,
 }
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "dtype": "bfloat16",
     "logits_dtype": "float32",
     "vocab_size": 320,
@@ -39,13 +39,19 @@ COMMON = {
     "qk_layernorm": False,
     "runtime_defaults": None,
     "mapping": {
-        "world_size": 4,
+        "world_size": 2,
         "gpus_per_node": 8,
         "cp_size": 1,
         "tp_size": 2,
-        "pp_size": 2,
+        "pp_size": 1,
         "moe_tp_size": 2,
+        "moe_cluster_size": 1,
         "moe_ep_size": 1,
+        "attn_tp_size": 2,
+        "attn_cp_size": 1,
+        "cp_config": {},
+        "enable_attention_dp": False,
+        "enable_lm_head_tp_in_adp": False,
     },
     "quantization": {
         "quant_algo": "W8A16",
@@ -53,9 +59,11 @@ COMMON = {
         "group_size": 128,
         "smoothquant_val": 0.5,
         "clamp_val": None,
+        "use_meta_recipe": False,
         "has_zero_point": False,
         "pre_quant_scale": False,
         "exclude_modules": None,
+        "mamba_ssm_cache_dtype": None,
     },
 }
 
@@ -88,7 +96,7 @@ QWEN_MOE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-GEMMA = {
+GEMMA: dict[str, Any] = {
     **COMMON,
     "num_key_value_heads": 2,
     "intermediate_size": 128,
@@ -102,6 +110,7 @@ GEMMA = {
     "mlp_bias": False,
     "use_parallel_embedding": True,
     "inter_layernorms": True,
+    "quantization": COMMON["quantization"] | {"smoothquant_val": None},  # by its script
 }
 
 LLAMA = {

@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.expected_configs import EXPECTED_CONFIGS, LLAMA3
+from tests.support.expected_configs import LLAMA3
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve import architectures
 from trtserve.architectures.rope import inverse_frequencies, rotary
 from trtserve.architectures.windows import attention_windows
-from trtserve.artifacts import Model
-from trtserve.convert import plan_conversion
 from trtserve.errors import UnsupportedModelError
-from trtserve.specs import ConvertSpec
 
 
 def hf_config(folder: Path) -> dict[str, Any]:
@@ -28,13 +25,6 @@ def hf_config(folder: Path) -> dict[str, Any]:
 def checkpoint_config(folder: Path, **changes: Any) -> dict[str, Any]:
     hf = hf_config(folder) | changes
     return architectures.supported(hf).checkpoint_config(hf) | {"architecture": hf["architectures"][0]}
-
-
-@pytest.mark.parametrize("family", EXPECTED_CONFIGS)
-def test_config_has_the_keys_of_release_1_2(tmp_path: Path, family: str) -> None:
-    folder = write_tiny_model(tmp_path, family)
-    spec = ConvertSpec(tp_size=2, pp_size=2, dtype="bfloat16", quantize="int8")
-    assert plan_conversion(Model(path=folder), spec).config == EXPECTED_CONFIGS[family]
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,11 @@ def dense_moe(*, normalization_mode: int | None) -> dict[str, Any]:
 def moe_object(
     *, num_experts: int = 0, top_k: int = 0, normalization_mode: int | None, shared_size: int = 0
 ) -> dict[str, Any]:
-    """TensorRT-LLM's `moe` object (MoeConfig)."""
+    """TensorRT-LLM's `moe` object (MoeConfig), with the keys that any release has."""
     return {
         "num_experts": num_experts,
+        "moe_intermediate_size": 0,
+        "num_shared_experts": 0,
         "shared_expert_intermediate_size": shared_size,
         "top_k": top_k,
         "normalization_mode": normalization_mode,

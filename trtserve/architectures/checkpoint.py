@@ -23,6 +23,7 @@ from trtserve.architectures.quantized import (
 from trtserve.architectures.sharding import matrix, name_in_stage, shard, stage_layers, stage_of
 from trtserve.architectures.tensor_files import TensorFile, numpy_dtype
 from trtserve.errors import ArtifactError, CorruptFileError
+from trtserve.releases.checkpoint_config import STRICT, keys_of_release, shares_head, shares_table, smoothquant_val
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
     T = TypeVar("T", bound=np.generic)
 
 _EMBEDDING = "transformer.vocab_embedding.weight"
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 
-# The keys that every release from 0.12 on takes, for the same reason as those of the mapping.
 _NOT_QUANTISED: Mapping[str, Any] = {
     "quant_algo": None,
     "kv_cache_quant_algo": None,
     "group_size": 128,
-    "smoothquant_val": 0.5,
     "clamp_val": None,
+    "use_meta_recipe": False,
     "has_zero_point": False,
     "pre_quant_scale": False,
     "exclude_modules": None,
+    "mamba_ssm_cache_dtype": None,
 }
 
 
@@ -55,14 +56,16 @@ def complete_config(
     pp_size: int,
     quantization: Mapping[str, Any],
     ep_size: int = 1,
+    release: str | None = None,
 ) -> dict[str, Any]:
-    """`config.json` of a checkpoint with the keys of TensorRT-LLM 1.2, around a family's own part.
+    """`config.json` of a checkpoint as `release` writes it, around a family's own part.
 
-    Sources of the keys: PretrainedConfig, Mapping and QuantConfig of release 1.2. A family that says
-    `use_parallel_embedding` splits its embedding where there are several tensor-parallel ranks. `quantization` are
-    the keys of that name that differ from those of a model that is not quantised.
+    Without a release it has what 1.2 writes, less the keys that some release from 0.12 on would refuse. A family that
+    says `use_parallel_embedding` splits its embedding where there are several tensor-parallel ranks. `quantization`
+    are the keys of that name that differ from those of a model that is not quantised. UnsupportedModelError when the
+    model needs a key that the release lacks.
     """
-    return {
+    config = {
         "architecture": architecture,
         "dtype": dtype,
         "logits_dtype": "float32",
@@ -72,15 +75,22 @@ def complete_config(
         **sizes,
         "use_parallel_embedding": bool(sizes.get("use_parallel_embedding")) and tp_size > 1,
         "mapping": _mapping(tp_size, pp_size, ep_size),
-        "quantization": {**_NOT_QUANTISED, **quantization},
+        "quantization": {
+            **_NOT_QUANTISED,
+            "smoothquant_val": smoothquant_val(architecture, release),
+            **quantization,
+        },
     }
+    if shares_table(release):
+        config["share_embedding_table"] = shares_head(architecture)
+    for section in STRICT:
+        if section in config:
+            config[section] = keys_of_release(section, config[section], architecture=architecture, release=release)
+    return keys_of_release("model", config, architecture=architecture, release=release)
 
 
 def _mapping(tp_size: int, pp_size: int, ep_size: int) -> dict[str, Any]:
-    """The keys that every release from 0.12 on takes; their loaders hand them on as keyword arguments.
-
-    What later ones added has defaults that follow from these; a key that a release lacks would stop its loader.
-    """
+    """The keys that any release has; what a later one added has defaults that follow from the others."""
     return {
         "world_size": tp_size * pp_size,
         "gpus_per_node": 8,
@@ -88,7 +98,14 @@ def _mapping(tp_size: int, pp_size: int, ep_size: int) -> dict[str, Any]:
         "tp_size": tp_size,
         "pp_size": pp_size,
         "moe_tp_size": tp_size // ep_size,
+        "moe_cluster_size": 1,
         "moe_ep_size": ep_size,
+        "attn_tp_size": tp_size,
+        "attn_cp_size": 1,
+        "cp_config": {},
+        "auto_parallel": False,
+        "enable_attention_dp": False,
+        "enable_lm_head_tp_in_adp": False,
     }
 
 
@@ -141,7 +158,7 @@ class CheckpointReader:
         import numpy as np
 
         target = self._targets[name]
-        if name == _HEAD and not self._holds(target):
+        if name == HEAD and not self._holds(target):
             # TensorRT-LLM's loader takes the embedding for an absent output head (tied embeddings).
             return self.merged(_EMBEDDING)
         if (kind := self.kind(name)) != "float":

@@ -23,6 +23,8 @@ TIED = True
 
 _BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
 _PATTERN = 6
+# The second one is what releases before 1.1 call it.
+_PATTERN_KEYS = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "inter_layernorms": True,
         "query_pre_attn_scalar": hf.get("query_pre_attn_scalar", 256),
         "final_logit_softcapping": hf.get("final_logit_softcapping"),
-        "_sliding_window_pattern": _pattern(hf),
+        **dict.fromkeys(_PATTERN_KEYS, _pattern(hf)),
         "rope_local_base_freq": local_base,
         **window,
     }
@@ -90,8 +92,7 @@ def targets(config: CheckpointConfig) -> list[Target]:
 def decoder(config: CheckpointConfig) -> Decoder:
     """What the decoder is made of."""
     local_base = config.get("rope_local_base_freq") or _LOCAL_BASE
-    # Configs of releases before 1.1 have the other spelling.
-    pattern = config.get("_sliding_window_pattern") or config.get("sliding_window_pattern") or _PATTERN
+    pattern = next((config[key] for key in _PATTERN_KEYS if config.get(key)), _PATTERN)
     return replace(
         gemma.decoder(config),
         block="sandwich",

@@ -25,6 +25,7 @@ from trtserve.cli.options import (
     QuantizeOption,
     QuietOption,
     TpSizeOption,
+    TrtllmVersionOption,
     VerifyOption,
     WorkersOption,
 )
@@ -48,6 +49,7 @@ def convert(
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "none",
     gpu_sm: GpuSmOption = 80,
+    trtllm_version: TrtllmVersionOption = None,
     converter: ConverterOption = "own",
     workers: WorkersOption = None,
     calib_dataset: CalibDatasetOption = None,
@@ -77,6 +79,7 @@ def convert(
         dtype=cast(DType, dtype),
         quantize=cast(Quantization, quantize),
         gpu_sm=gpu_sm,
+        trtllm_version=trtllm_version,
         converter=cast(Converter, converter),
         workers=workers,
         calib_dataset=calib_dataset,

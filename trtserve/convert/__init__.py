@@ -24,6 +24,7 @@ from trtserve.convert.upstream import convert_upstream, upstream_command
 from trtserve.errors import ConversionError
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
+from trtserve.releases import NEWEST, RELEASES
 from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store, publish
 
@@ -38,6 +39,8 @@ __all__ = [
     "resolve_dtype",
     "upstream_command",
 ]
+
+_ANY_RELEASE = f"{RELEASES[0]} … {NEWEST}"
 
 
 def find_model(name_or_folder: str, store: Store | None = None, *, progress: Progress = SILENT) -> Model:
@@ -76,7 +79,7 @@ def convert_model(
         fingerprint=plan.fingerprint,
         inputs={model.name: model.fingerprint},
         spec=own_wishes(plan.spec),
-        tools={"checkpoint format": "TensorRT-LLM 1.2"},
+        tools={"checkpoint format": f"TensorRT-LLM {plan.spec.trtllm_version or _ANY_RELEASE}"},
         facts={"model": str(model.path.absolute()), "bytes": plan.total_bytes, "largest_tensor": plan.largest_tensor},
     )
     if verify is None:

@@ -12,6 +12,10 @@ from trtserve.architectures.kernel_layout import require_gpu_sm
 from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
 from trtserve.architectures.sharding import check_parallel_sizes, moe_parallel_sizes
 from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.releases.checkpoint_config import require_stages
+from trtserve.releases.converters import CONVERTERS, converter_script
+from trtserve.releases.installed import require_engine_path
+from trtserve.releases.weight_only import require_loader_quantises
 from trtserve.specs import ConvertSpec
 
 # Weight-only quantisation is recorded, the weights stay floats: TensorRT-LLM's loader (preprocess_weights →
@@ -41,25 +45,43 @@ def own_dtype(hf: Mapping[str, Any]) -> str:
     return str(hf.get("dtype") or hf.get("torch_dtype") or "float16").removeprefix("torch.")
 
 
+def resolve_release(spec: ConvertSpec) -> str | None:
+    """The release that the checkpoint is for; UsageError for one that has no engines or that the tables lack."""
+    return None if spec.trtllm_version is None else require_engine_path(spec.trtllm_version)
+
+
 def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
     """`config.json` of the checkpoint that `spec` makes of a model with this Hugging Face config; needs no weights."""
     own = architectures.supported(hf).checkpoint_config(hf)
     stored = source_quantization(hf)
-    ep_size = _expert_parallel_size(own, spec)
+    ep_size, release = _expert_parallel_size(own, spec), resolve_release(spec)
+    quantization = _quantization(stored, spec, hf)
+    architecture = architectures.architecture_of(hf)
+    if release is not None:
+        _require_loadable(release, own.get("architecture", architecture), own["num_hidden_layers"], spec)
+        require_loader_quantises(release, quantization["quant_algo"])
     config = complete_config(
         own,
-        architecture=architectures.architecture_of(hf),
+        architecture=architecture,
         dtype=resolve_dtype(spec, hf),
         tp_size=spec.tp_size,
         pp_size=spec.pp_size,
-        quantization=_quantization(stored, spec, hf),
+        quantization=quantization,
         ep_size=ep_size,
+        release=release,
     )
     if stored is not None and stored.method != "fp8":
         # TensorRT-LLM takes keys that it does not know; here is no other place for what the order of the bytes means.
         config["trtserve"] = {"gpu_sm": spec.gpu_sm}
     check_parallel_sizes(config, spec.tp_size, spec.pp_size, ep_size)
     return config
+
+
+def _require_loadable(release: str, architecture: str, layers: int, spec: ConvertSpec) -> None:
+    """UnsupportedModelError or UsageError when the loader of a release does not know the model, or splits it other."""
+    if architecture in CONVERTERS:
+        converter_script(architecture, release)
+    require_stages(release, architecture, layers, spec.pp_size)
 
 
 def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: Mapping[str, Any]) -> dict[str, Any]:

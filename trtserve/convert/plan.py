@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve import architectures
+from trtserve.architectures.checkpoint import HEAD
 from trtserve.architectures.placement import Placement, match, moves
 from trtserve.architectures.quantized_source import source_quantization
 from trtserve.architectures.quantized_tensors import require_divisible, split_targets
@@ -18,13 +19,13 @@ from trtserve.architectures.streaming import Move
 from trtserve.architectures.tensor_files import CODES, numpy_dtype
 from trtserve.artifacts import Checkpoint, Model, fingerprint
 from trtserve.capacity.needs import convert_memory
-from trtserve.convert.config import checkpoint_config, expected_config, resolve_dtype
+from trtserve.convert.config import checkpoint_config, expected_config, resolve_dtype, resolve_release
 from trtserve.errors import UnsupportedModelError
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store, reusable
 from trtserve.upstream import Toolkit, find_toolkit, needs_calibration, tool_command
 
-SCHEMA = 3
+SCHEMA = 4
 _OWN_WISHES = ("tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "dtype", "quantize", "gpu_sm")
 
 
@@ -76,11 +77,13 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
     if spec.upstream:
         return _plan_upstream(model, spec, hf)
     family = architectures.supported(hf)
-    spec = replace(spec, dtype=resolve_dtype(spec, hf))
+    spec = replace(spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec))
     config = checkpoint_config(hf, spec)
     sources = read_source(model.path, family.BASE_PREFIX)
     described = {**config, "tie_word_embeddings": architectures.tied(hf)}
     targets, repacks = family.targets(described), list[Repack]()
+    if config.get("share_embedding_table"):
+        targets = [target for target in targets if target.name != HEAD]
     if (stored := source_quantization(hf)) is not None:
         targets, repacks, sources = split_targets(targets, sources, stored)
         require_divisible(repacks, spec.tp_size)
@@ -107,8 +110,9 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
 
 
 def own_wishes(spec: ConvertSpec) -> dict[str, Any]:
-    """What our own converter is asked for."""
-    return {key: value for key, value in asdict(spec).items() if key in _OWN_WISHES}
+    """What our own converter is asked for; the release only where one is named."""
+    wishes = {key: value for key, value in asdict(spec).items() if key in _OWN_WISHES}
+    return wishes if spec.trtllm_version is None else {**wishes, "trtllm_version": spec.trtllm_version}
 
 
 def all_wishes(spec: ConvertSpec) -> dict[str, Any]:
@@ -121,12 +125,18 @@ def all_wishes(spec: ConvertSpec) -> dict[str, Any]:
 def _upstream_wishes(spec: ConvertSpec) -> dict[str, Any]:
     """What decides the checkpoint beside the tool's version: not where that lies."""
     wishes = {**all_wishes(spec), "trtllm_examples": None}
-    return {key: value for key, value in wishes.items() if key not in ("container", "container_flags")}
+    unimportant = ("container", "container_flags", "trtllm_version")
+    return {key: value for key, value in wishes.items() if key not in unimportant}
 
 
 def _plan_upstream(model: Model, spec: ConvertSpec, hf: Mapping[str, Any]) -> Plan:
     """What NVIDIA's tools are expected to make; their options are checked."""
-    toolkit = find_toolkit(calibrated=needs_calibration(spec), examples=spec.trtllm_examples, container=spec.container)
+    toolkit = find_toolkit(
+        calibrated=needs_calibration(spec),
+        examples=spec.trtllm_examples,
+        container=spec.container,
+        version=spec.trtllm_version,
+    )
     spec = replace(spec, dtype=resolve_dtype(spec, hf))
     tool_command(toolkit, spec, architectures.architecture_of(hf), model.path, model.path)
     config = expected_config(hf, spec)

@@ -107,7 +107,7 @@ def repository_spec(spec: ImportSpec) -> RepositorySpec:
 
     UsageError for what only engines, conversions and repositories of engines have.
     """
-    _require_defaults(spec.convert, (*_PARALLEL, *_WITHOUT_MEANING))
+    _require_defaults(spec.convert, (*_PARALLEL, *_WITHOUT_MEANING, "trtllm_version"))
     _require_defaults(spec.build, _TAKEN)
     for name, flag in (("tokenizer", "--tokenizer"), ("draft", "--draft-engine"), ("verify", "--verify")):
         if getattr(spec, name) is not None:

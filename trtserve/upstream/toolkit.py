@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from trtserve.errors import MissingDependencyError, ModelOptMissingError
 from trtserve.launch.container import known_container, require_installed_in
+from trtserve.releases import release_of
 from trtserve.releases.converters import QUANTIZE_SCRIPT, converter_script
 from trtserve.releases.installed import Installed, installed, require_engine_path
 from trtserve.releases.launcher import launcher_facts
@@ -77,20 +78,23 @@ def find_toolkit(
     calibrated: bool = False,
     examples: Path | None = None,
     container: str | None = None,
+    version: str | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Toolkit:
     """The installed TensorRT-LLM and its examples: in `examples`, $TRTSERVE_TRTLLM_EXAMPLES, or a container's folder.
 
-    With `container` (a tag or an image) those inside it, which are not looked up.
+    With `container` (a tag or an image) those inside it, which are not looked up. `version` replaces what is found.
 
     MissingDependencyError when either is absent (ModelOptMissingError when the wish is `calibrated`), UsageError for a
     version that has no converters any more.
     """
     if container is not None:
-        return _in_container(container, examples or _folder(environ), environ.get(VERSION_VARIABLE))
+        return _in_container(container, examples or _folder(environ), version or environ.get(VERSION_VARIABLE))
     found = installed()
     if found is None:
         raise _not_installed(calibrated=calibrated)
+    if version is not None:
+        found = replace(found, version=version, release=release_of(version))
     release = require_engine_path(found.version)
     return Toolkit(
         version=found.version,

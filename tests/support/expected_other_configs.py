@@ -1,0 +1,130 @@
+"""Family part of config.json as TensorRT-LLM 1.2 has it, for tiny models that are named in their own ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "vocab_size": 320,
+    "head_size": 16,
+    "norm_epsilon": 1e-5,
+    "max_position_embeddings": 512,
+    "rotary_embedding_dim": 16,
+}
+NO_EXPERTS = {
+    "num_experts": 0,
+    "shared_expert_intermediate_size": 0,
+    "top_k": 0,
+    "normalization_mode": 1,
+    "sparse_mixer_epsilon": 0.01,
+    "tp_mode": 0,
+    "device_limited_n_group": 0,
+    "device_limited_topk_group": 0,
+    "device_limited_routed_scaling_factor": 1.0,
+}
+PHI3: dict[str, Any] = {
+    **COMMON,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "hidden_act": "swiglu",
+    "position_embedding_type": "rope_gpt_neox",
+    "rotary_base": 10000.0,
+    "rotary_scaling": None,
+    "rotary_pct": 1.0,
+    "tie_word_embeddings": False,
+}
+FALCON: dict[str, Any] = {
+    **COMMON,
+    "architecture": "FalconForCausalLM",
+    "num_key_value_heads": 1,
+    "intermediate_size": 256,
+    "hidden_act": "gelu",
+    "position_embedding_type": "rope_gpt_neox",
+    "bias": False,
+    "parallel_attention": True,
+    "num_ln_in_parallel_attn": None,
+    "new_decoder_architecture": False,
+    "rotary_base": 10000.0,
+}
+OTHER_CONFIGS: dict[str, dict[str, Any]] = {
+    "gptj": {
+        **COMMON,
+        "intermediate_size": 256,
+        "hidden_act": "gelu",
+        "position_embedding_type": "rope_gptj",
+        "rotary_dim": 8,
+    },
+    "gpt_neox": {
+        **COMMON,
+        "intermediate_size": 256,
+        "hidden_act": "gelu",
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_embedding_dim": 4,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+    },
+    "opt": {
+        **COMMON,
+        "intermediate_size": 128,
+        "hidden_act": "relu",
+        "position_embedding_type": "learned_absolute",
+        "do_layer_norm_before": True,
+    },
+    "phi": {
+        **COMMON,
+        "intermediate_size": 128,
+        "hidden_act": "gelu_new",
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_embedding_dim": 8,
+        "rotary_base": 10000.0,
+        "rotary_scaling": None,
+        "rotary_pct": 0.5,
+    },
+    "phi3": PHI3,
+    "phi3_long": {
+        **PHI3,
+        "position_embedding_type": "long_rope",
+        "original_max_position_embeddings": 64,
+        "longrope_scaling_short_factors": [1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
+        "longrope_scaling_long_factors": [1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0],
+    },
+    "starcoder2": {
+        **COMMON,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "hidden_act": "gelu",
+        "position_embedding_type": "rope_gpt_neox",
+        "gpt_variant": "starcoder2",
+        "bias": True,
+        "q_scaling": 1,
+        "embedding_scale": None,
+        "apply_query_key_layer_scaling": False,
+        "rotary_pct": 1.0,
+        "rotary_base": 100000.0,
+        "rotary_scaling": None,
+        "inner_layernorm": False,
+        "norm_before_bmm1": False,
+        "moe": NO_EXPERTS,
+        "max_attention_window": [24],  # ours: upstream drops the window
+    },
+    "bloom": {
+        **COMMON,
+        "intermediate_size": 256,
+        "hidden_act": "gelu",
+        "position_embedding_type": "alibi",
+        "max_position_embeddings": None,
+    },
+    "falcon": FALCON,
+    "falcon_new": {**FALCON, "num_key_value_heads": 2, "new_decoder_architecture": True},
+    "falcon_rw": {
+        **FALCON,
+        "num_key_value_heads": 4,
+        "position_embedding_type": "alibi_with_scale",
+        "bias": True,
+        "parallel_attention": False,
+    },
+}
