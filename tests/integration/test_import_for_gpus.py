@@ -121,3 +121,14 @@ def test_auto_takes_the_llm_api_where_engines_are_gone(
     shown = capsys.readouterr()
     assert "Runtime: llmapi (an NVIDIA GPU and TensorRT-LLM 1.3.0 on this machine, which has no engines" in shown.err
     assert "convert" not in shown.out
+
+
+def test_a_plan_for_gpus_wants_their_name(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["plan", str(model), "--runtime", "tensorrt_llm"]) == 2
+    assert "no GPU is named" in capsys.readouterr().err
+    (tmp_path / "gpus" / "0").mkdir(parents=True)
+    monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path / "gpus")
+    assert run(["plan", str(model), "--json"]) == 0
+    assert _result(capsys)["machine"]["fits"] is True
