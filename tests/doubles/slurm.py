@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tests.doubles.containers import CONTAINERS
@@ -189,29 +190,41 @@ def _step(parsed: Parsed, words: list[str], workdir: Path, nodes: int, tasks: in
             output = _open(Path(_fill(parsed.values["output"], job, os.environ.get("SLURM_JOB_NAME", "step"), rank)))
         environment = _task_environment(parsed, rank, tasks, nodes, base)
         processes.append(
-            subprocess.Popen(words, env=environment, cwd=workdir, stdout=output, stderr=output and subprocess.STDOUT)
+            subprocess.Popen(
+                words,
+                env=environment,
+                cwd=workdir,
+                stdout=output,
+                stderr=output and subprocess.STDOUT,
+                start_new_session=True,
+            )
         )
 
     def stop(number: int, _frame: object) -> None:
-        for process in processes:
-            process.send_signal(number)
+        _signal(processes, number)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     return _wait(processes, killing=parsed.values.get("kill-on-bad-exit") == "1")
 
 
+def _signal(processes: list[subprocess.Popen[bytes]], number: int) -> None:
+    """slurmstepd signals every process of a task, not only its first."""
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
 def _wait(processes: list[subprocess.Popen[bytes]], *, killing: bool) -> int:
     """Wait for every task; with --kill-on-bad-exit the first bad one ends the others."""
-    while any(process.poll() is None for process in processes):
+    while None in [process.poll() for process in processes]:
         bad = [rank for rank, process in enumerate(processes) if process.returncode not in (None, 0)]
         if bad and killing:
             sys.stderr.write(
                 f"srun: error: node0: task {bad[0]}: Exited with exit code {processes[bad[0]].returncode}\n"
             )
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
+            _signal(processes, signal.SIGKILL)
         time.sleep(_PAUSE)
     codes = [process.returncode if process.returncode >= 0 else 128 - process.returncode for process in processes]
     return max(codes)

@@ -9,6 +9,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trtserve.cli.cluster_options import (
+    AccountOption,
+    ClaimOption,
+    ClusterOutOption,
+    GpuClockOption,
+    HfSecretOption,
+    JobNameOption,
+    KubernetesOption,
+    MountOption,
+    NamespaceOption,
+    NodesOption,
+    OutputOption,
+    PartitionOption,
+    PullSecretOption,
+    SbatchFlagOption,
+    SlurmOption,
+    SshSecretOption,
+    SubmitOption,
+    TasksOption,
+    TimeOption,
+    require_cluster_options,
+    write_kubernetes,
+    write_slurm,
+)
 from trtserve.cli.options import (
     ContainerFlagOption,
     ContainerOption,
@@ -115,6 +139,25 @@ def start(
         float, typer.Option("--ready-timeout", help="Seconds until all models must be ready.")
     ] = 600.0,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the server is ready.")] = False,
+    slurm: SlurmOption = False,
+    kubernetes: KubernetesOption = False,
+    nodes: NodesOption = 1,
+    ntasks_per_node: TasksOption = None,
+    out: ClusterOutOption = None,
+    submit: SubmitOption = False,
+    account: AccountOption = None,
+    partition: PartitionOption = None,
+    time: TimeOption = None,
+    job_name: JobNameOption = None,
+    output: OutputOption = None,
+    gpu_clock: GpuClockOption = None,
+    sbatch_flags: SbatchFlagOption = None,
+    claim: ClaimOption = None,
+    mount_path: MountOption = "/models",
+    namespace: NamespaceOption = None,
+    hf_secret: HfSecretOption = None,
+    ssh_secret: SshSecretOption = None,
+    pull_secret: PullSecretOption = None,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
@@ -124,12 +167,17 @@ def start(
     from trtserve.pipeline.world_size import repository_for
     from trtserve.start import find_repository, plan_server, serve_foreground, start_server, with_free_ports
 
+    require_cluster_options(options)
     imported, spec = _server_spec(options)
     spec = with_free_ports(spec) if auto_ports else spec
     progress = TerminalProgress(quiet=quiet)
     found = find_repository(imported, path=model_repository)
     repository = repository_for(found, spec, rebuild=rebuild and not dry_run, progress=progress)
-    if dry_run:
+    if slurm:
+        write_slurm(repository, spec, options)
+    elif kubernetes:
+        write_kubernetes(repository, spec, options)
+    elif dry_run:
         _print_plan(plan_server(repository, spec, elsewhere=True), json=json)
     elif detach:
         _print_server(start_server(repository, spec, progress=progress), json=json, quiet=quiet, detached=True)

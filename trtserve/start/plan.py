@@ -35,7 +35,7 @@ from trtserve.triton.server import (
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # Runtimes that this process's own Triton and Python serve; a repository without an engine is a plain Triton model.
-_EMBEDDED = (None, "openvino")
+EMBEDDED = (None, "openvino")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Plan:
     @property
     def needs_gpus(self) -> bool:
         """Whether every rank needs a GPU of its own."""
-        return self.served.runtime not in _EMBEDDED
+        return self.served.runtime not in EMBEDDED
 
     @property
     def processes(self) -> int:
@@ -109,9 +109,7 @@ def plan_server(
     With `elsewhere` the commands need not work here: where no tritonserver fits, they are those for NVIDIA's container.
     """
     store = store or Store()
-    name = repository.name if spec.name is None else spec.name
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} cannot name a server.", hint="Use letters, digits, '.', '_' and '-': --name NAME")
+    name = server_name(repository, spec)
     served = inspect_repository(repository)
     require_loadable(repository)
     first = Address(
@@ -121,11 +119,11 @@ def plan_server(
         first, spec.instances, lambda port: spec.auto_ports and not is_free(first.host, port)
     )
     prefix = unique_prefix(name)
-    if served.runtime in _EMBEDDED:
+    if served.runtime in EMBEDDED:
         triton = find_triton(served.backends | {"python"})
         launches = [_embedded(triton, repository.path, first, spec, prefix, store)]
     else:
-        triton = CONTAINER_TRITON if spec.container else _gpu_triton(served, elsewhere=elsewhere)
+        triton = CONTAINER_TRITON if spec.container else gpu_triton(served, elsewhere=elsewhere)
         launches = _gpu_launches(triton, repository, served, addresses, spec, prefix)
     boxes = [_box(repository, served, spec, launch) for launch in launches]
     return Plan(
@@ -194,7 +192,8 @@ def _boxed(launch: Launch, box: Box | None) -> Launch:
     return launch if box is None else replace(launch, command=in_container(launch.command, box))
 
 
-def _gpu_triton(served: Served, *, elsewhere: bool) -> Triton:
+def gpu_triton(served: Served, *, elsewhere: bool) -> Triton:
+    """The tritonserver here that has the backends; `elsewhere`: NVIDIA's container's where there is none."""
     try:
         return find_triton(served.backends | {"python"}, system_first=True)
     except MissingDependencyError:
@@ -214,26 +213,44 @@ def _gpu_launches(
     require_engine_mode(served, spec)
     require_world_size(served, spec, repository)
     ranks = ranks_of(served, spec)
+    common = server_setup(triton, repository, served, addresses[0], spec, prefix)
     gpus = [spec.gpus] if spec.multi_model else split_gpus(spec.gpus, instances=spec.instances, ranks=served.world_size)
-    processes = ranks * spec.instances
-    common = Setup(
-        executable=str(triton.executable),
-        repository=repository.path,
-        address=addresses[0],
-        release=launch_release(served, spec),
-        shm_prefix=prefix,
-        core_models=tuple(model.name for model in served.core_models),
-        pool_bytes=spec.gpu0_pool_bytes,
-        exit_timeout=spec.exit_timeout,
-        oversubscribe=spec.oversubscribe or needs_oversubscription(processes),
+    common = replace(
+        common,
+        oversubscribe=spec.oversubscribe or needs_oversubscription(ranks * spec.instances),
         mpirun="mpirun" if spec.container else mpirun_program(),
-        arguments=spec.extra_arguments,
     )
     setups = [
         replace(common, address=address, gpus=devices, shm_prefix=prefix if number == 1 else f"{prefix}i{number}_")
         for number, (address, devices) in enumerate(zip(addresses, gpus, strict=True), start=1)
     ]
     return [_gpu_launch(setup, served, spec) for setup in setups]
+
+
+def server_setup(
+    triton: Triton, repository: ModelRepository, served: Served, address: Address, spec: ServerSpec, prefix: str
+) -> Setup:
+    """What the launches of a server have in common, on this machine or another one."""
+    return Setup(
+        executable=str(triton.executable),
+        repository=repository.path,
+        address=address,
+        release=launch_release(served, spec),
+        shm_prefix=prefix,
+        core_models=tuple(model.name for model in served.core_models),
+        pool_bytes=spec.gpu0_pool_bytes,
+        exit_timeout=spec.exit_timeout,
+        oversubscribe=spec.oversubscribe,
+        arguments=spec.extra_arguments,
+    )
+
+
+def server_name(repository: ModelRepository, spec: ServerSpec) -> str:
+    """What the server is called; UsageError for what cannot be part of file names."""
+    name = repository.name if spec.name is None else spec.name
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a server.", hint="Use letters, digits, '.', '_' and '-': --name NAME")
+    return name
 
 
 def _gpu_launch(setup: Setup, served: Served, spec: ServerSpec) -> Launch:

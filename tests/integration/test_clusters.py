@@ -1,0 +1,202 @@
+"""Servers on clusters: jobs through the doubles of Slurm, the leader of a LeaderWorkerSet with the real mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.double_engines import write_core_model, write_engine_folder
+from tests.support.doubles import Doubles
+from trtserve.artifacts import ModelRepository
+from trtserve.cli import run
+from trtserve.launch.kubernetes import KubernetesSpec
+from trtserve.ports import free_ports
+from trtserve.specs import ServerSpec
+from trtserve.start.jobs import plan_manifest
+from trtserve.triton.server import Address, is_ready, shared_memory_regions
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def jobs(doubles: Doubles) -> Iterator[None]:
+    """Whatever a test submits has ended behind it."""
+    yield
+    for pid in doubles.folder.glob("scratch/jobs/*/pid"):
+        subprocess.run(["scancel", pid.parent.name], check=True, timeout=60)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def repository_of(tmp_path: Path, tp: int = 4, container: str = "25.04") -> ModelRepository:
+    engine = write_engine_folder(tmp_path / "engine", tp=tp, container=container)
+    write_core_model(tmp_path / "repository", "tensorrt_llm", str(engine), container=container)
+    return ModelRepository(path=tmp_path / "repository")
+
+
+def submit(repository: Path, folder: Path, *flags: str) -> tuple[str, Address]:
+    """Submit a job with our own command; its number and where rank 0 will listen."""
+    http, grpc, metrics = free_ports(HOST, 3)
+    ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    line = [sys.executable, "-m", "trtserve", "start", "--model-repository", str(repository), "--slurm", "--submit"]
+    done = subprocess.run(
+        [*line, "--out", str(folder), "--json", *ports, *flags], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    address = Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)
+    return json.loads(done.stdout)["result"]["number"], address
+
+
+def code_of(doubles: Doubles, number: str) -> int:
+    code = doubles.folder / "scratch" / "jobs" / number / "code"
+    until(lambda: code.exists() and code.read_text())
+    return int(code.read_text())
+
+
+def test_a_job_on_two_nodes_from_sbatch_to_scancel(doubles: Doubles, tmp_path: Path) -> None:
+    doubles.configure(container="25.04", gpus=2)
+    folder = tmp_path / "job"
+    number, address = submit(repository_of(tmp_path).path, folder, "--nodes", "2", "--job-name", "llama")
+    until(lambda: is_ready(address))
+    ranks = sorted(doubles.calls("tritonserver"), key=lambda call: call.rank)
+    assert [call.rank for call in ranks] == [0, 1, 2, 3]
+    assert "--load-model=tensorrt_llm" not in ranks[0].arguments
+    for call in ranks[1:]:
+        assert "--load-model=tensorrt_llm" in call.arguments
+    prefixes = {f"trtserve_repository_{number}_r{rank}_" for rank in range(4)}
+    given = {argument.rpartition("=")[2] for call in ranks for argument in call.arguments if "shm-region" in argument}
+    assert given == prefixes
+    assert sum(len(shared_memory_regions(prefix)) for prefix in prefixes) == 4
+    subprocess.run(["scancel", number], check=True, timeout=60)
+    until(lambda: not any(shared_memory_regions(prefix) for prefix in prefixes))
+    logs = {path.name for path in (folder / "logs").iterdir()}
+    assert logs == {f"llama-{number}.out", *(f"llama-{number}-rank{rank}.out" for rank in range(4))}
+
+
+def test_a_rank_that_dies_ends_the_job(doubles: Doubles, tmp_path: Path) -> None:
+    doubles.configure(container="25.04", gpus=2, die_rank=1, die_when="ready", die_after=0.2)
+    number, _ = submit(repository_of(tmp_path, tp=2).path, tmp_path / "job")
+    assert code_of(doubles, number) != 0
+    assert not shared_memory_regions(f"trtserve_repository_{number}_")
+    assert "out of memory" in (tmp_path / "job" / "logs" / f"repository-{number}-rank1.out").read_text()
+
+
+def test_a_node_without_enough_gpus_ends_the_job_before_any_model_is_loaded(doubles: Doubles, tmp_path: Path) -> None:
+    doubles.configure(container="25.04", gpus=1)
+    number, _ = submit(repository_of(tmp_path).path, tmp_path / "job", "--nodes", "2")
+    assert code_of(doubles, number) == 1
+    assert (
+        "1 GPU(s), and 2 task(s) need one each" in (tmp_path / "job" / "logs" / f"repository-{number}.out").read_text()
+    )
+    assert not doubles.calls("tritonserver")
+
+
+def test_tasks_in_a_container(doubles: Doubles, tmp_path: Path) -> None:
+    """pyxis: image, mounts and folder; the double refuses every path that is not mounted."""
+    doubles.configure(container="25.04", gpus=2)
+    line = ["start", "--model-repository", str(repository_of(tmp_path, tp=2).path), "--slurm", "--container", "25.04"]
+    http, grpc, metrics = free_ports(HOST, 3)
+    ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    assert run([*line, "--out", str(tmp_path / "job"), *ports]) == 0
+    task = tmp_path / "job" / "task.sh"
+    # The image's own server, which the double of a container does not have at that place.
+    task.write_text(task.read_text().replace("/opt/tritonserver/bin/tritonserver", str(doubles.bin / "tritonserver")))
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(tmp_path / "job" / "server.sbatch")], capture_output=True, text=True, check=True
+    )
+    until(lambda: is_ready(Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)))
+    assert all(call.environment["NVIDIA_TRITON_SERVER_VERSION"] == "25.04" for call in doubles.calls("tritonserver"))
+    subprocess.run(["scancel", done.stdout.strip()], check=True, timeout=60)
+    until(lambda: not shared_memory_regions(f"trtserve_repository_{done.stdout.strip()}_"))
+
+
+def llmapi_repository(tmp_path: Path, tp: int) -> Path:
+    model = tmp_path / "repository" / "tensorrt_llm"
+    (model / "1").mkdir(parents=True)
+    (model / "config.pbtxt").write_text(
+        'name: "tensorrt_llm"\nbackend: "python"\n'
+        'input [ { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] } ]\n'
+        'output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]\n'
+        "instance_group [ { count: 1 kind: KIND_CPU } ]\n",
+        encoding="utf-8",
+    )
+    for name in ("model.py", "helpers.py"):
+        (model / "1" / name).touch()
+    text = f"model: tiny\nbackend: pytorch\ntensor_parallel_size: {tp}\npipeline_parallel_size: 1\n"
+    (model / "1" / "model.yaml").write_text(text, encoding="utf-8")
+    return tmp_path / "repository"
+
+
+def test_the_llm_api_on_two_nodes(doubles: Doubles, tmp_path: Path) -> None:
+    doubles.configure(container="25.12", gpus=2)
+    number, address = submit(llmapi_repository(tmp_path, 2), tmp_path / "job", "--nodes", "2", "--trtllm-version=1.1.0")
+    until(lambda: is_ready(address))
+    (server,) = doubles.calls("tritonserver")
+    assert not [name for name in server.environment if name.startswith("SLURM_")]
+    assert f"--backend-config=python,shm-region-prefix-name=trtserve_repository_{number}_r0_" in server.arguments
+    assert [call.rank for call in doubles.calls("mgmn_worker_node")] == [1]
+    os.kill(server.pid, signal.SIGTERM)  # the launcher tells the leader, and that the workers
+    assert code_of(doubles, number) == 0
+
+
+SSH = """\
+#!/bin/bash
+# A network of one machine: what stands behind the host is run here.
+while [[ "$1" == -* ]]; do shift; done
+host="$1"; shift
+echo "${host}" >> "${SSH_LOG}"
+exec bash -c "$*"
+"""
+
+
+def test_the_leader_of_a_leader_worker_set_starts_all_ranks(
+    doubles: Doubles, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    doubles.configure(container="25.04", gpus=4)
+    repository = repository_of(tmp_path)
+    http, grpc, metrics = free_ports(HOST, 3)
+    spec = ServerSpec(http_port=http, grpc_port=grpc, metrics_port=metrics)
+    wishes = {"claim": "models", "mount_path": str(tmp_path), "nodes": 2, "ssh_secret": "keys"}
+    manifest = plan_manifest(repository, spec, lambda image: KubernetesSpec(image=image, **wishes))  # type: ignore[arg-type]
+    script = next(yaml.safe_load_all(manifest.text))["data"]["leader.sh"]
+    for name, text in {"ssh": SSH, "ssh-keygen": "#!/bin/sh\necho key\n"}.items():
+        (doubles.bin / name).write_text(text, encoding="utf-8")
+        (doubles.bin / name).chmod(0o755)
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "ssh-privatekey").touch()
+    script = script.replace("/trtserve/ssh", str(tmp_path / "secret"))
+    script = script.replace("/opt/tritonserver/bin/tritonserver", str(doubles.bin / "tritonserver"))
+    (tmp_path / "leader.sh").write_text(script, encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PATH": f"{doubles.bin}{os.pathsep}{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(tmp_path / "home"),
+        "SSH_LOG": str(tmp_path / "ssh.log"),
+        "LWS_LEADER_ADDRESS": "repository-0.repository.default",
+        "LWS_GROUP_SIZE": "2",
+    }
+    leader = subprocess.Popen(["bash", str(tmp_path / "leader.sh")], env=environment, cwd=repository.path)
+    request.addfinalizer(leader.terminate)  # nothing where it has ended
+    until(lambda: is_ready(Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)))
+    ranks = {call.rank: call for call in doubles.calls("tritonserver")}
+    assert sorted(ranks) == [0, 1, 2, 3]
+    local = [ranks[rank].environment["OMPI_COMM_WORLD_LOCAL_RANK"] for rank in range(4)]
+    assert local == ["0", "1", "0", "1"]  # two on each node, in their order
+    assert set((tmp_path / "ssh.log").read_text().split()) == {"repository-0-1.repository.default"}
+    os.kill(ranks[0].pid, signal.SIGTERM)
+    assert leader.wait(60) == 0
+    assert oct((tmp_path / "home" / ".ssh" / "id").stat().st_mode)[-3:] == "600"

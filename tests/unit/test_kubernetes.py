@@ -1,0 +1,215 @@
+"""Manifests for Kubernetes: core objects by schemas of several versions, LeaderWorkerSet by its documented fields."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.support.double_engines import write_core_model, write_engine_folder
+from trtserve.artifacts import ModelRepository
+from trtserve.cli import run
+from trtserve.errors import ArtifactError, UsageError
+from trtserve.launch.kubernetes import KubernetesSpec, object_name
+from trtserve.specs import ServerSpec
+from trtserve.start.jobs import Manifest, plan_manifest, write_manifest
+
+# The oldest and the newest that the validator and today's clusters share, and one between.
+VERSIONS = ("1.27", "1.31", "1.34")
+
+# Fields of leaderworkerset.x-k8s.io/v1 (api/leaderworkerset/v1 of kubernetes-sigs/lws): name → type or nested fields.
+LEADER_WORKER_SET: dict[str, Any] = {
+    "replicas": int,
+    "startupPolicy": {"LeaderCreated", "LeaderReady"},
+    "rolloutStrategy": {
+        "type": {"RollingUpdate"},
+        "rollingUpdateConfiguration": {"partition": int, "maxUnavailable": (int, str), "maxSurge": (int, str)},
+    },
+    "networkConfig": {"subdomainPolicy": {"Shared", "UniquePerReplica"}},
+    "leaderWorkerTemplate": {
+        "size": int,
+        "restartPolicy": {"RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"},
+        "leaderTemplate": "pod",
+        "workerTemplate": "pod",
+        "subGroupPolicy": {"subGroupPolicyType": {"LeaderWorker", "LeaderExcluded"}, "subGroupSize": int},
+    },
+}
+
+
+def repository_of(tmp_path: Path, tp: int = 4) -> ModelRepository:
+    """A relocatable repository: its engine is inside, and its paths are relative."""
+    engine = write_engine_folder(tmp_path / "engine", tp=tp)
+    write_core_model(tmp_path / "My_Model", "tensorrt_llm", "tensorrt_llm/1")
+    for file in engine.iterdir():
+        file.rename(tmp_path / "My_Model" / "tensorrt_llm" / "1" / file.name)
+    return ModelRepository(path=tmp_path / "My_Model")
+
+
+def planned(repository: ModelRepository, spec: ServerSpec | None = None, **wishes: Any) -> Manifest:
+    return plan_manifest(
+        repository, spec or ServerSpec(), lambda image: KubernetesSpec(image=image, claim="models", **wishes)
+    )
+
+
+def documents(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Objects of the file by kind, as a cluster would read them."""
+    read = list(yaml.safe_load_all(manifest.text))
+    assert len({document["kind"] for document in read}) == len(read)
+    return {document["kind"]: document for document in read}
+
+
+def require_core(document: Mapping[str, Any]) -> None:
+    for version in VERSIONS:
+        kubernetes_validate.validate(dict(document), version, strict=True)
+
+
+def require_fields(content: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Every key is a documented one, with a value of its type; pod templates are those of the core API."""
+    assert not content.keys() - fields.keys()
+    for key, value in content.items():
+        allowed = fields[key]
+        if allowed == "pod":
+            require_core({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": value["spec"]})
+        elif isinstance(allowed, dict):
+            require_fields(value, allowed)
+        elif isinstance(allowed, set):
+            assert value in allowed
+        else:
+            assert isinstance(value, allowed)
+
+
+def test_one_node_is_a_deployment_and_a_service(tmp_path: Path) -> None:
+    repository = repository_of(tmp_path)
+    found = documents(planned(repository, hf_secret="hub", pull_secret="registry", namespace="serving", replicas=2))
+    assert set(found) == {"Deployment", "Service"}
+    for document in found.values():
+        require_core(document)
+        assert document["metadata"]["namespace"] == "serving"
+    deployment = found["Deployment"]["spec"]
+    pod = deployment["template"]["spec"]
+    (container,) = pod["containers"]
+    assert deployment["replicas"] == 2
+    assert deployment["template"]["metadata"]["labels"] == deployment["selector"]["matchLabels"]
+    assert (
+        container["image"] == "nvcr.io/nvidia/tritonserver:25.04-trtllm-python-py3"
+    )  # the newest of the engine's release
+    assert container["command"][:2] == ["mpirun", "--allow-run-as-root"]
+    assert container["command"].count("--model-repository=/models/My_Model") == 4
+    assert "--http-address=0.0.0.0" in container["command"]  # probes come from outside of the pod
+    assert container["workingDir"] == "/models/My_Model"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert container["env"] == [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}}]
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert [volume["name"] for volume in pod["volumes"]] == [mount["name"] for mount in container["volumeMounts"]]
+    assert pod["volumes"][1]["emptyDir"] == {"medium": "Memory", "sizeLimit": "4Gi"}
+    service = found["Service"]["spec"]
+    assert service["selector"].items() <= deployment["template"]["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {port["targetPort"]: port["port"] for port in service["ports"]} == ports
+
+
+def test_probes_ask_tritons_health_pages(tmp_path: Path) -> None:
+    spec = ServerSpec(http_port=9000, grpc_port=9001, metrics_port=9002)
+    found = documents(planned(repository_of(tmp_path, 1), spec, ready_timeout=905))
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    startup = container["startupProbe"]
+    assert startup["httpGet"] == container["readinessProbe"]["httpGet"] == {"path": "/v2/health/ready", "port": "http"}
+    assert container["livenessProbe"]["httpGet"]["path"] == "/v2/health/live"
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 905
+    assert container["ports"][0] == {"name": "http", "containerPort": 9000}
+
+
+def test_several_nodes_are_a_leader_worker_set(tmp_path: Path) -> None:
+    found = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys", replicas=3))
+    assert set(found) == {"ConfigMap", "LeaderWorkerSet", "Service"}
+    require_core(found["ConfigMap"])
+    require_core(found["Service"])
+    workers = found["LeaderWorkerSet"]
+    assert workers.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    assert workers["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    require_fields(workers["spec"], LEADER_WORKER_SET)
+    template = workers["spec"]["leaderWorkerTemplate"]
+    assert (workers["spec"]["replicas"], template["size"]) == (3, 2)
+    assert found["Service"]["spec"]["selector"] == {
+        "leaderworkerset.sigs.k8s.io/name": "my-model",
+        "leaderworkerset.sigs.k8s.io/worker-index": "0",
+    }
+    # The set's own service, for the names of its pods, has the set's name.
+    assert found["Service"]["metadata"]["name"] != workers["metadata"]["name"]
+    for name in ("leaderTemplate", "workerTemplate"):
+        (container,) = template[name]["spec"]["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in template[name]["spec"]["volumes"]}
+    assert "startupProbe" in template["leaderTemplate"]["spec"]["containers"][0]
+
+
+def test_the_scripts_pass_shellcheck(tmp_path: Path) -> None:
+    scripts = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys"))["ConfigMap"]["data"]
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    tool = Path(sys.executable).parent / "shellcheck"
+    files = [str(tmp_path / name) for name in scripts]
+    done = subprocess.run([tool, *files], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"nodes": 2}, "--ssh-secret"),
+        ({"nodes": 3, "ssh_secret": "keys"}, "are 3 ranks; the server has 4"),
+        ({"nodes": 2, "ssh_secret": "keys", "gpus_per_node": 8}, "are 16 ranks"),
+        ({"hf_secret": "Hub Token"}, "--hf-secret"),
+        ({"mount_path": "models"}, "absolute path"),
+        ({"nodes": 0}, "at least 1"),
+    ],
+)
+def test_wishes_that_cannot_be(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        planned(repository_of(tmp_path), **wrong)
+
+
+def test_paths_outside_of_the_volume_are_refused(tmp_path: Path) -> None:
+    write_core_model(tmp_path / "repository", "tensorrt_llm", str(write_engine_folder(tmp_path / "engine")))
+    repository = ModelRepository(path=tmp_path / "repository")
+    with pytest.raises(UsageError, match="not below /models"):
+        planned(repository)
+    container = documents(planned(repository, mount_path=str(tmp_path)))["Deployment"]["spec"]["template"]["spec"]
+    assert container["containers"][0]["workingDir"] == str(repository.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("llama-2-7b", "llama-2-7b"), ("My_Model.v1", "my-model-v1"), ("7b", "s-7b"), ("a" * 90, "a" * 50)],
+)
+def test_names_that_kubernetes_takes(name: str, expected: str) -> None:
+    assert object_name(name) == expected
+
+
+def test_a_name_without_letters() -> None:
+    with pytest.raises(UsageError, match="no letter"):
+        object_name("___")
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["start", "--model-repository", str(repository_of(tmp_path).path), "--kubernetes"]
+    assert run(line) == 2
+    assert "--claim NAME" in capsys.readouterr().err
+    file = tmp_path / "server.yaml"
+    assert run([*line, "--claim", "models", "--out", str(file), "--container", "25.03", "--instances", "2"]) == 0
+    assert capsys.readouterr().out == f"{file}\n"
+    assert "tritonserver:25.03-trtllm" in file.read_text()
+    assert "replicas: 2" in file.read_text()
+    assert run([*line, "--claim", "models", "--out", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["objects"] == ["Deployment", "Service"]
+    file.write_text("kind: Pod\n")
+    with pytest.raises(ArtifactError, match="not written by trtserve"):
+        write_manifest(planned(repository_of(tmp_path / "again")), file)

@@ -1,0 +1,191 @@
+"""Jobs of Slurm: scripts that pass shellcheck and the strict parsers of sbatch and srun, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.doubles.slurm_options import SBATCH, SRUN, parse, script_options
+from tests.support.double_engines import write_core_model, write_engine_folder
+from trtserve.artifacts import ModelRepository
+from trtserve.cli import run
+from trtserve.errors import ArtifactError, MachineError, MissingDependencyError, RepositoryError, UsageError
+from trtserve.launch import Setup, leader
+from trtserve.launch.slurm import SHM_PLACEHOLDER, Job, SlurmSpec, submit
+from trtserve.specs import ServerSpec
+from trtserve.start.jobs import plan_job, write_job
+from trtserve.triton.server import Address
+
+TAG = "25.04"
+
+
+def repository_of(tmp_path: Path, tp: int = 4, **parameters: str) -> ModelRepository:
+    write_core_model(
+        tmp_path / "repository", "tensorrt_llm", str(write_engine_folder(tmp_path / "engine", tp=tp)), **parameters
+    )
+    return ModelRepository(path=tmp_path / "repository")
+
+
+def planned(tmp_path: Path, *, slurm: SlurmSpec | None = None, **spec: object) -> Job:
+    wanted = ServerSpec(**{"container": TAG, "host": "0.0.0.0", **spec})  # type: ignore[arg-type]
+    return plan_job(repository_of(tmp_path), wanted, slurm or SlurmSpec(), tmp_path / "job")
+
+
+def shellcheck(*files: Path) -> None:
+    tool = Path(sys.executable).parent / "shellcheck"
+    done = subprocess.run([tool, *files], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def srun_lines(text: str) -> list[list[str]]:
+    """Arguments of each srun in a script."""
+    joined = text.replace("\\\n", " ").replace("|| code=$?", "").replace("|| true", "")
+    return [line.replace("'", "").split()[1:] for line in joined.splitlines() if line.startswith("srun ")]
+
+
+def test_the_scripts_pass_shellcheck_and_slurms_parsers(tmp_path: Path) -> None:
+    wishes = SlurmSpec(
+        nodes=2,
+        account="mine",
+        partition="gpu",
+        time="00:30:00",
+        job_name="llama",
+        gpu_clock=1410,
+        flags=("--exclusive",),
+    )
+    job = planned(tmp_path, slurm=wishes, extra_arguments=("--log-verbose=1", "--trace-config=a,b c='d'"))
+    write_job(job)
+    shellcheck(*(job.folder / name for name in job.files))
+    options = parse(script_options(job.script.read_text()), SBATCH, "sbatch").values
+    assert options["output"] == f"{job.logs}/%x-%j.out"
+    expected = {"account": "mine", "partition": "gpu", "time": "00:30:00", "job-name": "llama", "nodes": "2"}
+    assert expected.items() <= options.items()
+    assert (options["ntasks-per-node"], options["exclusive"]) == ("2", "1")
+    look, clock, step, sweep = (parse(line, SRUN, "srun") for line in srun_lines(job.script.read_text()))
+    assert look.rest == ["bash", str(job.folder / "node.sh")]
+    assert (look.values["ntasks"], look.values["ntasks-per-node"]) == ("2", "1")
+    assert sweep.rest == ["bash", str(job.folder / "node.sh"), "sweep"]
+    assert clock.rest == ["sudo", "nvidia-smi", "-lgc", "1410,1410"]
+    assert (step.values["mpi"], step.values["kill-on-bad-exit"]) == ("pmix", "1")
+    assert step.values["container-image"] == f"nvcr.io#nvidia/tritonserver:{TAG}-trtllm-python-py3"
+    assert step.values["container-workdir"] == str(tmp_path / "repository")
+    mounts = step.values["container-mounts"].split(",")
+    assert set(mounts) == {
+        f"{path}:{path}" for path in (tmp_path / "repository", tmp_path / "engine", tmp_path / "job")
+    }
+
+
+@pytest.mark.parametrize(("container", "version"), [("24.08", "0.12.0"), ("25.04", "0.18.2"), ("26.07", "1.2.1")])
+def test_every_task_has_the_arguments_that_mpirun_would_give_it(container: str, version: str, tmp_path: Path) -> None:
+    engine = write_engine_folder(tmp_path / "engine", tp=3, container=container)
+    write_core_model(tmp_path / "repository", "tensorrt_llm", str(engine))
+    repository = ModelRepository(path=tmp_path / "repository")
+    spec = ServerSpec(trtllm_version=version, extra_arguments=("--log-info=true", "--id=a,'b c'"))
+    job = plan_job(repository, spec, SlurmSpec(), tmp_path / "job")
+    address = Address(host="127.0.0.1", http_port=8000, grpc_port=8001, metrics_port=8002)
+    prefix = "trtserve_repository_77_"
+    setup = Setup(
+        repository=repository.path, address=address, release=version.rpartition(".")[0], shm_prefix=prefix,
+        arguments=spec.extra_arguments,
+    )  # fmt: skip
+    wanted = [group[1:] for group in leader(setup, 3).groups]
+    # The arrays, as bash understands them.
+    script = job.files["task.sh"].partition("stopped=0")[0] + "printf '%s\\n' \"${command[@]:1}\"\n"
+    for rank in range(3):
+        environment = {"SLURM_JOB_ID": "77", "SLURM_PROCID": str(rank)}
+        done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+        assert tuple(done.stdout.splitlines()) == wanted[rank]
+    assert SHM_PLACEHOLDER not in "".join(job.files.values())
+
+
+@pytest.mark.parametrize(
+    ("slurm", "spec", "words"),
+    [
+        (SlurmSpec(nodes=3), {}, r"--nodes 3 × --ntasks-per-node 1 are 3 tasks; the server has 4 rank"),
+        (SlurmSpec(nodes=2, ntasks_per_node=8), {}, "are 16 tasks"),
+        (SlurmSpec(), {"instances": 2}, "one job is one server"),
+        (SlurmSpec(), {"multi_model": True}, "cannot spawn its workers"),
+        (SlurmSpec(), {"world_size": 8}, "was built for 4 rank"),
+    ],
+)
+def test_what_does_not_fit_is_told(slurm: SlurmSpec, spec: dict[str, object], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        planned(tmp_path, slurm=slurm, **spec)
+
+
+def test_the_containers_version_is_compared_with_the_engine(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match=r"1\.2\.1"):
+        planned(tmp_path, container="26.07")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"account": "two words"},
+        {"partition": "a\n#SBATCH --uid=0"},
+        {"time": "soon"},
+        {"nodes": 0},
+        {"gpu_clock": 0},
+        {"flags": ("-N4",)},
+    ],
+)
+def test_values_that_slurm_would_misread(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        SlurmSpec(**wrong)  # type: ignore[arg-type]
+
+
+def test_paths_with_blanks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot have the path"):
+        plan_job(repository_of(tmp_path), ServerSpec(), SlurmSpec(), tmp_path / "a job")
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    job = planned(tmp_path)
+    write_job(job)
+    write_job(job)
+    job.script.write_text("#!/bin/bash\n")
+    with pytest.raises(ArtifactError, match="not written by trtserve"):
+        write_job(job)
+
+
+def test_without_slurm_and_when_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = planned(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingDependencyError, match="sbatch"):
+        submit(job)
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    with pytest.raises(MachineError, match="invalid partition"):
+        submit(job)
+
+
+def test_dry_run_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    repository = repository_of(tmp_path)
+    line = ["start", "--model-repository", str(repository.path), "--slurm", "--out", str(tmp_path / "job"), "--dry-run"]
+    assert run(line) == 0
+    assert f"# --- {tmp_path / 'job' / 'server.sbatch'}\n#!/bin/bash" in capsys.readouterr().out
+    assert not (tmp_path / "job").exists()
+    assert run([*line, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["result"]["files"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--account", "a"], "--account belongs to --slurm"),
+        (["--sbatch-flag=--exclusive"], "--sbatch-flag belongs to --slurm"),
+        (["--slurm", "--claim", "c"], "--claim belongs to --kubernetes"),
+        (["--slurm", "--kubernetes"], "contradict each other"),
+        (["--nodes", "2"], "--nodes belongs to --slurm and --kubernetes"),
+        (["--slurm", "--detach"], "--detach is for a server on this machine"),
+    ],
+)
+def test_options_that_belong_elsewhere(
+    flags: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["start", "--model-repository", str(tmp_path), *flags]) == 2
+    assert words in capsys.readouterr().err

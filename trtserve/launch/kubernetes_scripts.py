@@ -1,0 +1,86 @@
+"""The scripts of a LeaderWorkerSet's pods: workers run sshd, the leader starts all ranks through it with mpirun.
+
+NVIDIA's images have no sshd: one is made of them with `apt-get install openssh-server`, and the scripts say so.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from trtserve.launch.base import Launch
+
+SSH_PORT = 2222
+"""Not 22, so that pods on the host's network do not meet the node's own sshd."""
+
+_WAIT = 600
+_SSHD = "this image has no sshd: make one of it with apt-get install openssh-server (docs/clusters.md)"
+
+_KEYS = """\
+umask 077
+mkdir -p "${{HOME}}/.ssh"
+cp {ssh}/ssh-privatekey "${{HOME}}/.ssh/id"
+ssh-keygen -y -f "${{HOME}}/.ssh/id" > "${{HOME}}/.ssh/authorized_keys"
+"""
+
+_WORKER = """\
+#!/bin/bash
+# A worker of a LeaderWorkerSet: it waits for the leader's mpirun, which starts this pod's ranks through ssh.
+set -euo pipefail
+if ! command -v /usr/sbin/sshd > /dev/null; then
+    echo "{sshd}" >&2
+    exit 1
+fi
+{keys}ssh-keygen -q -t ed25519 -N '' -f "${{HOME}}/.ssh/host" <<< y > /dev/null
+# What the image and the cluster have set: sshd starts with an empty environment.
+while IFS= read -r -d '' entry; do
+    case "${{entry}}" in *$'\\n'*) ;; *) printf '%s\\n' "${{entry}}" ;; esac
+done < /proc/self/environ > "${{HOME}}/.ssh/environment"
+mkdir -p /run/sshd
+exec /usr/sbin/sshd -D -e -p {port} -h "${{HOME}}/.ssh/host" \\
+    -o PermitUserEnvironment=yes -o PasswordAuthentication=no -o PermitRootLogin=prohibit-password
+"""
+
+_LEADER = """\
+#!/bin/bash
+# The leader of a LeaderWorkerSet: rank 0 and its neighbours run here, the others in the workers' pods, in their order.
+set -euo pipefail
+if ! command -v ssh > /dev/null; then
+    echo "{sshd}" >&2
+    exit 1
+fi
+{keys}printf '%s\\n' 'Host *' 'Port {port}' 'IdentityFile ~/.ssh/id' 'StrictHostKeyChecking no' \\
+    'UserKnownHostsFile /dev/null' 'LogLevel ERROR' 'ConnectTimeout 5' > "${{HOME}}/.ssh/config"
+pod="${{LWS_LEADER_ADDRESS%%.*}}"
+domain="${{LWS_LEADER_ADDRESS#*.}}"
+hosts=("$(hostname)")
+for ((index = 1; index < LWS_GROUP_SIZE; index++)); do
+    hosts+=("${{pod}}-${{index}}.${{domain}}")
+done
+for host in "${{hosts[@]:1}}"; do
+    until ssh "${{host}}" true; do
+        if ((SECONDS > {wait})); then
+            echo "${{host}} does not answer" >&2
+            exit 1
+        fi
+        sleep 2
+    done
+done
+# Called by its whole path, mpirun finds its daemon at the same place on the other nodes.
+exec "$(command -v mpirun)" --allow-run-as-root --tag-output \\
+{ranks}
+"""
+
+
+def worker_script(ssh: str) -> str:
+    """What a worker's pod runs; `ssh` is the folder of the key."""
+    return _WORKER.format(keys=_KEYS.format(ssh=ssh), port=SSH_PORT, sshd=_SSHD)
+
+
+def leader_script(launch: Launch, each: int, ssh: str) -> str:
+    """What the leader's pod runs: `each` ranks on every node, rank 0 here."""
+    exported = "".join(f"-x {name} " for name in launch.environment)
+    ranks = [
+        f'    -n 1 --host "${{hosts[{rank // each}]}}:{each}" {exported}{shlex.join(group)} :'
+        for rank, group in enumerate(launch.groups)
+    ]
+    return _LEADER.format(keys=_KEYS.format(ssh=ssh), port=SSH_PORT, sshd=_SSHD, wait=_WAIT, ranks=" \\\n".join(ranks))

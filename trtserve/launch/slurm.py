@@ -1,0 +1,286 @@
+"""A server as a job of Slurm: the batch script, the script of each task, and a look at each node before."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trtserve.errors import MachineError, MissingDependencyError, UsageError
+from trtserve.launch.base import Setup
+from trtserve.process import Command, run
+from trtserve.releases.containers import REPOSITORY
+
+JOB, TASK, NODE = "server.sbatch", "task.sh", "node.sh"
+SHM_PLACEHOLDER = "@shm@"
+"""What a Setup has as its prefix of shared memory, so that each task puts its own there."""
+
+_SUBMIT_TIMEOUT = 120.0
+_WORD = re.compile(r"[A-Za-z0-9_.,:=@/+-]+")
+_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSpec:
+    """What Slurm is asked for; None leaves it to the cluster.
+
+    `ntasks_per_node` None follows from the engine. `gpu_clock` locks the clock of all GPUs to that many MHz, which
+    needs sudo on the nodes. `output` is the folder of the logs. `flags` go to sbatch as they are.
+    """
+
+    nodes: int = 1
+    ntasks_per_node: int | None = None
+    account: str | None = None
+    partition: str | None = None
+    time: str | None = None
+    job_name: str | None = None
+    gpu_clock: int | None = None
+    output: Path | None = None
+    flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for flag in ("nodes", "ntasks_per_node", "gpu_clock"):
+            value = getattr(self, flag)
+            if value is not None and value < 1:
+                raise UsageError(f"--{flag.replace('_', '-')} is {value}; it must be at least 1.")
+        for flag in ("account", "partition", "job_name"):
+            value = getattr(self, flag)
+            if value is not None and not _WORD.fullmatch(value):
+                raise UsageError(f"--{flag.replace('_', '-')} is {value!r}; a word without blanks is expected.")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise UsageError(f"--time is {self.time!r}; Slurm takes 30, 00:30:00 or 1-00:00:00.")
+        wrong = next((flag for flag in self.flags if not flag.startswith("--") or "\n" in flag), None)
+        if wrong is not None:
+            raise UsageError(f"--sbatch-flag is {wrong!r}; a long option such as --gpus-per-node=8 is expected.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """The container of every task, as the plug-in pyxis takes it; `mounts` are seen at the same paths inside."""
+
+    name: str
+    mounts: tuple[Path, ...] = ()
+
+    @property
+    def argument(self) -> str:
+        """enroot has a `#` between registry and image."""
+        return self.name.replace("nvcr.io/", "nvcr.io#", 1) if self.name.startswith(REPOSITORY) else self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job before it is written: its files by name, below `folder`; `logs` is made too, which Slurm does not do."""
+
+    folder: Path
+    logs: Path
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def script(self) -> Path:
+        """What sbatch takes."""
+        return self.folder / JOB
+
+
+def tasks_per_node(spec: SlurmSpec, ranks: int) -> int:
+    """Tasks on each node, so that there are as many as ranks; UsageError when they are not."""
+    each = spec.ntasks_per_node or max(1, ranks // spec.nodes)
+    if each * spec.nodes != ranks:
+        raise UsageError(
+            f"--nodes {spec.nodes} × --ntasks-per-node {each} are {each * spec.nodes} tasks; "
+            f"the server has {ranks} rank(s).",
+            hint="Their product must be the world size of the engine: tensor × pipeline parallel.",
+        )
+    return each
+
+
+def compose_job(
+    setup: Setup,
+    groups: Sequence[tuple[str, ...]],
+    environment: Mapping[str, str],
+    spec: SlurmSpec,
+    *,
+    name: str,
+    folder: Path,
+    image: Image | None = None,
+) -> Job:
+    """The scripts of a server whose ranks have the command lines `groups`, composed with SHM_PLACEHOLDER as prefix.
+
+    UsageError for a folder that Slurm cannot have in its options.
+    """
+    folder = folder.absolute()
+    logs = (spec.output or folder / "logs").absolute()
+    for path in (folder, logs, *((*image.mounts, setup.repository.absolute()) if image else ())):
+        if not _WORD.fullmatch(str(path)) or "," in str(path) or ":" in str(path):
+            raise UsageError(f"Slurm cannot have the path {path} in its options.", hint="Choose one without blanks.")
+    each = tasks_per_node(spec, len(groups))
+    files = {
+        JOB: _job_script(setup, spec, each, name=name, folder=folder, logs=logs, image=image),
+        NODE: _node_script(setup, each, name),
+        TASK: _task_script(setup, groups, environment, name),
+    }
+    return Job(folder=folder, logs=logs, files=files)
+
+
+def _job_script(
+    setup: Setup, spec: SlurmSpec, each: int, *, name: str, folder: Path, logs: Path, image: Image | None
+) -> str:
+    job_name = spec.job_name or name
+    options = {
+        "job-name": job_name,
+        "output": f"{logs}/%x-%j.out",
+        "nodes": str(spec.nodes),
+        "ntasks-per-node": str(each),
+        "account": spec.account,
+        "partition": spec.partition,
+        "time": spec.time,
+    }
+    lines = [f"#SBATCH --{flag}={value}" for flag, value in options.items() if value is not None]
+    lines += [f"#SBATCH {shlex.quote(flag)}" for flag in spec.flags]
+    step = ["srun --mpi=pmix --kill-on-bad-exit=1", f"--output={logs}/%x-%j-rank%t.out", *_image_lines(setup, image)]
+    once = f"srun --nodes={spec.nodes} --ntasks={spec.nodes} --ntasks-per-node=1"
+    clock = [] if spec.gpu_clock is None else [f"{once} sudo nvidia-smi -lgc {spec.gpu_clock},{spec.gpu_clock}", ""]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# Written by `trtserve start --slurm`: {name}, {each} task(s) on each of {spec.nodes} node(s).",
+            *lines,
+            "set -euo pipefail",
+            "",
+            "# A node that lacks GPUs or the repository is told before any model is loaded.",
+            f"{once} bash {folder / NODE}",
+            "",
+            *clock,
+            "code=0",
+            " \\\n    ".join([*step, f"bash {folder / TASK}"]) + " || code=$?",
+            "",
+            "# A rank that was killed leaves its shared memory.",
+            f"{once} bash {folder / NODE} sweep || true",
+            'exit "${code}"',
+            "",
+        ]
+    )
+
+
+def _image_lines(setup: Setup, image: Image | None) -> list[str]:
+    if image is None:
+        return []
+    mounts = ",".join(f"{path}:{path}" for path in image.mounts)
+    return [
+        f"--container-image={shlex.quote(image.argument)}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={setup.repository.absolute()}",
+    ]
+
+
+_NODE = """\
+#!/bin/bash
+# Written by `trtserve start --slurm`, run once on every node: has it GPUs for its tasks, does it see the repository?
+# With `sweep`, once more at the end: the job's shared memory is removed.
+set -euo pipefail
+if [ "${{1:-}}" = sweep ]; then
+    rm -f "/dev/shm/{prefix}_${{SLURM_JOB_ID}}_r"*
+    exit 0
+fi
+gpus="$(nvidia-smi --list-gpus | grep -c '^GPU ' || true)"
+if [ "${{gpus}}" -lt {each} ]; then
+    echo "$(hostname): ${{gpus}} GPU(s), and {each} task(s) need one each" >&2
+    exit 1
+fi
+if [ ! -d {repository} ]; then
+    echo "$(hostname): the model repository is not there: "{repository} >&2
+    exit 1
+fi
+"""
+
+
+def _node_script(setup: Setup, each: int, name: str) -> str:
+    repository = shlex.quote(str(setup.repository.absolute()))
+    return _NODE.format(each=each, repository=repository, prefix=_prefix(name))
+
+
+def _prefix(name: str) -> str:
+    """Beginning of the names of shared memory of a server's jobs."""
+    return f"trtserve_{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"
+
+
+_TASK = """\
+#!/bin/bash
+# Written by `trtserve start --slurm`: one task of srun. Rank 0 answers the clients; the others load the core model.
+set -uo pipefail
+{exports}# Names of shared memory are this rank's and this job's own. They are put in here: what trtllm-llmapi-launch
+# starts has no SLURM_ variable any more.
+prefix="{prefix}_${{SLURM_JOB_ID}}_r${{SLURM_PROCID}}_"
+cd {repository} || exit 1
+if [ "${{SLURM_PROCID}}" -eq 0 ]; then
+    command=(
+{first}
+    )
+else
+    command=(
+{others}
+    )
+fi
+stopped=0
+"${{command[@]}}" &
+server=$!
+trap 'stopped=1; kill -TERM "${{server}}" 2>/dev/null' TERM INT
+wait "${{server}}"
+code=$?
+# The signal has ended that wait, and not yet the server. An end that was asked for is no failure: by a bad code srun
+# would kill the other tasks before they are done.
+if [ "${{stopped}}" -eq 1 ]; then
+    wait "${{server}}"
+    code=0
+fi
+rm -f /dev/shm/"${{prefix}}"*
+exit "${{code}}"
+"""
+
+
+def _task_script(setup: Setup, groups: Sequence[tuple[str, ...]], environment: Mapping[str, str], name: str) -> str:
+    exports = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in environment.items())
+    return _TASK.format(
+        exports=exports,
+        prefix=_prefix(name),
+        repository=shlex.quote(str(setup.repository.absolute())),
+        first=_words(setup, groups[0], 0),
+        others=_words(setup, groups[-1], len(groups) - 1),
+    )
+
+
+def _words(setup: Setup, group: tuple[str, ...], rank: int) -> str:
+    """Words of a bash array, one on each line, with the variable in the place of the rank's prefix."""
+    own = setup.rank_prefix(rank)
+    return "\n".join(f"        {_word(word, own)}" for word in group)
+
+
+def _word(word: str, own: str) -> str:
+    """Commas are quoted too: they separate nothing in an array, as shellcheck warns."""
+    parts = [f"'{part}'" if "," in part and "'" not in part else shlex.quote(part) for part in word.split(own) if part]
+    return '"${prefix}"'.join(parts) + ('"${prefix}"' if word.endswith(own) else "")
+
+
+def submit(job: Job) -> str:
+    """Hand the job to sbatch; its number.
+
+    MissingDependencyError without sbatch, MachineError with Slurm's own words when it refuses.
+    """
+    try:
+        ended = run(Command(argv=("sbatch", "--parsable", str(job.script))), timeout=_SUBMIT_TIMEOUT)
+    except MissingDependencyError:
+        raise MissingDependencyError(
+            "--submit runs sbatch, which was not found on PATH.",
+            hint=f"Submit the job where Slurm is, usually on a login node: sbatch {job.script}",
+        ) from None
+    except TimeoutError:
+        raise MachineError(f"sbatch did not answer within {_SUBMIT_TIMEOUT:g} s.") from None
+    if ended.code != 0:
+        said = ended.stderr.strip() or f"code {ended.code}"
+        raise MachineError(
+            f"Slurm refused the job: {said}",
+            hint=f"Options for sbatch: --account, --partition, --time, --sbatch-flag. The script: {job.script}",
+        )
+    # With several clusters the name of one stands behind a semicolon.
+    return ended.stdout.strip().partition(";")[0]

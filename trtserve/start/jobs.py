@@ -1,0 +1,183 @@
+"""A server for other machines: the job of Slurm, or the objects of Kubernetes, that will run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trtserve.artifacts import ModelRepository
+from trtserve.errors import ArtifactError, UsageError
+from trtserve.launch import Launch, Setup, leader, llmapi, orchestrator
+from trtserve.launch.container import image_of, with_targets
+from trtserve.launch.kubernetes import KubernetesSpec, Object, compose_objects, to_yaml
+from trtserve.launch.llmapi import task
+from trtserve.launch.slurm import SHM_PLACEHOLDER, Image, Job, SlurmSpec, compose_job
+from trtserve.ports import ipv4_address
+from trtserve.progress import SILENT, Progress
+from trtserve.releases.containers import containers_of
+from trtserve.specs import ServerSpec
+from trtserve.start.mentions import named_paths
+from trtserve.start.plan import EMBEDDED, gpu_triton, server_name, server_setup
+from trtserve.start.world import installed_for, ranks_of, require_engine_mode, require_world_size
+from trtserve.store import writing
+from trtserve.triton.engine_match import Installation, require_matching
+from trtserve.triton.preflight import Served, inspect_repository, require_loadable
+from trtserve.triton.server import CONTAINER_TRITON, Address, Triton
+
+_MARK = "Written by `trtserve start --"
+_EVERY_INTERFACE = "0.0.0.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What Kubernetes is given: the objects, and the notes that were made about them."""
+
+    objects: Sequence[Object]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The manifest as a file for `kubectl apply`."""
+        return f"# {_MARK}kubernetes`. Create it: kubectl apply -f FILE\n{to_yaml(self.objects)}"
+
+
+def plan_job(
+    repository: ModelRepository, spec: ServerSpec, slurm: SlurmSpec, folder: Path, *, progress: Progress = SILENT
+) -> Job:
+    """The job of Slurm that serves a repository, for `folder`; nothing is written.
+
+    RepositoryError and UsageError say what stands in the way: the repository, the engine and the container's version,
+    nodes × tasks and the world size.
+    """
+    name, served = _inspected(repository, spec, "--slurm", progress)
+    if spec.multi_model and spec.spawn_processes:
+        raise UsageError(
+            "Under Slurm an orchestrator cannot spawn its workers.",
+            hint="Add --disable-spawn-processes, with participant_ids in the repository.",
+        )
+    # Without a container: what is installed here is expected on the nodes too.
+    triton = CONTAINER_TRITON if spec.container else gpu_triton(served, elsewhere=True)
+    setup = _setup(triton, repository, served, spec, SHM_PLACEHOLDER, spec.host)
+    launch = _launch(setup, served, spec)
+    groups = launch.groups
+    if served.runtime == "llmapi" and served.world_size > 1:
+        groups = (task(setup),) * served.world_size
+    image = None
+    if spec.container is not None:
+        outside = named_paths(repository.path) + tuple(core.engine for core in served.core_models if core.engine)
+        # The task's script lies beside the job's, so that folder is seen inside as well.
+        image = Image(name=image_of(spec.container), mounts=_outer(with_targets((repository.path, *outside, folder))))
+    if spec.host.startswith("127.") or spec.host == "localhost":
+        progress.warn(f"The server will listen on {spec.host} of its node only: --host 0.0.0.0 lets others ask it.")
+    return compose_job(setup, groups, launch.environment, slurm, name=name, folder=folder, image=image)
+
+
+def write_job(job: Job) -> None:
+    """Write the scripts, and make the folder of the logs; ArtifactError for files that are not ours."""
+    for name, text in job.files.items():
+        _write(job.folder / name, text, mode=0o755)
+    with writing(job.logs):
+        job.logs.mkdir(parents=True, exist_ok=True)
+
+
+def plan_manifest(
+    repository: ModelRepository,
+    spec: ServerSpec,
+    kubernetes: Callable[[str], KubernetesSpec],
+    *,
+    progress: Progress = SILENT,
+) -> Manifest:
+    """The objects of Kubernetes that serve a repository; `kubernetes` makes their wishes, given the image.
+
+    The repository is expected in the volume under its own name, or where it is here if the volume is mounted there.
+    """
+    name, served = _inspected(repository, spec, "--kubernetes", progress)
+    if spec.gpus:
+        raise UsageError("--gpus does not go with --kubernetes: the cluster chooses the GPUs.", hint="Leave it out.")
+    probe = _setup(CONTAINER_TRITON, repository, served, spec, f"trtserve_{name}_", _EVERY_INTERFACE)
+    image = image_of(spec.container) if spec.container else containers_of(probe.release)[-1].image
+    wishes = kubernetes(image)
+    place = _place(repository.path, wishes)
+    setup = replace(probe, repository=place)
+    launch = _launch(setup, served, spec)
+    gpus = ranks_of(served, spec) if not spec.multi_model else _claimed(served)
+    objects = compose_objects(setup, launch, wishes, name=name, gpus=gpus)
+    return Manifest(objects=objects, notes=(f"Image: {image}", f"Repository in the volume {wishes.claim}: {place}"))
+
+
+def write_manifest(manifest: Manifest, file: Path) -> None:
+    """Write the manifest; ArtifactError for a file that is not ours."""
+    _write(file, manifest.text, mode=0o644)
+
+
+def _inspected(repository: ModelRepository, spec: ServerSpec, flag: str, progress: Progress) -> tuple[str, Served]:
+    """Name and content of a repository that another machine can serve."""
+    name, served = server_name(repository, spec), inspect_repository(repository)
+    require_loadable(repository)
+    if served.runtime in EMBEDDED:
+        raise UsageError(
+            f"{flag} is for engines on GPUs; this repository is served by one process on the CPU.",
+            hint="Serve it here: leave the flag out.",
+        )
+    if flag == "--slurm" and spec.instances > 1:
+        raise UsageError("--instances does not go with --slurm: one job is one server.", hint="Submit several jobs.")
+    require_engine_mode(served, spec)
+    require_world_size(served, spec, repository)
+    found = installed_for(spec)
+    if found is not None:
+        there = Installation(tensorrt_llm=found.version, tensorrt=found.tensorrt, sm=None, gpu=None)
+        require_matching(served, there, progress)
+    return name, served
+
+
+def _setup(
+    triton: Triton, repository: ModelRepository, served: Served, spec: ServerSpec, prefix: str, host: str
+) -> Setup:
+    address = Address(
+        host=ipv4_address(host), http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port
+    )
+    made = server_setup(triton, repository, served, address, spec, prefix)
+    return replace(made, gpus=spec.gpus)
+
+
+def _launch(setup: Setup, served: Served, spec: ServerSpec) -> Launch:
+    if spec.multi_model:
+        return orchestrator(setup, served.core_models, spawn=spec.spawn_processes)
+    if served.runtime == "llmapi":
+        return llmapi(setup, 1 if served.core_models[0].instances > 1 else served.world_size)
+    return leader(setup, served.world_size)
+
+
+def _claimed(served: Served) -> int:
+    """GPUs of all models of an orchestrator."""
+    claimed = {device for core in served.core_models for group in core.gpu_device_ids for device in group}
+    return len(claimed) or sum(core.world_size * core.instances for core in served.core_models)
+
+
+def _place(repository: Path, wishes: KubernetesSpec) -> Path:
+    """Where the repository is in the volume; UsageError for paths in its files that no volume has."""
+    mount, here = Path(wishes.mount_path), repository.absolute()
+    outside = next((path for path in named_paths(here) if not path.is_relative_to(mount)), None)
+    if outside is not None:
+        raise UsageError(
+            f"The repository names {outside}, which is not below {mount}, where the volume is mounted.",
+            hint="Make it with the engine inside and relative paths (trtserve repo), or choose --mount-path.",
+        )
+    return here if here.is_relative_to(mount) else mount / here.name
+
+
+def _outer(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Paths without those below another one."""
+    return tuple(path for path in paths if not any(path.is_relative_to(other) for other in paths if other != path))
+
+
+def _write(path: Path, text: str, *, mode: int) -> None:
+    if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ArtifactError(
+            f"{path} exists and was not written by trtserve; it is left alone.", hint="Choose another place with --out."
+        )
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.chmod(mode)
