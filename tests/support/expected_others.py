@@ -68,13 +68,15 @@ def other_ranks(source: Tensors, hf: dict[str, Any], tp: int) -> list[Tensors]:
 
 def _outside(source: Tensors, hf: dict[str, Any], tp: int) -> dict[str, list[Array]]:
     table, *_, final, head = NAMES[hf["model_type"]]
-    head = head if f"{head}.weight" in source else table
+    rows = source.get(f"{head}.weight", source[f"{table}.weight"])
     whole = {"transformer.vocab_embedding.weight": [source[f"{table}.weight"]] * tp}
     if hf["model_type"] == "opt":
         whole["transformer.position_embedding.weight"] = [source["model.decoder.embed_positions.weight"][2:]] * tp
     for ours, norm in (("ln_embed", "transformer.word_embeddings_layernorm"), ("ln_f", final)):
         whole |= {f"transformer.{ours}.{part}": [source[f"{norm}.{part}"]] * tp for part in _parts(source, norm)}
-    return whole | {f"lm_head.{p}": split_vocabulary(source[f"{head}.{p}"], tp) for p in _parts(source, head)}
+    if f"{head}.bias" in source:
+        whole["lm_head.bias"] = split_vocabulary(source[f"{head}.bias"], tp)
+    return whole | {"lm_head.weight": split_vocabulary(rows, tp)}
 
 
 def _layer_norms(source: Tensors, hf: dict[str, Any], layer: int, tp: int) -> dict[str, list[Array]]:

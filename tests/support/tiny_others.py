@@ -152,7 +152,9 @@ def _linears(prefix: str, shapes: Mapping[str, tuple[int, int]], *, bias: bool) 
 
 def _head(name: str, config: Mapping[str, Any], hidden: int, *, tied: bool, bias: bool = False) -> Shapes:
     if not config.get("tie_word_embeddings", tied):
-        yield from _linears("", {name: (config["vocab_size"], hidden)}, bias=bias)
+        yield f"{name}.weight", (config["vocab_size"], hidden)
+    if bias:
+        yield f"{name}.bias", (config["vocab_size"],)
 
 
 def _gptj_shapes(config: Mapping[str, Any]) -> Shapes:

@@ -36,6 +36,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama3", {"vocab_size": 321}),
     ("llama_linear", {}),
     ("mistral", {"sliding_window": 64}),
+    ("mistral", {"vocab_size": 323, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     ("qwen2", {"vocab_size": 323}),
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("qwen3", {"vocab_size": 323}),
@@ -71,9 +72,16 @@ def test_each_rank_holds_exactly_its_part(tmp_path: Path, family: str, overrides
             np.testing.assert_array_equal(actual[name], values, err_msg=name)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama3", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"),
+        *("gemma", "gemma2", "gemma3", "gpt2"),
+    ],
+)
 def test_two_stages_hold_what_one_does(tmp_path: Path, family: str) -> None:
-    folder = write_tiny_model(tmp_path / "hf", family, num_hidden_layers=3)
+    layers: dict[str, Any] = {"n_layer" if family == "gpt2" else "num_hidden_layers": 3}
+    folder = write_tiny_model(tmp_path / "hf", family, **layers)
     whole = read_ranks(convert(folder, tmp_path / "one", dtype="float32").path, 1)[0]
     first, second = read_ranks(convert(folder, tmp_path / "two", pp_size=2, dtype="float32").path, 2)
     moved = {name.replace(".layers.0.", ".layers.2."): values for name, values in second.items()}

@@ -22,19 +22,23 @@ from trtserve.specs import ConvertSpec
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gptj", {"vocab_size": 323}),
+    ("gptj", {"tie_word_embeddings": True}),
     ("gpt_neox", {"vocab_size": 323}),
     ("gpt_neox", {"tie_word_embeddings": True}),
     ("opt", {"vocab_size": 323}),
     ("opt", {"do_layer_norm_before": False, "tie_word_embeddings": False}),
     ("phi", {"vocab_size": 323}),
+    ("phi", {"tie_word_embeddings": True}),
     ("phi3", {"vocab_size": 323, "num_key_value_heads": 1}),
     ("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     ("phi3_long", {}),
     ("starcoder2", {"vocab_size": 323}),
     ("starcoder2", {"tie_word_embeddings": False, "use_bias": False, "num_key_value_heads": 4}),
     ("bloom", {"vocab_size": 323}),
+    ("bloom", {"tie_word_embeddings": False}),
     ("falcon", {"vocab_size": 323}),
-    ("falcon_new", {"tie_word_embeddings": False}),
+    ("falcon", {"tie_word_embeddings": False}),
+    ("falcon_new", {"vocab_size": 323, "tie_word_embeddings": False}),
     ("falcon_new", {"num_ln_in_parallel_attn": 1}),
     ("falcon_rw", {}),
 ]
@@ -58,7 +62,10 @@ def test_each_rank_holds_exactly_its_part(tmp_path: Path, family: str, overrides
         np.testing.assert_array_equal(reader.merged(name), values, err_msg=name)
 
 
-@pytest.mark.parametrize("family", ["gptj", "gpt_neox", "opt", "phi", "phi3", "starcoder2", "bloom", "falcon_new"])
+@pytest.mark.parametrize(
+    "family",
+    ["gptj", "gpt_neox", "opt", "phi", "phi3", "phi3_long", "starcoder2", "bloom", "falcon", "falcon_new", "falcon_rw"],
+)
 def test_pipeline_stages_hold_what_one_rank_holds(tmp_path: Path, family: str) -> None:
     layers: dict[str, Any] = {"n_layer" if family in ("gptj", "bloom") else "num_hidden_layers": 3}
     folder = write_tiny_model(tmp_path / "hf", family, **layers)

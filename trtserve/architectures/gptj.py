@@ -67,8 +67,9 @@ def targets(config: CheckpointConfig) -> list[Target]:
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Causal masks and position tables of old exports."""
-    return [f"transformer.h.*.attn.{name}" for name in ("bias", "masked_bias", "embed_positions")]
+    """Masks and position tables of old exports; with tied embeddings also a copy of the table as the head."""
+    patterns = [f"transformer.h.*.attn.{name}" for name in ("bias", "masked_bias", "embed_positions")]
+    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:

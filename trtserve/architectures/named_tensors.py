@@ -45,7 +45,7 @@ class SourceNames:
 def named_targets(config: CheckpointConfig, names: SourceNames, *, tied: bool) -> list[Target]:
     """Every tensor of the checkpoint of the whole model, in file order; `tied` takes the embedding for the head."""
     layers = [target for layer in range(config["num_hidden_layers"]) for target in _layer(config, names, layer)]
-    return [*_first(config, names), *layers, *_last(config, names, names.embedding if tied else names.head)]
+    return [*_first(config, names), *layers, *_last(config, names, tied=tied)]
 
 
 def _first(config: CheckpointConfig, names: SourceNames) -> Iterator[Target]:
@@ -65,13 +65,15 @@ def _first(config: CheckpointConfig, names: SourceNames) -> Iterator[Target]:
         yield from _norm(config, names, "transformer.ln_embed", names.embedding_norm)
 
 
-def _last(config: CheckpointConfig, names: SourceNames, head: str) -> Iterator[Target]:
+def _last(config: CheckpointConfig, names: SourceNames, *, tied: bool) -> Iterator[Target]:
+    """Behind the layers; a head that is the embedding table still has a bias of its own."""
     if names.final_norm is not None:
         yield from _norm(config, names, "transformer.ln_f", names.final_norm, last_stage=True)
     vocab = config["vocab_size"]
     shapes = {"weight": (vocab, config["hidden_size"])} | ({"bias": (vocab,)} if "head" in names.biases else {})
     for kind, shape in shapes.items():
-        yield Target(name=f"lm_head.{kind}", sources=(f"{head}.{kind}",), shape=shape, split="vocab", last_stage=True)
+        source = names.embedding if tied and kind == "weight" else names.head
+        yield Target(name=f"lm_head.{kind}", sources=(f"{source}.{kind}",), shape=shape, split="vocab", last_stage=True)
 
 
 def _norm(

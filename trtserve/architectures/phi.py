@@ -67,8 +67,9 @@ def targets(config: CheckpointConfig) -> list[Target]:
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Position tables of old exports."""
-    return ["model.layers.*.self_attn.rotary_emb.inv_freq"]
+    """Position tables of old exports; with tied embeddings also a copy of the table under the head's name."""
+    patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
+    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
