@@ -94,6 +94,7 @@ def test_values_are_read_strictly(key: str, value: str, expected: str) -> None:
         ("batching_strategy", "V1"),
         ("gpu_device_ids", "0,1;2,3"),
         ("medusa_choices", "{0},{0,1}"),
+        ("medusa_choices", "{0, 0, 0}, {0, 1}"),
         ("preprocessing.add_special_tokens", "No"),
         ("max_beam_width", ""),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from trtserve.errors import UsageError
 from trtserve.launch.base import Launch, Setup, under_mpirun, without_mpi
 from trtserve.launch.rank_arguments import rank_arguments
-from trtserve.process import Command
 from trtserve.releases.launcher import LLMAPI_LAUNCH, launcher_facts
 
 
@@ -38,9 +37,3 @@ def _require_no_blanks(setup: Setup) -> None:
             f"{LLMAPI_LAUNCH} takes its command apart at blanks, and there is one in {wrong!r}.",
             hint="Move the repository to a path without blanks.",
         )
-
-
-def several_nodes(setup: Setup, *, nodes: int, gpus_per_node: int) -> Command:
-    """The command for a Slurm allocation of `nodes` machines, as NVIDIA's documents have it."""
-    srun = ("srun", "-N", str(nodes), f"--ntasks-per-node={gpus_per_node}", "--mpi=pmix")
-    return Command(argv=(*srun, *task(setup)), env=dict(setup.environment), cwd=setup.repository.absolute())

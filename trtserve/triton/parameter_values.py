@@ -14,7 +14,7 @@ from typing import Literal
 Kind = Literal["bool", "int", "float", "words", "path", "list", "text"]
 
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_TREE = re.compile(r"\{[0-9]+(,[0-9]+)*\}(,\{[0-9]+(,[0-9]+)*\})*")
+_TREE = re.compile(r"\{[0-9]+(, *[0-9]+)*\}(, *\{[0-9]+(, *[0-9]+)*\})*")  # with blanks in NVIDIA's own guide
 _DEVICES = re.compile(r"[0-9]+(,[0-9]+)*(;[0-9]+(,[0-9]+)*)*")
 
 
