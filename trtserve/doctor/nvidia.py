@@ -96,7 +96,7 @@ def _from_nvml(nvml: Any) -> Gpus:
 
 
 def _nvml_device(nvml: Any, index: int, handle: Any) -> Device:
-    memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+    memory = _memory(nvml, handle)
     mig = _ask(nvml, nvml.nvmlDeviceGetMigMode, handle)
     persistence = _ask(nvml, nvml.nvmlDeviceGetPersistenceMode, handle)
     kind = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
@@ -112,6 +112,12 @@ def _nvml_device(nvml: Any, index: int, handle: Any) -> Device:
         persistence=None if persistence is None else bool(persistence),
         errors=errors,
     )
+
+
+def _memory(nvml: Any, handle: Any) -> Any:
+    """Version 2 counts what the driver keeps for itself apart from what programs use, as nvidia-smi does."""
+    newer = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+    return newer or _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
 
 
 def _apart(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...] | None:

@@ -17,7 +17,7 @@ _SHOWN = 4
 
 
 def check_packages(extra: str = "") -> Finding:
-    """What trtserve itself requires, with one of its extras."""
+    """What trtserve itself requires, with one of its extras; another version than required is a warning."""
     try:
         distribution = metadata.distribution(_PACKAGE)
     except metadata.PackageNotFoundError:
@@ -30,12 +30,14 @@ def check_packages(extra: str = "") -> Finding:
         )
     installed = _installed()
     wanted = list(_requirements(distribution, extra))
-    wrong = [_words(each, installed) for each in wanted if not _fits(each, installed)]
+    wrong = [each for each in wanted if not _fits(each, installed)]
+    missing = any(_key(each.name) not in installed for each in wrong)
+    words = [_words(each, installed) for each in wrong]
     return Finding(
         group="python",
         name="packages",
-        state="failed" if wrong else "ok",
-        evidence=_joined(wrong) if wrong else f"{len(wanted)} required, all here",
+        state="failed" if missing else "warning" if wrong else "ok",
+        evidence=_joined(words) if words else f"{len(wanted)} required, all here",
         fix=f"pip install '{_PACKAGE}{f'[{extra}]' if extra else ''}'" if wrong else "",
         needed_by=EVERY,
     )

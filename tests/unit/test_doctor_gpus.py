@@ -1,0 +1,424 @@
+"""GPUs, drivers and releases of TensorRT-LLM: what doctor says of machines that are not here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.support.doubles import Doubles
+from tests.support.nvml import GIB, FakeGpu, FakeNvml
+from trtserve import runtimes
+from trtserve.cli import run
+from trtserve.doctor import examination, gpus, nvidia, tensorrt_llm
+from trtserve.doctor.findings import GPU
+from trtserve.doctor.nvidia import Gpus, find_gpus
+from trtserve.errors import MachineError, UsageError
+from trtserve.releases import RELEASES
+from trtserve.releases.containers import CONTAINERS, container
+from trtserve.releases.drivers import DRIVERS, MINOR_COMPATIBLE, Driver, cuda_of, driver_of, newest_container, numbers
+from trtserve.releases.gpus import KERNELS, runs_on
+from trtserve.releases.installed import Installed, installed
+
+Described = Callable[..., Gpus]
+
+
+def version(text: str) -> Installed:
+    found = installed(text)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> Described:
+    """What NVML says of a described machine, as the product reads it."""
+
+    def describe(**fields: object) -> Gpus:
+        fake = FakeNvml(**fields)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        found = find_gpus()
+        assert fake.open == 0
+        return found
+
+    return describe
+
+
+@pytest.fixture
+def without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+
+def test_every_container_has_a_driver() -> None:
+    needed = [numbers(driver_of(each)) for each in CONTAINERS]
+    assert needed == sorted(needed)
+    assert {cuda_of(each)[0] for each in CONTAINERS} == set(MINOR_COMPATIBLE)
+    for cuda, driver in DRIVERS.items():
+        assert Driver(version=driver).speaks == tuple(numbers(cuda)[:2])
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "tag", "support"),
+    [
+        ("580.159.04", (13, 0), "26.02", "full"),
+        ("580.159.04", (13, 0), "26.07", "minor"),  # CUDA 13.1 wants 590.44.01, 13.x 580.65.06
+        ("580.159.04", (13, 0), "24.08", "full"),
+        ("570.124.06", (12, 8), "25.05", "full"),
+        ("570.124.06", (12, 8), "25.10", "minor"),
+        ("570.124.06", (12, 8), "25.12", "none"),  # another major version
+        ("525.60.13", (12, 0), "25.10", "minor"),
+        ("525.60.12", (12, 0), "25.10", "none"),
+        ("470.57.02", (11, 4), "24.08", "none"),
+        # With the compatibility package of a container, the driver speaks what the package brings.
+        ("535.161.08", (13, 1), "26.07", "full"),
+        ("575.57.08", None, "25.10", "full"),
+        ("450.10", None, "24.08", "none"),
+    ],
+)
+def test_what_a_driver_runs(driver: str, cuda: tuple[int, int] | None, tag: str, support: str) -> None:
+    assert Driver(version=driver, cuda=cuda).runs(container(tag)) == support
+
+
+def test_newest_container_of_a_driver() -> None:
+    driver = Driver(version="570.124.06", cuda=(12, 8))
+    assert newest_container(driver, "full") == "25.05"
+    assert newest_container(driver, "minor") == "25.10"
+    assert newest_container(driver, "full", fits=lambda release: release == "0.12") == "24.08"
+    assert newest_container(Driver(version="390.1", cuda=(9, 1)), "full") == ""
+
+
+@pytest.mark.parametrize(
+    ("release", "capability", "runs"),
+    [
+        ("0.14", "7.0", True),
+        ("0.15", "7.0", False),
+        ("0.14", "7.5", True),
+        ("0.15", "7.5", False),
+        ("0.12", "9.0", True),
+        ("1.3", "9.0", True),
+        ("0.16", "10.0", False),
+        ("0.17", "10.0", True),
+        ("0.17", "10.3", False),
+        ("0.20", "12.1", True),
+        ("1.2", "6.1", False),
+        ("1.2", "13.0", None),
+    ],
+)
+def test_kernels_of_releases(release: str, capability: str, runs: bool | None) -> None:
+    assert runs_on(release, capability) is runs
+
+
+def test_kernel_rows_name_releases() -> None:
+    for row in KERNELS:
+        assert row.since in RELEASES
+        assert row.until in (None, *RELEASES)
+
+
+def test_nvml_tells_everything_of_an_h200(described: Described) -> None:
+    found = described()
+    assert found.driver == Driver(version="580.159.04", cuda=(13, 0))
+    assert gpus.check_driver(found).evidence == "580.159.04, speaks CUDA 13.0 (NVML)"
+    device = gpus.check_device(found.devices[0])
+    assert (device.state, device.needed_by) == ("ok", GPU)
+    assert device.evidence == (
+        "NVIDIA H200, compute capability 9.0, 139.5 GiB free of 140.0 GiB, MIG off, persistence mode on, "
+        "0 uncorrected memory error(s)"
+    )
+
+
+def test_old_nvml_answers_with_bytes(described: Described) -> None:
+    found = described(driver=b"535.54.03", cuda=12020, memory_v2=False)
+    assert found.devices[0].used == GIB  # what the driver keeps for itself is counted in
+    assert found.driver == Driver(version="535.54.03", cuda=(12, 2))
+    assert found.devices[0].name == "NVIDIA H200"
+
+
+def test_what_a_gpu_does_not_tell_is_left_out(described: Described) -> None:
+    found = described(gpus=[FakeGpu(name="GeForce", mig=None, persistence=None, errors=None)], cuda=None)
+    evidence = gpus.check_device(found.devices[0]).evidence
+    assert evidence == "GeForce, compute capability 9.0, 139.5 GiB free of 140.0 GiB"
+    # The driver's own version says what CUDA it speaks.
+    assert gpus.check_driver(found).evidence == "580.159.04, speaks CUDA 13.0 (by its version) (NVML)"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fix"),
+    [
+        (FakeGpu(used=60 * GIB), "Other programs hold 60.0 GiB"),
+        (FakeGpu(mig=1), "MIG splits it"),
+        (FakeGpu(errors=3), "memory is failing"),
+    ],
+)
+def test_troubles_of_a_gpu(gpu: FakeGpu, fix: str, described: Described) -> None:
+    finding = gpus.check_device(described(gpus=[gpu]).devices[0])
+    assert finding.state == "warning"
+    assert fix in finding.fix
+
+
+def test_peer_access(described: Described) -> None:
+    assert list(gpus.check_peers(described())) == []
+    four = [FakeGpu()] * 4
+    (fine,) = gpus.check_peers(described(gpus=four))
+    assert (fine.state, fine.evidence) == ("ok", "between all 4 GPUs")
+    (apart,) = gpus.check_peers(described(gpus=four, apart=frozenset({(0, 2), (1, 3)})))
+    assert (apart.state, apart.evidence) == ("warning", "none between GPUs 0–2, 1–3")
+    assert list(gpus.check_peers(described(gpus=four, apart=None))) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "bus", "hint"),
+    [
+        ("Driver/library version mismatch", 1, "reboot"),
+        ("Driver Not Loaded", 2, "Install NVIDIA's driver"),
+        ("NVML Shared Library Not Found", 0, "--runtime openvino"),
+    ],
+)
+def test_why_there_is_no_driver(
+    fault: str, bus: int, hint: str, described: Described, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (nvidia, gpus):
+        monkeypatch.setattr(module, "on_the_bus", lambda: bus)
+    with pytest.raises(MachineError, match=fault) as caught:
+        described(fault=fault)
+    finding = gpus.check_no_driver(caught.value)
+    assert finding.state == "failed"
+    assert hint in finding.fix
+    assert f"{bus or 'no'} NVIDIA GPU" in finding.evidence
+
+
+def test_gpus_on_the_bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for slot, vendor, kind in (
+        ("00", "0x10de", "0x030200"),
+        ("01", "0x10de", "0x068000"),
+        ("02", "0x8086", "0x030000"),
+    ):
+        (tmp_path / slot).mkdir()
+        (tmp_path / slot / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / slot / "class").write_text(f"{kind}\n")
+    (tmp_path / "03").mkdir()
+    monkeypatch.setattr(nvidia, "_PCI", tmp_path)
+    assert nvidia.on_the_bus() == 1
+    monkeypatch.setattr(nvidia, "_PCI", tmp_path / "absent")
+    assert nvidia.on_the_bus() == 0
+
+
+def test_a_driver_without_gpus(described: Described) -> None:
+    finding = gpus.check_driver(described(gpus=[]))
+    assert (finding.state, finding.evidence) == ("failed", "580.159.04 shows no GPU")
+
+
+@pytest.mark.usefixtures("without_nvml")
+def test_nvidia_smi_tells_the_same(doubles: Doubles) -> None:
+    doubles.configure(gpus=2, container="25.12", driver="580.95.05", gpu_name="NVIDIA H200", gpu_memory_mib=143771)
+    found = find_gpus()
+    assert found.driver == Driver(version="580.95.05", cuda=(13, 0))
+    assert (found.source, found.apart) == ("nvidia-smi", None)
+    assert [device.index for device in found.devices] == [0, 1]
+    second = gpus.check_device(found.devices[1])
+    assert second.evidence.startswith("NVIDIA H200, compute capability 9.0, 140.4 GiB free of 140.4 GiB, MIG off")
+    assert "nvidia-ml-py is not installed" in gpus.check_driver(found).evidence
+
+
+@pytest.mark.usefixtures("without_nvml")
+def test_nvidia_smi_without_a_driver(doubles: Doubles) -> None:
+    doubles.configure(gpus=0)
+    with pytest.raises(MachineError, match="couldn't communicate with the NVIDIA driver"):
+        find_gpus()
+
+
+@pytest.mark.usefixtures("without_nvml")
+def test_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MachineError, match="nvidia-smi: not installed"):
+        find_gpus()
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "evidence"),
+    [
+        (None, None, ""),
+        ("1", "ok", "1: 1 of 2 GPU(s)"),
+        ("GPU-1234", "ok", "GPU-1234: 1 of 2 GPU(s)"),
+        ("", "failed", "'': no GPU is left"),
+        ("-1", "failed", "'-1': no GPU is left"),
+        ("0,5", "failed", "'0,5': GPU 5 is not there"),
+    ],
+)
+def test_visible_devices(
+    text: str | None, state: str | None, evidence: str, described: Described, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if text is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    found = [(finding.state, finding.evidence) for finding in gpus.check_visible(described(gpus=[FakeGpu()] * 2))]
+    assert found == ([] if state is None else [(state, evidence)])
+
+
+def test_driver_against_the_cuda_of_tensorrt_llm(described: Described) -> None:
+    found = described()
+    fine = gpus.check_cuda(found, version("1.1.0"))
+    assert (fine.state, fine.evidence) == (
+        "ok",
+        "driver 580.159.04 speaks CUDA 13.0; TensorRT-LLM 1.1.0 is made with CUDA 13.0",
+    )
+    assert gpus.check_cuda(found, version("1.2.1")).evidence.endswith("runs by minor version compatibility")
+    old = described(driver="550.54.15", cuda=12040)
+    refused = gpus.check_cuda(old, version("1.2.1"))
+    assert refused.state == "failed"
+    assert refused.fix == (
+        "Install driver 590.44.01 or newer, or use an older container: this driver runs by minor version "
+        "compatibility 25.10 (1.0.0)."
+    )
+    assert gpus.check_cuda(found, version("1.9.0")).state == "warning"
+
+
+def test_without_tensorrt_llm_the_containers_of_a_driver_are_named(described: Described) -> None:
+    assert gpus.check_cuda(described(), None).evidence == (
+        "this driver runs container 26.02 (TensorRT-LLM 1.1.0), by minor version compatibility 26.07 (1.2.1)"
+    )
+    # A V100 has a new driver, but no new release has its kernels.
+    old = [FakeGpu(name="Tesla V100-SXM2-16GB", capability=(7, 0))]
+    assert "container 24.10 (TensorRT-LLM 0.14.0)" in gpus.check_cuda(described(gpus=old), None).evidence
+    none = described(driver="390.1", cuda=9010)
+    assert gpus.check_cuda(none, None).evidence == "this driver runs none of the containers 24.08 … 26.07"
+
+
+@pytest.mark.parametrize(
+    ("capability", "trtllm", "state", "fix"),
+    [
+        ((9, 0), "1.2.1", "ok", ""),
+        ((7, 0), "0.14.0", "ok", ""),
+        (
+            (7, 0),
+            "0.15.0",
+            "failed",
+            "Use TensorRT-LLM 0.14 at most (container 24.10), a newer GPU, or --runtime openvino.",
+        ),
+        ((10, 0), "0.16.0", "failed", "Use TensorRT-LLM 0.17 or newer (container 25.01)."),
+        ((6, 1), "1.0.0", "failed", "Use a newer GPU, or --runtime openvino."),
+        ((13, 0), "1.2.1", "warning", "See its release notes."),
+    ],
+)
+def test_kernels_for_the_gpu(
+    capability: tuple[int, int], trtllm: str, state: str, fix: str, described: Described
+) -> None:
+    finding = gpus.check_kernels(described(gpus=[FakeGpu(capability=capability)]), version(trtllm))
+    assert (finding.state, finding.fix) == (state, fix)
+
+
+def test_gpus_of_different_kinds(described: Described) -> None:
+    mixed = [FakeGpu(), FakeGpu(name="NVIDIA L40S", capability=(8, 9))]
+    finding = gpus.check_kernels(described(gpus=mixed), None)
+    assert (finding.state, finding.evidence) == (
+        "warning",
+        "TensorRT-LLM 1.2 has them for Ada Lovelace (8.9), Hopper (9.0)",
+    )
+
+
+def test_installed_version() -> None:
+    here = Installed(version="1.1.0", release="1.1", tensorrt="10.13.3.9", source="package metadata")
+    fine = tensorrt_llm.check_installed(here, None)
+    assert (fine.state, fine.evidence) == ("ok", "1.1.0, TensorRT 10.13.3.9 (package metadata)")
+    other = tensorrt_llm.check_installed(here, version("1.2.0"))
+    assert (other.state, other.fix) == (
+        "warning",
+        "--trtllm-version says 1.2.0: engines of one do not run on the other.",
+    )
+    missing = tensorrt_llm.check_installed(None, version("0.17.0"))
+    assert missing.state == "failed"
+    assert "tritonserver:25.02-trtllm-python-py3" in missing.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "states"),
+    [
+        ("1.2.0", ("ok", "ok")),
+        ("1.3.0", ("failed", "ok")),
+        ("0.11.0", ("failed", "failed")),
+        ("0.18.2", ("ok", "failed")),
+    ],
+)
+def test_engines_and_llm_api_of_a_version(text: str, states: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    llmapi = next(iter(tensorrt_llm.check_llmapi(version(text), 1)))
+    assert (tensorrt_llm.check_engine_path(version(text)).state, llmapi.state) == states
+
+
+def test_launcher_of_the_llm_api(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [finding.state for finding in tensorrt_llm.check_llmapi(version("1.2.0"), 2)] == ["ok", "ok"]
+    monkeypatch.setenv("PATH", "")
+    missing = list(tensorrt_llm.check_llmapi(version("1.2.0"), 2))
+    assert [finding.state for finding in missing] == ["ok", "warning"]
+    assert len(list(tensorrt_llm.check_llmapi(version("1.2.0"), 1))) == 1
+    assert doubles.calls() == []
+
+
+@pytest.fixture
+def gpu_machine(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
+    """NVIDIA's container 25.12 on two H100s, by the doubles: packages, programs, a kernel driver."""
+    doubles.configure(container="25.12", gpus=2, driver="580.95.05")
+    packages = doubles.packages("1.1.0")
+    monkeypatch.syspath_prepend(str(packages))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(runtimes, "has_nvidia_gpu", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for part in ("_python", "_triton", "_tools"):
+        monkeypatch.setattr(examination, part, lambda *_arguments: [])
+    assert metadata.version("tensorrt_llm") == "1.1.0"
+    return doubles
+
+
+def test_a_gpu_machine_works(gpu_machine: Doubles, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["runtime"], result["works"]) == ("tensorrt_llm", True)
+    assert result["reason"] == "an NVIDIA GPU and TensorRT-LLM 1.1.0 on this machine"
+    states = {finding["name"]: finding["state"] for finding in result["findings"]}
+    wanted = (
+        "driver",
+        "GPU 0",
+        "GPU 1",
+        "CUDA",
+        "kernels",
+        "TensorRT-LLM",
+        "engines",
+        "tensorrtllm backend",
+        "LLM API",
+    )
+    assert {name: states[name] for name in wanted} == dict.fromkeys(wanted, "ok")
+    assert not gpu_machine.calls("import tensorrt_llm")
+
+
+@pytest.mark.parametrize(
+    ("settings", "failed"),
+    [
+        ({"gpus": 0}, {"driver"}),
+        ({"driver": "550.54.15", "container": "24.08"}, {"CUDA"}),
+        ({"sm": 70, "container": "25.12", "driver": "580.95.05"}, {"kernels"}),
+    ],
+)
+def test_a_gpu_machine_that_cannot_work(
+    settings: dict[str, object], failed: set[str], gpu_machine: Doubles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_machine.configure(**settings)
+    assert run(["doctor", "--json", "--runtime", "tensorrt_llm"]) == 30
+    findings = json.loads(capsys.readouterr().out)["result"]["findings"]
+    assert {finding["name"] for finding in findings if finding["state"] == "failed"} == failed
+    assert run(["doctor", "--json", "--runtime", "openvino"]) == 0
+
+
+@pytest.mark.usefixtures("gpu_machine")
+def test_another_version_is_judged_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--json", "--runtime", "llmapi", "--trtllm-version", "1.2.1"]) == 0
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["result"]["findings"]}
+    assert "TensorRT-LLM 1.2.1 is made with CUDA 13.1" in findings["CUDA"]["evidence"]
+    assert findings["TensorRT-LLM"]["state"] == "warning"
+    assert run(["doctor", "--trtllm-version", "newest"]) == 2
+
+
+def test_no_version_of_tensorrt_llm() -> None:
+    with pytest.raises(UsageError):
+        installed("newest")
