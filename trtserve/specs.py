@@ -71,9 +71,8 @@ class ConvertSpec:
     """How a Hugging Face model becomes a TensorRT-LLM checkpoint.
 
     `moe_tp_size` × `moe_ep_size` is `tp_size`: how many ranks split each expert, and how many share the experts out.
-    `gpu_sm` is the compute capability (× 10) of the GPUs for which weights that are 4-bit already are put in order.
-    `trtllm_version` is the TensorRT-LLM that is to load the checkpoint; None: any that builds engines.
-
+    `gpu_sm` is the compute capability (× 10) for which 4-bit weights are put in order, `trtllm_version` what is to load
+    the checkpoint (None: any). Ranks split rows (dimension 0) or columns (1) of a parallel embedding.
     NVIDIA's tools convert when `converter` is upstream or `quantize` is one of CALIBRATED; the fields from `workers` on
     are for them: threads, a dataset (name or folder) and how many of its samples, the folder of TensorRT-LLM's
     examples, flags that they get as they are, and the `container` (tag or image) to run them in.
@@ -87,6 +86,8 @@ class ConvertSpec:
     quantize: Quantization = "none"
     gpu_sm: int = 80
     trtllm_version: str | None = None
+    use_parallel_embedding: bool = False
+    embedding_sharding_dim: int = 0
     converter: Converter = "own"
     workers: int | None = None
     calib_dataset: str | None = None
@@ -103,6 +104,7 @@ class ConvertSpec:
         _require_positive(self, "tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "gpu_sm")
         _require_choice("--dtype", self.dtype, get_args(DType))
         _require_choice("--quantize", self.quantize, get_args(Quantization))
+        _require_choice("--embedding-sharding-dim", str(self.embedding_sharding_dim), ("0", "1"))
 
     @property
     def upstream(self) -> bool:

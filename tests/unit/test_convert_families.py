@@ -12,8 +12,10 @@ import pytest
 
 from tests.support.expected_shards import Tensors, gpt2_ranks, llama_ranks
 from tests.support.tiny_models import read_safetensors, write_tiny_model
+from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.convert import convert_model
+from trtserve.errors import UsageError
 from trtserve.specs import ConvertSpec
 
 
@@ -101,3 +103,32 @@ def test_gemmas_norms_are_summed_before_they_are_rounded(tmp_path: Path, source:
     ranks = read_ranks(convert(folder, tmp_path / "out", dtype=wanted, tp_size=2).path, 2)
     for rank in ranks:
         np.testing.assert_array_equal(rank["transformer.ln_f.weight"], (wide + wide.dtype.type(1)).astype(kind))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "falcon"])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_a_parallel_embedding_is_split_over_ranks(tmp_path: Path, family: str, dimension: int) -> None:
+    folder = write_tiny_model(tmp_path / "hf", family, vocab_size=322)
+    whole = read_ranks(convert(folder, tmp_path / "one", dtype="float32").path, 1)[0]
+    wishes = {"use_parallel_embedding": True, "embedding_sharding_dim": dimension}
+    made = convert(folder, tmp_path / "two", dtype="float32", tp_size=2, **wishes)
+    config = json.loads((made.path / "config.json").read_text())
+    assert wishes.items() <= config.items()
+    ranks = read_ranks(made.path, 2)
+    tables = [name for name in whole if name.endswith("_embedding.weight")]
+    assert len(tables) == (2 if family in ("gpt2", "opt") else 1)
+    for name in tables:
+        np.testing.assert_array_equal(np.concatenate([rank[name] for rank in ranks], axis=dimension), whole[name])
+    reader = CheckpointReader(made.path)
+    for name, values in whole.items():
+        np.testing.assert_array_equal(reader.merged(name), values, err_msg=name)
+
+
+def test_a_parallel_embedding_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_model(
+        tmp_path / "hf", hidden_size=66, num_attention_heads=4, head_dim=16, num_key_value_heads=4
+    )
+    with pytest.raises(UsageError, match="hidden size 66 does not divide by 4"):
+        convert(folder, tmp_path / "out", tp_size=4, use_parallel_embedding=True, embedding_sharding_dim=1)
+    with pytest.raises(UsageError, match="--embedding-sharding-dim"):
+        ConvertSpec(embedding_sharding_dim=2)

@@ -70,6 +70,13 @@ def flags(arguments: tuple[str, ...]) -> dict[str, str]:
         ),
         ("gpt2", "0.16", {"tp_size": 2, "dtype": "float32"}, "gpt", {"--tp_size": "2", "--dtype": "float32"}),
         ("falcon", "0.20", {}, "models/contrib/falcon", {"--tp_size": "1"}),
+        (
+            "falcon",
+            "0.18",
+            {"use_parallel_embedding": True, "embedding_sharding_dim": 1},
+            "falcon",
+            {"--use_parallel_embedding": "", "--embedding_sharding_dim": "1"},
+        ),
         ("phi3", "0.18", {"tp_size": 2}, "phi", {"--tp_size": "2"}),
     ],
 )
@@ -228,6 +235,8 @@ def test_without_examples(
         ("gemma", {"pp_size": 2}, "nothing like --pp-size"),
         ("gemma", {"workers": 2}, "nothing like --workers"),
         ("falcon", {"moe_tp_size": 1}, "no --moe_tp_size"),
+        ("phi3", {"use_parallel_embedding": True}, "no --use_parallel_embedding"),
+        ("llama", {"quantize": "fp8", "use_parallel_embedding": True}, "lays the embedding out by itself"),
         ("llama", {"calib_size": 8}, "belongs to calibrated"),
         ("llama", {"quantize": "fp8", "workers": 2}, "quantize.py has no such flag"),
         ("qwen3_moe", {"quantize": "fp8", "moe_ep_size": 1}, "cannot split experts"),

@@ -194,7 +194,7 @@ def _is_size(value: object) -> bool:
 
 
 def embedding_split(config: CheckpointConfig) -> Split:
-    """How embeddings are split: not at all, unless another tool's checkpoint says `use_parallel_embedding`."""
+    """How embeddings are split: not at all, unless the config says `use_parallel_embedding`."""
     if not config.get("use_parallel_embedding"):
         return "replicated"
     return "row" if config.get("embedding_sharding_dim") == 1 else "vocab"

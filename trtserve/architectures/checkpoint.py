@@ -56,24 +56,26 @@ def complete_config(
     pp_size: int,
     quantization: Mapping[str, Any],
     ep_size: int = 1,
+    parallel_embedding: bool = False,
+    embedding_dim: int = 0,
     release: str | None = None,
 ) -> dict[str, Any]:
     """`config.json` of a checkpoint as `release` writes it, around a family's own part.
 
     Without a release it has what 1.2 writes, less the keys that some release from 0.12 on would refuse. A family that
-    says `use_parallel_embedding` splits its embedding where there are several tensor-parallel ranks. `quantization`
-    are the keys of that name that differ from those of a model that is not quantised. UnsupportedModelError when the
-    model needs a key that the release lacks.
+    says `use_parallel_embedding` splits its embedding where there are several tensor-parallel ranks, others are asked
+    for it by `parallel_embedding`. `quantization` are the keys of that name that differ from those of a model that is
+    not quantised. UnsupportedModelError when the model needs a key that the release lacks.
     """
     config = {
         "architecture": architecture,
         "dtype": dtype,
         "logits_dtype": "float32",
         "runtime_defaults": None,
-        "embedding_sharding_dim": 0,
+        "embedding_sharding_dim": embedding_dim,
         "qk_layernorm": False,
         **sizes,
-        "use_parallel_embedding": bool(sizes.get("use_parallel_embedding")) and tp_size > 1,
+        "use_parallel_embedding": tp_size > 1 if sizes.get("use_parallel_embedding") else parallel_embedding,
         "mapping": _mapping(tp_size, pp_size, ep_size),
         "quantization": {
             **_NOT_QUANTISED,

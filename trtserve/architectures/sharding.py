@@ -162,6 +162,12 @@ def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int, e
             f"--tp-size {tp_size} does not fit this model: {problem}.",
             hint=f"Sizes that fit: {', '.join(map(str, working))}.",
         )
+    hidden = config["hidden_size"]
+    if config.get("use_parallel_embedding") and config.get("embedding_sharding_dim") == 1 and hidden % tp_size:
+        raise UsageError(
+            f"--embedding-sharding-dim 1 does not fit: the hidden size {hidden} does not divide by {tp_size}.",
+            hint="Split the vocabulary instead: --embedding-sharding-dim 0.",
+        )
     layers = config["num_hidden_layers"]
     if pp_size > layers:
         raise UsageError(f"--pp-size {pp_size} does not fit this model: it has {layers} layers.")

@@ -53,11 +53,13 @@ from trtserve.cli.options import (
     MoeTpSizeOption,
     OutOption,
     PagedContextOption,
+    ParallelEmbeddingOption,
     PpSizeOption,
     PromptTableOption,
     QuantizeOption,
     QuietOption,
     RuntimeOption,
+    ShardingDimOption,
     SpeculativeModeOption,
     TpSizeOption,
     TrtllmVersionOption,
@@ -89,6 +91,7 @@ from trtserve.cli.repo_options import (
     TritonBatchOption,
     WindowOption,
 )
+from trtserve.cli.stages import print_commands, print_stages
 from trtserve.machine import gibibytes
 from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec
 from trtserve.store import Store
@@ -116,6 +119,8 @@ def import_(
     pp_size: PpSizeOption = 1,
     moe_tp_size: MoeTpSizeOption = None,
     moe_ep_size: MoeEpSizeOption = None,
+    use_parallel_embedding: ParallelEmbeddingOption = False,
+    embedding_sharding_dim: ShardingDimOption = 0,
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "none",
     gpu_sm: GpuSmOption = 80,
@@ -288,12 +293,8 @@ def _print_plan(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> 
     if json:
         print_json("import", {"name": spec.name, "memory_bytes": memory, "stages": stages})
         return
-    for stage in stages:
-        path = stage["path"] or "a folder of the store that follows from the weights"
-        print_data(f"{stage['stage']:<9} {stage['action']:<6} {gibibytes(stage['bytes']):>9}  {path}")
-    commands = [stage["command"] for stage in stages if stage["command"]]
+    print_stages(stages)
     if memory is not None:
-        run = "" if commands else "; no external command is run"
+        run = "" if any(stage["command"] for stage in stages) else "; no external command is run"
         print_data(f"memory    needs  {gibibytes(memory):>9}  to build and serve{run}")
-    for command in commands:
-        print_data(f"command   {command}")
+    print_commands(stages)

@@ -23,6 +23,18 @@ MoeTpSizeOption = Annotated[
 MoeEpSizeOption = Annotated[
     int | None, typer.Option("--moe-ep-size", help="GPUs among which the experts are dealt out; default: 1.")
 ]
+ParallelEmbeddingOption = Annotated[
+    bool,
+    typer.Option(
+        "--use-parallel-embedding", help="Split the embedding over tensor-parallel ranks; Gemma's is split always."
+    ),
+]
+ShardingDimOption = Annotated[
+    int,
+    typer.Option(
+        "--embedding-sharding-dim", help="What of a parallel embedding is split: 0 the vocabulary, 1 the hidden size."
+    ),
+]
 PpSizeOption = Annotated[int, typer.Option("--pp-size", help="Pipeline-parallel size: groups of layers.")]
 DtypeOption = Annotated[
     str,

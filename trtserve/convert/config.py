@@ -68,6 +68,8 @@ def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any
         pp_size=spec.pp_size,
         quantization=quantization,
         ep_size=ep_size,
+        parallel_embedding=spec.use_parallel_embedding,
+        embedding_dim=spec.embedding_sharding_dim,
         release=release,
     )
     if stored is not None and stored.method != "fp8":

@@ -27,6 +27,8 @@ from trtserve.upstream import Toolkit, find_toolkit, needs_calibration, tool_com
 
 SCHEMA = 4
 _OWN_WISHES = ("tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "dtype", "quantize", "gpu_sm")
+# Others count only where they are given, so that checkpoints which were made before they existed are found again.
+_RARE_WISHES = ("trtllm_version", "use_parallel_embedding", "embedding_sharding_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +112,9 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
 
 
 def own_wishes(spec: ConvertSpec) -> dict[str, Any]:
-    """What our own converter is asked for; the release only where one is named."""
-    wishes = {key: value for key, value in asdict(spec).items() if key in _OWN_WISHES}
-    return wishes if spec.trtllm_version is None else {**wishes, "trtllm_version": spec.trtllm_version}
+    """What our own converter is asked for."""
+    given = [key for key in _RARE_WISHES if getattr(spec, key) != getattr(ConvertSpec(), key)]
+    return {key: value for key, value in asdict(spec).items() if key in (*_OWN_WISHES, *given)}
 
 
 def all_wishes(spec: ConvertSpec) -> dict[str, Any]:

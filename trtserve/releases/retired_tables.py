@@ -63,8 +63,8 @@ group_size                    0.7   The group size is read from the quantised mo
 int8_kv_cache                 0.7   Give the precision of the KV cache when the model is quantised.
 enable_fp8                    0.7   Use `trtserve convert --quantize fp8`.
 use_prompt_tuning             0.7   Give --max_prompt_embedding_table_size instead.
-use_parallel_embedding        0.7   Leave it out: the converter lays the embedding out.
-embedding_sharding_dim        0.7   Leave it out: the converter lays the embedding out.
+use_parallel_embedding        0.7   Use `trtserve convert --use-parallel-embedding`.
+embedding_sharding_dim        0.7   Use `trtserve convert --embedding-sharding-dim`.
 use_embedding_sharing         0.15  Leave it out: tied embeddings are shared by themselves.
 vocab_size                    0.7   It is read from the model's config.json.
 n_layer                       0.7   It is read from the model's config.json.
@@ -111,8 +111,6 @@ quant_ckpt_path                  -     Convert the quantised Hugging Face model 
 ammo_quant_ckpt_path             0.9   Convert the quantised Hugging Face model itself.
 group_size                       -     It is read from the quantised model.
 per_group                        -     It is read from the quantised model.
-use_parallel_embedding           -     Leave it out: the converter lays the embedding out.
-embedding_sharding_dim           -     Leave it out: the converter lays the embedding out.
 use_embedding_sharing            0.15  Leave it out: tied embeddings are shared by themselves.
 moe_tp_mode                      0.9   Give --moe-tp-size and --moe-ep-size.
 moe_num_experts                  -     It is read from the model's config.json.

@@ -39,6 +39,8 @@ def tool_command(toolkit: Toolkit, spec: ConvertSpec, architecture: str, model: 
 
 
 def _quantize_flags(spec: ConvertSpec, model: Path, out: Path) -> list[str]:
+    if spec.use_parallel_embedding:
+        raise UsageError("quantize.py lays the embedding out by itself: --use-parallel-embedding has no place in it.")
     if spec.moe_tp_size is not None or spec.moe_ep_size is not None:
         raise UsageError(f"quantize.py, which does --quantize {spec.quantize}, cannot split experts.")
     if spec.workers is not None:
@@ -72,6 +74,10 @@ def _flags(script: Path, spec: ConvertSpec, model: Path, out: Path) -> Iterator[
         if script.parent.name not in _WITH_EXPERTS:
             raise UsageError(f"{script.parent.name}/convert_checkpoint.py has no {flag}: its models have no experts.")
         yield from (flag, str(value))
+    if spec.use_parallel_embedding:
+        if script.parent.name == "phi":
+            raise UsageError("phi/convert_checkpoint.py has no --use_parallel_embedding.")
+        yield from ("--use_parallel_embedding", "--embedding_sharding_dim", str(spec.embedding_sharding_dim))
     if spec.quantize != "none":
         yield from ("--use_weight_only", "--weight_only_precision", spec.quantize)
     if spec.workers is not None:
