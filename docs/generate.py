@@ -40,6 +40,7 @@ where the log is) and one exit code; `--debug` adds the traceback.
 |---|---|---|
 | 0 | – | the command did what it was asked to do |
 {rows}
+| 129, 143 | – | SIGHUP, SIGTERM, after what was begun is cleared away |
 | 130 | – | Ctrl-C |
 """
 

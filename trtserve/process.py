@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from trtserve.errors import MissingDependencyError
@@ -214,6 +215,27 @@ def _trees(roots: Collection[Identity]) -> set[Identity]:
     return {member for root in roots for member in tree(root)}
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def one_interrupt() -> Iterator[Callable[[], int]]:
+    """Make a KeyboardInterrupt of the first SIGINT, SIGTERM or SIGHUP, and ignore those that follow.
+
+    What is begun can then be cleared away in peace. Yields a function that returns the number of that signal, SIGINT
+    before there was one. Signals that are ignored stay so; only the main thread receives any.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        received.append(number)
+        if len(received) == 1:
+            raise KeyboardInterrupt
+
+    with _handled(interrupt):
+        yield lambda: received[0] if received else signal.SIGINT
+
+
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], int]]:
     """Count SIGINT, SIGTERM and SIGHUP instead of being ended by them; yields a function that returns the count.
@@ -223,17 +245,23 @@ def stop_signals() -> Iterator[Callable[[], int]]:
     the count stays 0.
     """
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: 0
-        return
-    known = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    wanted = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda caught, _frame: received.append(caught)) for number in wanted}
-    try:
+    with _handled(lambda caught, _frame: received.append(caught)):
         yield lambda: len(received)
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have the signals that end a process handled; those that are ignored stay so. Nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def program(name: str, path: str | None = None) -> Path | None:

@@ -40,7 +40,7 @@ from trtserve.progress import SILENT, Progress
 
 A = TypeVar("A", bound=Artifact)
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_PLACE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT})
 
@@ -82,10 +82,15 @@ def file_error(error: OSError, path: Path, verb: str = "read or written") -> Trt
     """What a full disk or missing permissions mean to the user; None for what is something else."""
     if error.errno in _FULL:
         return DiskSpaceError(
-            f"{path} cannot be {verb}: the disk is full.",
+            f"{path} cannot be {verb}: {_full(error)}.",
             hint="Free some space (`trtserve remove`), or choose another place with --out or TRTSERVE_HOME.",
         )
     return _refused(error, path, verb) if error.errno in _FORBIDDEN else None
+
+
+def _full(error: OSError) -> str:
+    limited = "files of this size are not allowed here (ulimit -f, or the file system's limit)"
+    return limited if error.errno == errno.EFBIG else "the disk is full"
 
 
 def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
@@ -148,15 +153,16 @@ def publish(kind: type[A], destination: Path, manifest: Manifest, produce: Calla
     What lies beside it under another name with the same fingerprint is linked instead of being made again.
     DiskSpaceError or ArtifactError when the file system refuses.
     """
-    destination = destination.absolute()
+    with writing(destination):
+        destination = _target(destination)
     with writing(destination), locked(destination.parent / f".{destination.name}.lock"):
         staging = destination.parent / f".{destination.name}.partial"
         _recover(staging, destination)
         existing = reusable(kind, destination, manifest.fingerprint)
         if existing is not None:
             return existing
-        staging.mkdir()
         try:
+            staging.mkdir()
             twin = _twin(destination, manifest)
             final = (produce(staging) or manifest) if twin is None else _link_twin(twin, staging, manifest)
             final.write(staging)
@@ -164,6 +170,11 @@ def publish(kind: type[A], destination: Path, manifest: Manifest, produce: Calla
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         return kind(path=destination, manifest=final)
+
+
+def _target(destination: Path) -> Path:
+    """The place that is replaced: where a link leads, so that the link stays one."""
+    return Path(os.path.realpath(destination)) if destination.is_symlink() else destination.absolute()
 
 
 def reusable(kind: type[A], destination: Path, wanted: str) -> A | None:

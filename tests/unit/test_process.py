@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trtserve.errors import MissingDependencyError
-from trtserve.process import Command, Identity, run, stop_signals
+from trtserve.process import Command, Identity, one_interrupt, run, stop_signals
 
 
 def test_command_prints_as_a_shell_line_that_runs(tmp_path: Path) -> None:
@@ -68,6 +68,18 @@ def test_signals_are_counted_and_handlers_restored() -> None:
         signal.raise_signal(signal.SIGINT)
         assert signals() == 2
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_one_interrupt_is_enough(first: signal.Signals) -> None:
+    before = signal.getsignal(first)
+    with one_interrupt() as received:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(first)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+        assert received() == first
+    assert signal.getsignal(first) is before
 
 
 def test_other_threads_count_no_signals() -> None:

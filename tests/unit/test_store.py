@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -66,6 +67,26 @@ def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter.tex").exists()
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_kept_and_what_it_leads_to_is_made(tmp_path: Path, there: bool) -> None:
+    link, place = tmp_path / "engine", tmp_path / "elsewhere" / "engine"
+    place.parent.mkdir()
+    if there:
+        place.mkdir()
+    link.symlink_to(place)
+    for number, text in enumerate(("one", "two")):
+        _publish(link, number, text)
+        assert (place / "rank0.engine").read_text() == text
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "elsewhere",
+        "engine",
+        "engine",
+        "manifest.json",
+        "rank0.engine",
+    ]
+
+
 def test_artefact_of_another_kind_is_refused(tmp_path: Path) -> None:
     _publish(tmp_path / "engine", 1, "one")
     with pytest.raises(ArtifactError, match="is of kind engine; expected checkpoint"):
@@ -105,11 +126,12 @@ def test_places_that_cannot_be_written_are_explained(tmp_path: Path, place: str)
     assert "--out" in str(caught.value.hint)
 
 
-def test_a_full_disk_has_its_own_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "message"), [(errno.ENOSPC, "the disk is full"), (errno.EFBIG, "ulimit -f")])
+def test_a_full_disk_has_its_own_error(tmp_path: Path, code: int, message: str) -> None:
     def fill(folder: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
-    with pytest.raises(DiskSpaceError, match="the disk is full"):
+    with pytest.raises(DiskSpaceError, match=message):
         publish(Engine, tmp_path / "engine", _manifest(), fill)
     assert list(tmp_path.iterdir()) == []
 

@@ -94,3 +94,31 @@ def test_where_no_thread_can_be_started_the_caller_does_all(monkeypatch: pytest.
     run_all(range(5), workers, lambda _: None)
     assert workers.begun == list(range(5))
     assert workers.left == 1
+
+
+def test_interrupts_do_not_end_the_wait_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that they write to are closed afterwards."""
+    join, interrupts = threading.Thread.join, [KeyboardInterrupt()] * 3
+    at_work, released = threading.Event(), threading.Event()
+
+    def interrupted(thread: threading.Thread) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        released.set()
+        join(thread)
+
+    def job(_: int) -> int:
+        if threading.current_thread() is threading.main_thread():
+            assert at_work.wait(30) or worker_count() == 1
+            raise KeyboardInterrupt
+        at_work.set()
+        released.wait(30)
+        return 1
+
+    if worker_count() == 1:
+        at_work.set()
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    workers = Workers(job)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(range(100), workers, lambda _: None)
+    assert workers.left == worker_count()

@@ -125,7 +125,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return _indexed_files(folder, pickled_files.INDEX)
     if (folder / pickled_files.SINGLE).is_file():
         return [folder / pickled_files.SINGLE]
-    if foreign := sorted(path.name for pattern in _FOREIGN for path in folder.glob(pattern)):
+    if foreign := sorted(path.name for pattern in _FOREIGN for path in folder.glob(pattern) if path.is_file()):
         raise UnsupportedModelError(
             f"{folder} has its weights in files that are not read here: {listing(foreign)}; expected {SINGLE} or "
             f"{pickled_files.SINGLE}, or an index of several.",

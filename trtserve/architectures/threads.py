@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Generic, TypeVar
 
 J = TypeVar("J")
@@ -31,22 +31,31 @@ def run_all(
     each run; an interrupt ends all threads after the job they are at.
     """
     shared = _Shared(jobs)
-    helpers: list[threading.Thread] = []
+    helpers = [threading.Thread(target=_help, args=(shared, worker)) for _ in range(worker_count() - 1)]
     try:
-        for _ in range(worker_count() - 1):
-            helper = threading.Thread(target=_help, args=(shared, worker))
-            try:
+        with suppress(RuntimeError):  # a limit allows no further thread: those that there are do all of it
+            for helper in helpers:
                 helper.start()
-            except RuntimeError:
-                break  # a limit allows no further thread: those that there are do all of it
-            helpers.append(helper)
         _work(shared, worker, advance)
     finally:
         shared.stop()
-        for helper in helpers:
-            helper.join()
+        _join(helpers)
     shared.raise_earliest()
     advance(shared.take_progress())
+
+
+def _join(helpers: Sequence[threading.Thread]) -> None:
+    """Wait until the threads are at their ends, through interrupts: what they write to is taken away afterwards.
+
+    One that is not alive has not begun, and will find no job, or has ended.
+    """
+    try:
+        for helper in helpers:
+            if helper.is_alive():
+                helper.join()
+    except KeyboardInterrupt:
+        _join(helpers)
+        raise
 
 
 class _Shared(Generic[J]):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,12 @@ from trtserve.cli import (
 )
 from trtserve.cli.output import print_error
 from trtserve.cli.unknown import answer_unknown_options
-from trtserve.errors import TrtserveError
+from trtserve.errors import MemoryLimitError, TrtserveError
+from trtserve.process import one_interrupt
 from trtserve.store import file_error
 
-INTERRUPTED = 130
+# What shells say of a process that a signal ended is this and the number of the signal.
+SIGNALLED = 128
 STAGES = "Stages, in order (import runs the first four)"
 UPKEEP = "Servers, store and machine"
 
@@ -73,21 +77,28 @@ def _root(
 
 
 def command(
-    function: Callable[..., None], *, name: str | None = None, group: typer.Typer = app, **settings: Any
+    function: Callable[..., None],
+    *,
+    name: str | None = None,
+    group: typer.Typer = app,
+    clears: bool = False,
+    **settings: Any,
 ) -> None:
     """Register `function` as a command.
 
     Ctrl-C in it ends the process with code 130, a reader of its output that goes away with 0; neither with a traceback.
+    One that `clears` away what it began does so after SIGTERM and SIGHUP (codes 143 and 129) too, and in peace.
     """
 
     @functools.wraps(function)
     def body(*arguments: Any, **options: Any) -> None:
-        try:
-            function(*arguments, **options)
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            _discard_stdout()
+        with one_interrupt() if clears else nullcontext(lambda: signal.SIGINT) as received:
+            try:
+                function(*arguments, **options)
+            except KeyboardInterrupt:
+                raise typer.Exit(SIGNALLED + received()) from None
+            except BrokenPipeError:
+                _discard_stdout()
 
     group.command(name=name or function.__name__, **settings)(body)
 
@@ -148,6 +159,11 @@ def _format_options(node: Any, context: Any, formatter: Any) -> None:
 def _explained(error: Exception) -> TrtserveError:
     if isinstance(error, TrtserveError):
         return error
+    if isinstance(error, MemoryError):
+        return MemoryLimitError(
+            f"Memory ran out{f': {error}' if str(error) else ''}.",
+            hint="`trtserve plan` says what is needed; look at limits of this shell too (ulimit -v).",
+        )
     refused = file_error(error, Path(error.filename or "A file")) if isinstance(error, OSError) else None
     return refused or _unexpected(error)
 
@@ -160,10 +176,10 @@ def _unexpected(error: Exception) -> TrtserveError:
 
 
 # In the order in which a model goes through them.
-command(import_.import_, name="import", rich_help_panel=STAGES)
-command(convert.convert, rich_help_panel=STAGES)
-command(build.build, rich_help_panel=STAGES)
-command(repo.repo, rich_help_panel=STAGES)
+command(import_.import_, name="import", clears=True, rich_help_panel=STAGES)
+command(convert.convert, clears=True, rich_help_panel=STAGES)
+command(build.build, clears=True, rich_help_panel=STAGES)
+command(repo.repo, clears=True, rich_help_panel=STAGES)
 command(start.start, rich_help_panel=STAGES)
 command(query.query, rich_help_panel=STAGES)
 app.add_typer(bench.group, name="bench", help="Measure a served model.", rich_help_panel=STAGES)
@@ -171,7 +187,7 @@ command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
 command(plan.plan, rich_help_panel=UPKEEP)
 command(check.check, rich_help_panel=UPKEEP)
 command(inspect.inspect, rich_help_panel=UPKEEP)
-command(lora.lora, rich_help_panel=UPKEEP)
+command(lora.lora, clears=True, rich_help_panel=UPKEEP)
 command(stop.stop, rich_help_panel=UPKEEP)
 command(status.status, rich_help_panel=UPKEEP)
 command(logs.logs, rich_help_panel=UPKEEP)

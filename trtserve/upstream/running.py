@@ -12,7 +12,7 @@ from trtserve.architectures.tensor_files import TensorFile
 from trtserve.errors import ConversionError, TrtserveError
 from trtserve.launch.container import Box, explained, in_container, remove_container, require_docker
 from trtserve.process import Command
-from trtserve.progress import Progress
+from trtserve.progress import Progress, Task
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 10.0
@@ -32,21 +32,8 @@ def run_tool(
         require_docker(box)
         command = in_container(command, box)
     progress.step(str(command))
-    tool = process.spawn(command, log=log)
-    try:
-        with progress.task(f"Running {name} (log: {log})", total=world_size, unit="items") as task:
-            done = 0
-            while tool.alive():
-                time.sleep(_POLL_SECONDS)
-                finished = len(list(folder.glob("rank*.safetensors")))
-                task.advance(min(finished, world_size) - done)
-                done = min(finished, world_size)
-            task.advance(world_size - done)
-        code = process.exit_code(tool)
-    finally:
-        process.stop(tool, grace=_GRACE_SECONDS)
-        if box is not None:
-            remove_container(box.name)
+    with progress.task(f"Running {name} (log: {log})", total=world_size, unit="items") as task:
+        code = _run(command, folder, world_size, log, task, box)
     if code != 0:
         if box is not None and (reason := explained(_tail(log))) is not None:
             raise reason
@@ -56,6 +43,27 @@ def run_tool(
             log=log,
         )
     return require_checkpoint(folder, name, world_size, log)
+
+
+def _run(command: Command, folder: Path, world_size: int, log: Path, task: Task, box: Box | None) -> int | None:
+    """The exit code; Ctrl-C, SIGTERM and SIGHUP end the tool with us."""
+    done = 0
+    with process.stop_signals() as signals:
+        tool = process.spawn(command, log=log)
+        try:
+            while tool.alive():
+                if signals():
+                    raise KeyboardInterrupt
+                time.sleep(_POLL_SECONDS)
+                finished = min(len(list(folder.glob("rank*.safetensors"))), world_size)
+                task.advance(finished - done)
+                done = finished
+            task.advance(world_size - done)
+            return process.exit_code(tool)
+        finally:
+            process.stop(tool, grace=_GRACE_SECONDS)
+            if box is not None:
+                remove_container(box.name)
 
 
 def require_checkpoint(folder: Path, tool: str, world_size: int, log: Path) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""Conversions that signals end: what was begun is cleared away, however often the signal comes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_models import write_tiny_model
+
+# Reads are slow, so that the signal comes while threads read and write.
+SLOW = """
+import os, sys, time
+read = os.preadv
+def slow(*arguments):
+    time.sleep(0.05)
+    return read(*arguments)
+os.preadv = slow
+from trtserve.cli import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ([signal.SIGINT, signal.SIGINT, signal.SIGINT], 130),
+        ([signal.SIGTERM], 143),
+        ([signal.SIGHUP, signal.SIGTERM], 129),
+    ],
+)
+def test_what_was_begun_is_cleared_away(tmp_path: Path, signals: list[signal.Signals], code: int) -> None:
+    model, place = write_tiny_model(tmp_path / "model"), tmp_path / "place"
+    arguments = ["convert", str(model), "--out", str(place / "made"), "--tp-size", "2", "--quiet"]
+    conversion = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (place / ".made.partial" / "rank1.safetensors").exists():
+            assert conversion.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for number in signals:
+            conversion.send_signal(number)
+        _, errors = conversion.communicate(timeout=60)
+    finally:
+        conversion.kill()
+        conversion.wait()
+    assert (conversion.returncode, errors) == (code, "")
+    assert list(place.iterdir()) == []
