@@ -24,7 +24,7 @@ def test_a_killed_conversion_is_made_again_and_nothing_is_left(tmp_path: Path) -
     )
     assert result.returncode == 0, result.stderr
     fresh, replacing = json.loads(result.stdout)
-    assert replacing["moments"] > fresh["moments"]  # what lay there has to be moved aside
+    assert replacing["renamed"] > fresh["renamed"]  # what lay there has to be moved aside
     for outcome in (fresh, replacing):
         assert outcome["killed"] >= KILLS  # of KILLS + 6; one thread that is faster spares another a moment
         assert outcome["writing"] >= KILLS // 3

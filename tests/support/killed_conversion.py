@@ -30,15 +30,17 @@ OTHER = ConvertSpec(tp_size=1, dtype="float16")
 
 
 class _Moments(SilentProgress):
-    """Counts moments once it is switched on, and calls `at` with their number."""
+    """Counts moments once it is switched on, and calls `at` with their number; `renamed` counts the renames of them."""
 
     def __init__(self, at: Callable[[int], None]) -> None:
         self._at = at
         self.count = 0
+        self.renamed = 0
         self.on = False
         sys.addaudithook(self._heard)
 
     def _heard(self, event: str, _: object) -> None:
+        self.renamed += self.on and event == "os.rename"
         if event.startswith(_TOUCHING):
             self._passed()
 
@@ -77,18 +79,18 @@ def _convert(model: Path, folder: Path, spec: ConvertSpec, moments: _Moments | N
         moments.on = False
 
 
-def _count_moments(model: Path, folder: Path) -> int:
-    """Moments of an undisturbed conversion, read from a file that the process leaves."""
+def _count_moments(model: Path, folder: Path) -> tuple[int, int]:
+    """Moments and renames of an undisturbed conversion, read from a file that the process leaves."""
 
     def work() -> None:
         moments = _Moments(lambda _: None)
         _convert(model, folder, SPEC, moments)
-        (folder / "count").write_text(str(moments.count))
+        (folder / "count").write_text(f"{moments.count} {moments.renamed}")
 
     assert _in_child(work) == 0
-    count = int((folder / "count").read_text())
+    count, renamed = map(int, (folder / "count").read_text().split())
     (folder / "count").unlink()
-    return count
+    return count, renamed
 
 
 def _killed(model: Path, folder: Path, moment: int) -> bool:
@@ -132,13 +134,13 @@ def run(model: Path, folder: Path, *, replace: bool, kills: int) -> dict[str, in
 
     With `replace` another checkpoint lay there before. Asserts that what looks complete after the kill is the old or
     the new checkpoint, that the second run ends with the files of an undisturbed one, and that nothing else is left.
-    Returns how many were killed, and how many of them while rank files were written.
+    Returns how many were killed, how many of them while rank files were written, and the renames of one conversion.
     """
     earlier = folder / "earlier" / "out" / "made" if replace else None
     if earlier is not None:
         assert _in_child(lambda: _convert(model, folder / "earlier", OTHER)) == 0
     _prepare(folder / "run", earlier)
-    count = _count_moments(model, folder / "run")
+    count, renamed = _count_moments(model, folder / "run")
     expected = contents(folder / "run")
     whole = _complete_ones(folder / "run")
     allowed = [None, whole] if earlier is None else [None, whole, contents(earlier)]
@@ -150,7 +152,7 @@ def run(model: Path, folder: Path, *, replace: bool, kills: int) -> dict[str, in
         assert _complete_ones(folder / "run") in allowed, f"moment {moment}"
         assert _in_child(lambda: _convert(model, folder / "run", SPEC)) == 0
         assert contents(folder / "run") == expected, f"moment {moment}"
-    return {"moments": count, "killed": killed, "writing": writing}
+    return {"renamed": renamed, "killed": killed, "writing": writing}
 
 
 def _chosen(count: int, kills: int) -> list[int]:
