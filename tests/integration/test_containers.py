@@ -94,7 +94,7 @@ def test_ctrl_c_and_a_rank_that_dies(host: Doubles, tmp_path: Path) -> None:
     serve_foreground(repository, spec(), on_ready=lambda _: signal.pthread_kill(main, signal.SIGINT), store=store)
     assert recorded_server("boxed", store) is None
     host.configure(container=TAG, gpus=2, die_rank=1, die_when="ready", die_after=0.5)
-    with pytest.raises(ServerDiedError):
+    with pytest.raises(ServerDiedError, match=r"(?s)[Rr]ank 1 .* which ends all ranks.*out of memory"):
         serve_foreground(repository, spec(), on_ready=lambda _: None, store=store)
     assert not left(host)
 

@@ -226,14 +226,16 @@ def _died(server: Server, instance: Instance, what: str) -> ServerDiedError:
     """The rank that mpirun names, where it names one: at the end of a job the others follow it within a moment."""
     hint = "A process that ends without an error line was killed, most often for lack of memory."
     words = last_words(instance.log)
-    if instance.ranks:
-        deadline = time.monotonic() + _EXPLANATION
-        while instance.identity.alive() and time.monotonic() < deadline:
-            time.sleep(_SUPERVISION_INTERVAL)
-        text = server_log.read(instance.log)
-        ended = rank_log.first_end(text)
+    deadline = time.monotonic() + (_EXPLANATION if instance.ranks else 0)
+    while instance.identity.alive() and time.monotonic() < deadline:
+        time.sleep(_SUPERVISION_INTERVAL)
+    text = server_log.read(instance.log)
+    # Ranks in a container are no processes below ours: mpirun's own words are all that tells of them.
+    ended = rank_log.first_end(text)
+    if instance.ranks or ended is not None:
         rank = ended.rank if ended is not None else next(iter(dead_ranks(instance)), 0)
-        what = what if ended is None else f"{ended.sentence}, which ends all {len(instance.ranks)} ranks"
+        ranks = f"all {len(instance.ranks)} ranks" if instance.ranks else "all ranks"
+        what = what if ended is None else f"{ended.sentence}, which ends {ranks}"
         lines = server_log.significant("\n".join(rank_log.lines_of(text, rank)))
         words = indented(lines[-5:]) or "  (it wrote nothing)"
     which = f"{server.name}, HTTP port {instance.http_port}" if server.more else server.name
