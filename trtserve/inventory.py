@@ -36,8 +36,8 @@ class Entry:
 
     `size` counts bytes on disk, older builds of the name included, a file with several hard links once. `precision`
     describes the engine; `imported` is empty for a name that `import` brought to no repository, `repository` for one
-    that has none. `server` is the running server's name; `older_build` is True when it serves a repository that the
-    name meant before.
+    that has none. `server` is the running server's name; `other_build` is True when it serves a repository that the
+    name meant before, or one for another --world-size.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Entry:
     repository: str
     imported: str
     server: str | None
-    older_build: bool = False
+    other_build: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ def _unfinished(store: Store) -> Iterator[Path]:
 
 
 def _recorded_entry(record: NameRecord, folders: list[Path], servers: list[Server]) -> Entry:
-    server, older = _server_of(record.name, record.repository, servers)
+    server, other = _server_of(record.name, record.repository, servers)
     return Entry(
         name=record.name,
         source=record.source,
@@ -170,20 +170,20 @@ def _recorded_entry(record: NameRecord, folders: list[Path], servers: list[Serve
         repository=record.repository,
         imported=record.imported,
         server=server,
-        older_build=older,
+        other_build=other,
     )
 
 
 def _server_of(name: str, repository: str, servers: Iterable[Server]) -> tuple[str | None, bool]:
-    """The server of a name, and whether it serves an older build: the newest build's server comes first."""
-    older = None
+    """The server of a name, and whether it serves another build: the server of the name's own comes first."""
+    other = None
     for server in servers:
         if server.repository.resolve() == Path(repository).resolve():
             return server.name, False
         with suppress(ArtifactError):
             if Manifest.read(server.repository).name == name:
-                older = server.name
-    return older, older is not None
+                other = server.name
+    return other, other is not None
 
 
 def _loose_entry(name: str, folders: list[Path], servers: Iterable[Server]) -> Entry:
@@ -194,7 +194,7 @@ def _loose_entry(name: str, folders: list[Path], servers: Iterable[Server]) -> E
     source = next((str(spec[key]) for spec, key in keys if spec.get(key)), "")
     repositories = [folder for folder in folders if manifests[folder].kind == KINDS[ModelRepository]]
     repository = max(repositories, key=lambda folder: manifests[folder].created, default=None)
-    server, older = (None, False) if repository is None else _server_of(name, str(repository), servers)
+    server, other = (None, False) if repository is None else _server_of(name, str(repository), servers)
     return Entry(
         name=name,
         source=source,
@@ -203,7 +203,7 @@ def _loose_entry(name: str, folders: list[Path], servers: Iterable[Server]) -> E
         repository=str(repository or ""),
         imported="",
         server=server,
-        older_build=older,
+        other_build=other,
     )
 
 

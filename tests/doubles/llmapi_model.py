@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,10 @@ from tests.doubles.settings import Settings
 _FIRST = (0, 19)
 _NO_TENSORRT = (1, 0)  # "llmapi + TensorRT backend in Triton" is gone
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size", "moe_tensor_parallel_size")
+# What a container has for Triton's Python models.
+_IN_CONTAINER = frozenset(
+    {"numpy", "tensorrt_llm", "torch", "transformers", "triton_python_backend_utils", "c_python_backend_utils", "yaml"}
+)
 _TRITON_KEYS = frozenset({"max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal"})
 
 
@@ -79,6 +86,24 @@ def _check_instances(model: Model, size: int, present: int) -> None:
         raise LoadError(f"{model.name}: (strict double) several instances need a launch without MPI")
 
 
+def _check_imports(model: Model) -> None:
+    """Every program finds what it imports: beside it (NVIDIA's has helpers.py), in Python, or in the container."""
+    folder = model.folder / "1"
+    beside = {path.stem for path in folder.glob("*.py")}
+    for path in folder.glob("*.py"):
+        for name in _imports(path):
+            if name not in beside | _IN_CONTAINER | sys.stdlib_module_names:
+                raise LoadError(f"{model.name}: ModuleNotFoundError: No module named {name!r}")
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield str(node.module).partition(".")[0]
+
+
 def load_llmapi(model: Model, ranks: int, completed: bool, found: Versions, settings: Settings) -> None:
     """Load an llmapi model in a server that sees `ranks` MPI ranks; LoadError with what is wrong."""
     if found.release < _FIRST:
@@ -87,8 +112,7 @@ def load_llmapi(model: Model, ranks: int, completed: bool, found: Versions, sett
     backend = config.get("backend", "pytorch")
     if backend not in ({"pytorch", "tensorrt"} if found.release < _NO_TENSORRT else {"pytorch"}):
         raise LoadError(f"{model.name}: backend {backend!r} is not supported")
-    if not (model.folder / "1" / "helpers.py").exists():
-        raise LoadError(f"{model.name}: ModuleNotFoundError: No module named 'helpers'")
+    _check_imports(model)
     size = _world(config, model)
     _check_front(config, model, completed)
     if ranks > 1:

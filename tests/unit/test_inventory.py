@@ -97,22 +97,22 @@ def test_a_repository_without_an_import_is_listed_with_its_server() -> None:
     ]
 
 
-def test_a_server_of_an_older_build_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_of_an_other_build_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     older = _imported("mine", mark="1")
     newer = _imported("mine", mark="2", at="2026-02-01")
     _imported("other", mark="3")
     _serving("elsewhere", Path(older.repository))
-    assert [(e.name, e.server, e.older_build) for e in list_imported()] == [
+    assert [(e.name, e.server, e.other_build) for e in list_imported()] == [
         ("mine", "elsewhere", True),
         ("other", None, False),
     ]
     assert run(["list"]) == 0
-    assert [line.split("\t")[-1] for line in capsys.readouterr().out.splitlines()] == ["elsewhere (older build)", "-"]
+    assert [line.split("\t")[-1] for line in capsys.readouterr().out.splitlines()] == ["elsewhere (another build)", "-"]
     _serving("mine", Path(newer.repository))
-    assert (list_imported()[0].server, list_imported()[0].older_build) == ("mine", False)
+    assert (list_imported()[0].server, list_imported()[0].other_build) == ("mine", False)
 
 
-def test_removes_a_name_and_its_older_builds() -> None:
+def test_removes_a_name_and_its_other_builds() -> None:
     record = _imported("mine", mark="1")
     older = _artifact(Engine, "mine", "0")
     other = _imported("other", mark="2")

@@ -34,7 +34,7 @@ def list_models(json: JsonOption = False) -> None:
 
 
 def _server(entry: Entry) -> str:
-    return f"{entry.server} (older build)" if entry.older_build else entry.server or "-"
+    return f"{entry.server} (another build)" if entry.other_build else entry.server or "-"
 
 
 def _place(repository: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,9 +42,12 @@ from trtserve.cli.options import (
     TrtllmVersionOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json, say
+from trtserve.cli.stages import print_commands, print_stages
 from trtserve.specs import ServerSpec
 
 if TYPE_CHECKING:
+    from trtserve.artifacts import ModelRepository
+    from trtserve.pipeline.stages import Stage
     from trtserve.start import Plan, Server
 
 _GPUS = "Engines on GPUs"
@@ -165,20 +168,22 @@ def start(
     """Serve a model with Triton, in the foreground until Ctrl-C, or with --detach in the background."""
     options = locals()  # before anything else has a name here
     from trtserve.pipeline.world_size import repository_for
-    from trtserve.start import find_repository, plan_server, serve_foreground, start_server, with_free_ports
+    from trtserve.start import find_repository, serve_foreground, start_server, with_free_ports
 
     require_cluster_options(options)
     imported, spec = _server_spec(options)
     spec = with_free_ports(spec) if auto_ports else spec
     progress = TerminalProgress(quiet=quiet)
     found = find_repository(imported, path=model_repository)
-    repository = repository_for(found, spec, rebuild=rebuild and not dry_run, progress=progress)
+    elsewhere = slurm or kubernetes
+    if dry_run and not elsewhere:
+        _dry_run(found, spec, progress, rebuild=rebuild, json=json)
+        return
+    repository = repository_for(found, spec, rebuild=rebuild and not dry_run, elsewhere=elsewhere, progress=progress)
     if slurm:
         write_slurm(repository, spec, options)
     elif kubernetes:
         write_kubernetes(repository, spec, options)
-    elif dry_run:
-        _print_plan(plan_server(repository, spec, elsewhere=True), json=json)
     elif detach:
         _print_server(start_server(repository, spec, progress=progress), json=json, quiet=quiet, detached=True)
     else:
@@ -215,12 +220,32 @@ def _split_arguments(name: str | None, rest: list[str]) -> tuple[str | None, tup
     return name, tuple(rest)
 
 
-def _print_plan(plan: Plan, *, json: bool) -> None:
+def _dry_run(
+    repository: ModelRepository, spec: ServerSpec, progress: TerminalProgress, *, rebuild: bool, json: bool
+) -> None:
+    """What `start` would do: for another --world-size the stages of the import first."""
+    from trtserve.pipeline.world_size import plan_rebuild, planned_stages, repository_for
+    from trtserve.start import plan_server
+
+    again = plan_rebuild(repository, spec)
+    if again is None or not rebuild:
+        fitting = repository_for(repository, spec, rebuild=False)
+        _print_plan(plan_server(fitting, spec, elsewhere=True), [], json=json)
+        return
+    progress.step(f"World size {spec.world_size}: {again.reason}; first these stages are run with {again.size}.")
+    stages, made = planned_stages(again, progress=progress)
+    _print_plan(plan_server(made, spec, served=again.served, elsewhere=True), stages, json=json)
+
+
+def _print_plan(plan: Plan, stages: Sequence[Stage], *, json: bool) -> None:
     commands = [str(instance.launch.command) for instance in plan.instances]
     if json:
         more = {"commands": commands} if len(commands) > 1 else {}
-        print_json("start", {**_described(plan), "command": commands[0], **more, "dry_run": True})
+        imported = {"stages": stages} if stages else {}
+        print_json("start", {**_described(plan), **imported, "command": commands[0], **more, "dry_run": True})
         return
+    print_stages(stages)
+    print_commands(stages)
     lines = [f"{key}: {value}" for key, value in _described(plan).items()]
     print_data("\n".join([*lines, *(f"command: {command}" for command in commands)]))
 

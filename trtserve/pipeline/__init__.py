@@ -341,7 +341,7 @@ def _record(
         engine=str(engine.absolute()),
         repository=str(repository.absolute()),
         imported=datetime.datetime.now(datetime.timezone.utc).isoformat(),
-        spec=recordable(spec),
+        spec=recordable(spec, model),
     )
 
 

@@ -155,5 +155,5 @@ def _record(spec: ImportSpec, plan: ModelPlan, model: Model, repository: ModelRe
         engine="",
         repository=str(repository.path.absolute()),
         imported=datetime.datetime.now(datetime.timezone.utc).isoformat(),
-        spec=recordable(spec),
+        spec=recordable(spec, plan),
     )

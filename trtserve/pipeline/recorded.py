@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from trtserve.artifacts import Engine, load_artifact
 from trtserve.errors import ArtifactError, UsageError
+from trtserve.import_ import ModelPlan
+from trtserve.import_.sources import DEMO
 from trtserve.pipeline.spec import ImportSpec
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import NameRecord
@@ -21,15 +23,21 @@ _SPEC_PATHS = frozenset({"trtllm_examples"})
 _PATHS = ("tokenizer", "draft_tokenizer", "engine_out", "out")
 
 
-def recordable(spec: ImportSpec) -> dict[str, Any]:
-    """`spec` in the types of JSON; what a later import cannot repeat (a check, a removal) is left out."""
-    paths = {key: None if getattr(spec, key) is None else str(getattr(spec, key)) for key in _PATHS}
-    repository = asdict(spec.repository)
+def recordable(spec: ImportSpec, model: ModelPlan) -> dict[str, Any]:
+    """`spec` in the types of JSON, for any working directory; what cannot be repeated (a check, a removal) is left out.
+
+    Its source is what `model` was: the same commit, also when the hub's branch has moved or the hub is out of reach.
+    """
+    paths = {key: _text(getattr(spec, key)) for key in _PATHS}
+    convert = asdict(spec.convert)
     return {
-        "source": spec.source,
-        "convert": asdict(spec.convert),
+        "source": _pinned(model),
+        "convert": {**convert, **{key: _text(convert[key]) for key in _SPEC_PATHS}},
         "build": asdict(spec.build),
-        "repository": {**repository, "lora": {name: str(folder) for name, folder in spec.repository.lora.items()}},
+        "repository": {
+            **asdict(spec.repository),
+            "lora": {name: _text(folder) for name, folder in spec.repository.lora.items()},
+        },
         "draft": None if spec.draft is None else str(spec.draft.path.absolute()),
         **paths,
     }
@@ -56,6 +64,20 @@ def recorded_spec(record: NameRecord) -> ImportSpec | None:
             out=_path(content["out"]),
         )
     return None
+
+
+def _pinned(model: ModelPlan) -> str:
+    """A source that means these very files."""
+    source = model.source
+    if source.kind == "demo":
+        return DEMO
+    if model.revision is None:
+        return f"local:{source.location}"
+    return f"hf:{source.location}@{model.revision.commit}"
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path.expanduser().absolute())
 
 
 def _path(text: str | None) -> Path | None:

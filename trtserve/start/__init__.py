@@ -3,7 +3,7 @@
 from trtserve.servers import Server, condition, find_server, list_servers, recorded_servers
 from trtserve.start.checks import transaction_policy
 from trtserve.start.ending import stop_server
-from trtserve.start.life import serve_foreground, start_server
+from trtserve.start.life import require_startable, serve_foreground, start_server
 from trtserve.start.logs import find_log, follow_log
 from trtserve.start.plan import InstancePlan, Plan, plan_server, with_free_ports
 from trtserve.start.repositories import find_repository
@@ -21,6 +21,7 @@ __all__ = [
     "list_servers",
     "plan_server",
     "recorded_servers",
+    "require_startable",
     "serve_foreground",
     "start_server",
     "stop_server",

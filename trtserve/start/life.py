@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from trtserve.artifacts import ModelRepository
@@ -38,6 +39,7 @@ from trtserve.start.plan import InstancePlan, Plan, Proxy, plan_server
 from trtserve.start.readiness import wait_for_all
 from trtserve.store import Store, locked, writing
 from trtserve.triton import rank_log, server_log
+from trtserve.triton.preflight import Served
 from trtserve.triton.server import kv_blocks, prepare_backends
 
 _SUPERVISION_INTERVAL = 0.25
@@ -80,13 +82,33 @@ def serve_foreground(
             end_server(server, store, urgent=lambda: signals() > 1)
 
 
+def require_startable(
+    repository: ModelRepository, spec: ServerSpec, served: Served, *, store: Store | None = None
+) -> None:
+    """Raise what would stop the launch of a repository that is yet to be made, and will hold `served`.
+
+    A tool that is missing, a server of this name, ports that are taken, too few GPUs.
+    """
+    store = store or Store()
+    plan = plan_server(repository, spec, served=served, store=store)
+    with _free_place(plan, store):
+        require_devices(plan, spec)
+
+
+@contextmanager
+def _free_place(plan: Plan, store: Store) -> Iterator[None]:
+    """The server's name and its ports are free, and no other `start` takes the name meanwhile."""
+    with locked(store.root / "locks" / f"server-{plan.name}.lock", wait=False):
+        refuse_running(plan.name, plan.repository, store)
+        require_ports([instance.address for instance in plan.instances], store)
+        yield
+
+
 def _launch(
     repository: ModelRepository, spec: ServerSpec, store: Store, progress: Progress, interrupted: Callable[[], int]
 ) -> Server:
     plan = plan_server(repository, spec, store=store)
-    with locked(store.root / "locks" / f"server-{plan.name}.lock", wait=False):
-        refuse_running(plan.name, plan.repository, store)
-        require_ports([instance.address for instance in plan.instances], store)
+    with _free_place(plan, store):
         announce(plan, spec, progress)
         require_servable(plan.served, plan.name, progress)
         require_devices(plan, spec)

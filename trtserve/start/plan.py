@@ -101,17 +101,24 @@ class Plan:
 
 
 def plan_server(
-    repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None, elsewhere: bool = False
+    repository: ModelRepository,
+    spec: ServerSpec,
+    *,
+    served: Served | None = None,
+    store: Store | None = None,
+    elsewhere: bool = False,
 ) -> Plan:
     """Read the repository and compose the commands; nothing is written and nothing started.
 
     RepositoryError, MissingDependencyError, UsageError and UnsupportedModelError say what stands in the way.
     With `elsewhere` the commands need not work here: where no tritonserver fits, they are those for NVIDIA's container.
+    `served` is what a repository that is not made yet will hold.
     """
     store = store or Store()
     name = server_name(repository, spec)
-    served = inspect_repository(repository)
-    require_loadable(repository)
+    if served is None:
+        served = inspect_repository(repository)
+        require_loadable(repository)
     first = Address(
         host=ipv4_address(spec.host), http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port
     )
