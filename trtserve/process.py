@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -220,20 +221,29 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def one_interrupt() -> Iterator[Callable[[], int]]:
-    """Make a KeyboardInterrupt of the first SIGINT, SIGTERM or SIGHUP, and ignore those that follow.
+    """Make a KeyboardInterrupt of SIGINT, SIGTERM and SIGHUP, and ignore those that come while one is on its way out.
 
-    What is begun can then be cleared away in peace. Yields a function that returns the number of that signal, SIGINT
-    before there was one. Signals that are ignored stay so; only the main thread receives any.
+    What is begun can then be cleared away in peace. Yields a function that returns the number of the first signal,
+    SIGINT before there was one. Signals that are ignored stay so; only the main thread receives any.
     """
     received: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
         received.append(number)
-        if len(received) == 1:
+        # One that was raised where Python drops exceptions (a weak reference's callback) is not on its way.
+        if not _interrupt_under_way():
             raise KeyboardInterrupt
 
     with _handled(interrupt):
         yield lambda: received[0] if received else signal.SIGINT
+
+
+def _interrupt_under_way() -> bool:
+    """Whether the code at work handles a KeyboardInterrupt, in a `finally` or an `except`, itself or further out."""
+    handled = sys.exc_info()[1]
+    while handled is not None and not isinstance(handled, KeyboardInterrupt):
+        handled = handled.__context__
+    return handled is not None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -71,15 +72,42 @@ def test_signals_are_counted_and_handlers_restored() -> None:
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_one_interrupt_is_enough(first: signal.Signals) -> None:
-    before = signal.getsignal(first)
+def test_interrupts_do_not_disturb_what_clears_away(first: signal.Signals) -> None:
+    before, cleared = signal.getsignal(first), list[int]()
+
+    def clear() -> None:
+        with suppress(OSError):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.raise_signal(number)
+                cleared.append(number)
+            try:
+                raise FileNotFoundError
+            finally:
+                signal.raise_signal(signal.SIGINT)
+                cleared.append(0)
+
+    def work() -> None:
+        with ExitStack() as stack:
+            stack.callback(clear)
+            try:
+                signal.raise_signal(first)
+            finally:
+                clear()
+
     with one_interrupt() as received:
+        assert received() == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(first)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.raise_signal(number)
+            work()
         assert received() == first
+    assert len(cleared) == 8
     assert signal.getsignal(first) is before
+
+
+def test_an_interrupt_that_was_lost_can_be_given_again() -> None:
+    with one_interrupt():
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
 
 
 def test_other_threads_count_no_signals() -> None:
