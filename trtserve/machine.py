@@ -12,6 +12,9 @@ from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+# A setting of glibc's mallopt (malloc.h), and what it is set to.
+_M_MMAP_THRESHOLD = -3
+_LARGE_BLOCK = 2**20
 # Version 1 says "no limit" with the largest number of pages.
 _UNLIMITED = 2**60
 
@@ -51,6 +54,17 @@ def give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def take_large_blocks_from_system() -> None:
+    """From now on memory of 1 MiB and more goes back to the system when it is freed, wherever it lies.
+
+    glibc raises that size up to 32 MiB by itself, and takes smaller blocks from its heap, where they leave holes.
+    Other C libraries have no such setting, nor that heap.
+    """
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
+    if adjust is not None:
+        adjust(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
 
 
 def cpu_flags() -> frozenset[str]:

@@ -5,27 +5,30 @@ Config and headers of the safetensors files are all that is read; those of the h
 
 from __future__ import annotations
 
-import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from trtserve.architectures.kernel_layout import HOPPER
+from trtserve.architectures.quantized import GPTQ, quant_algo
+from trtserve.architectures.source import read_hf_config
 from trtserve.artifacts import Manifest, Model
-from trtserve.capacity.fitting import GpuFit, fit_gpu, shorter_fit, smallest_fit
+from trtserve.capacity.fitting import GpuFit, fit_gpu, shorter_fit, smallest_fit, unable
 from trtserve.capacity.gpus import Gpu
 from trtserve.capacity.needs import import_memory
 from trtserve.capacity.rates import Runs, expected_seconds, read_rates
 from trtserve.capacity.serving import fitting_tokens
 from trtserve.capacity.wishes import Need, Wish, advice, need_of
 from trtserve.convert import Plan as Conversion
-from trtserve.convert import plan_conversion
+from trtserve.convert import checkpoint_config, plan_conversion
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.import_ import ModelPlan, missing_bytes, plan_model
 from trtserve.import_.headers import outline_model
 from trtserve.import_.plan import is_weights
 from trtserve.machine import free_disk, free_memory
 from trtserve.progress import SILENT, Progress
+from trtserve.runtimes.rank_weights import rank_weights
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.store import Store
 
@@ -70,11 +73,16 @@ class MachineFit:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuAnswer:
-    """The GPUs that were asked for, the smallest tp × pp that fits them, and the longest sequence that would."""
+    """The GPUs that were asked for, the smallest tp × pp that fits them, and the longest sequence that would.
+
+    `problem` is why GPUs of this kind cannot run the model, whatever fits; `note` what a conversion for them needs.
+    """
 
     asked: GpuFit
     smallest: GpuFit | None
     longest: int | None
+    problem: str | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +138,8 @@ def plan_needs(
     location, name = _location(source, store)
     model = plan_model(location, name=name, store=store, token=token, own_tokenizer=False, progress=progress)
     with tempfile.TemporaryDirectory(prefix="trtserve-plan-") as folder:
-        conversion = plan_conversion(_readable(model, Path(folder), token, progress), question.convert)
+        readable = _readable(model, Path(folder), token, progress)
+        conversion = _conversion(readable, question.convert, headers_only=model.folder is None)
     missing = missing_bytes(model, store=store)
     need, problem = _engine_need(model, question)
     runs = read_rates(store)
@@ -139,7 +148,7 @@ def plan_needs(
         name=model.name,
         source=model.source.location,
         architecture=model.architecture,
-        parameters=sum(math.prod(move.source.entry.shape) for move in conversion.moves),
+        parameters=conversion.parameters,
         source_bytes=conversion.source_bytes,
         pull_bytes=missing,
         dtype=conversion.spec.dtype,
@@ -147,7 +156,7 @@ def plan_needs(
         precision=need.engine.precision if serving and need else None,
         engine_bytes=need.engine.disk_bytes if serving and need else None,
         kv_bytes_per_token=need.engine.kv_bytes_per_token if serving and need else None,
-        stages=_stages(model, conversion, missing, need if serving else None, runs),
+        stages=_stages(model, question, conversion, missing, need if serving else None, runs),
         machine=_machine(model, question, need, store) if serving and need else None,
         gpu=_gpu_answer(conversion, question),
         problem=problem if question.gpu is None else None,
@@ -155,8 +164,13 @@ def plan_needs(
 
 
 def _with_runtime(question: Question) -> Question:
-    """Without the name of a GPU the plan is for the CPU, whatever this machine has."""
+    """Without the name of a GPU the plan is for the CPU, whatever this machine has; UsageError for a wish of both."""
     if question.gpu is not None:
+        if question.build.runtime == "openvino" or question.build.kv_precision != "auto":
+            wish = "--runtime openvino" if question.build.runtime == "openvino" else "--kv-precision"
+            raise UsageError(
+                f"{wish} is for this machine's CPU, and a GPU is named.", hint=f"Leave out {wish} or --gpu."
+            )
         return question
     if question.build.runtime not in ("auto", "openvino"):
         raise UsageError(
@@ -183,6 +197,16 @@ def _readable(model: ModelPlan, folder: Path, token: str | None, progress: Progr
     return Model(path=folder, manifest=manifest)
 
 
+def _conversion(model: Model, spec: ConvertSpec, *, headers_only: bool) -> Conversion:
+    """What our own converter reads; of one that NVIDIA's tools carry out, the sizes that its checkpoint will have."""
+    if not spec.upstream:
+        return plan_conversion(model, spec, headers_only=headers_only)
+    config = checkpoint_config(read_hf_config(model.path), spec)
+    plain = plan_conversion(model, replace(spec, quantize="none"), headers_only=headers_only)
+    ranks = spec.tp_size * spec.pp_size
+    return replace(plain, config=config, sizes=[rank_weights(config).loaded] * ranks)
+
+
 def _wish(model: ModelPlan, question: Question) -> Wish:
     tokenizer = next((file.size for file in model.files if file.name == "tokenizer.json"), 0)
     return Wish(
@@ -207,13 +231,14 @@ def _engine_need(model: ModelPlan, question: Question) -> tuple[Need | None, str
 
 
 def _stages(
-    model: ModelPlan, conversion: Conversion, missing: int, need: Need | None, runs: Runs
+    model: ModelPlan, question: Question, conversion: Conversion, missing: int, need: Need | None, runs: Runs
 ) -> tuple[StageNeed, ...]:
+    ours = not question.convert.upstream
     convert = StageNeed(
         stage="convert",
         disk=conversion.total_bytes + _MANIFESTS,
-        memory=conversion.memory_bytes,
-        seconds=expected_seconds(runs, "convert", conversion.source_bytes),
+        memory=conversion.memory_bytes if ours else None,
+        seconds=expected_seconds(runs, "convert", conversion.source_bytes) if ours else None,
     )
     pull = StageNeed(
         stage="import",
@@ -269,4 +294,13 @@ def _gpu_answer(conversion: Conversion, question: Question) -> GpuAnswer | None:
         asked=asked,
         smallest=smallest or smallest_fit(conversion.config, question.build, gpu),
         longest=None if asked.fits else shorter_fit(conversion.config, question.build, gpu),
+        problem=unable(conversion.config, gpu),
+        note=_conversion_note(conversion, gpu),
     )
+
+
+def _conversion_note(conversion: Conversion, gpu: Gpu) -> str | None:
+    """The order of 4-bit weights belongs to a generation of GPUs; that of Ampere is the one that is taken else."""
+    if quant_algo(conversion.config) == GPTQ and gpu.sm is not None and gpu.sm >= HOPPER:
+        return f"convert with --gpu-sm {gpu.sm}, which the order of 4-bit weights depends on"
+    return None

@@ -42,13 +42,16 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
 CASES = (
     ("llama-30m", "float32", "none"),
     ("llama-30m", "float16", "int8"),
+    ("llama-30m", "float16", "int4"),
     ("llama-130m", "bfloat16", "none"),
     ("llama-130m", "float32", "none"),
     ("llama-290m", "float16", "none"),
     ("llama-290m", "bfloat16", "int8"),
+    ("llama-290m", "bfloat16", "int4"),
     ("gpt2-120m", "float16", "none"),
     ("mixtral-220m", "bfloat16", "none"),
     ("mixtral-220m", "float16", "int8"),
+    ("mixtral-220m", "float16", "int4"),
     ("llama-1.1b", "float16", "none"),
     ("llama-1.1b", "bfloat16", "int8"),
 )

@@ -27,9 +27,7 @@ from trtserve.architectures.base import Target
 from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.architectures.kernel_layout import from_kernel, to_kernel
 from trtserve.architectures.quantized import unpack_int4
-from trtserve.architectures.quantized_source import SourceQuantization
 from trtserve.architectures.quantized_tensors import require_divisible
-from trtserve.architectures.repacking import Repack
 from trtserve.artifacts import Model
 from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError
@@ -259,9 +257,8 @@ def test_sizes_that_are_padded(tmp_path: Path) -> None:
 def test_groups_of_another_size_than_the_kernels_tiles(inputs: int, fits: bool) -> None:
     """Groups of 96 inputs in tiles of 64: every 192 inputs both end."""
     target = Target(name="transformer.layers.0.mlp.fc.weight", sources=("x.weight",), shape=(192, inputs), layer=0)
-    work = Repack(target=target, sources={}, quantization=SourceQuantization(method="awq", group_size=96))
     with nullcontext() if fits else pytest.raises(UsageError, match="288, which does not divide by 192"):
-        require_divisible([work], 1)
+        require_divisible([target], 96, 1)
 
 
 def rewritten(model: QuantisedModel, folder: Path, change: Callable[[dict[str, Array]], None]) -> Path:

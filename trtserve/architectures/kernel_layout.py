@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 # Inputs that step 1 rearranges among themselves, and inputs of a tile of step 3.
 _ROWS, _TILE = 32, 64
 _INTERLEAVED = 4
-_HOPPER = 90
+HOPPER = 90
 _OLDEST = 75
 
 
 def require_gpu_sm(gpu_sm: int) -> None:
     """UnsupportedModelError for a compute capability (× 10) whose order of 4-bit weights is not known here."""
-    if not _OLDEST <= gpu_sm <= _HOPPER:
+    if not _OLDEST <= gpu_sm <= HOPPER:
         raise UnsupportedModelError(
             f"The order of 4-bit weights for GPUs of compute capability {gpu_sm / 10:.1f} is not known here "
-            f"(known: --gpu-sm {_OLDEST} … {_HOPPER}); for later ones it differs between releases.",
+            f"(known: --gpu-sm {_OLDEST} … {HOPPER}); for later ones it differs between releases.",
             hint="Convert on such a GPU with --converter upstream.",
         )
 
@@ -50,7 +50,7 @@ def to_kernel(codes: npt.NDArray[np.int8], gpu_sm: int) -> npt.NDArray[np.uint8]
     inputs, outputs = codes.shape
     ordered = codes.reshape(-1, _ROWS, outputs)[:, _row_order()].reshape(inputs, outputs)
     columns = np.ascontiguousarray(ordered.T)
-    if gpu_sm < _HOPPER:
+    if gpu_sm < HOPPER:
         columns = columns.reshape(outputs // _INTERLEAVED, _INTERLEAVED, inputs // _TILE, _TILE).swapaxes(1, 2)
     unsigned = (columns + 8).astype(np.uint8).reshape(-1, 4, 2)
     even_first = np.ascontiguousarray(unsigned.swapaxes(1, 2)).reshape(-1, 2)
@@ -65,7 +65,7 @@ def from_kernel(packed: npt.NDArray[np.uint8], gpu_sm: int) -> npt.NDArray[np.ui
     require_gpu_sm(gpu_sm)
     inputs, outputs = packed.shape[0], packed.shape[1] * 2
     pairs = nibbles(packed.reshape(-1)).reshape(-1, 2, 4).swapaxes(1, 2)
-    if gpu_sm < _HOPPER:
+    if gpu_sm < HOPPER:
         pairs = pairs.reshape(outputs // _INTERLEAVED, inputs // _TILE, _INTERLEAVED, _TILE).swapaxes(1, 2)
     columns = pairs.reshape(outputs, -1, _ROWS)
     codes: npt.NDArray[np.uint8] = np.empty((outputs, inputs // _ROWS, _ROWS), dtype=np.uint8)

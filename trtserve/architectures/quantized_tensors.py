@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trtserve.architectures.base import Target
@@ -34,16 +34,21 @@ _OTHER_WEIGHTS = "Fetch the model again, or choose another copy of it."
 
 
 def split_targets(
-    targets: Sequence[Target], sources: Mapping[str, SourceTensor], quantization: SourceQuantization
+    targets: Sequence[Target],
+    sources: Mapping[str, SourceTensor],
+    quantization: SourceQuantization,
+    *,
+    headers_only: bool = False,
 ) -> tuple[list[Target], list[Repack], dict[str, SourceTensor]]:
     """Targets of floats, quantised matrices, and the sources that are left for the former.
 
-    ConversionError lists missing tensors; UnsupportedModelError names a matrix that is not quantised, or experts.
+    With `headers_only` no values are here, and nothing is said about them. ConversionError lists missing tensors;
+    UnsupportedModelError names a matrix that is not quantised, or experts.
     """
     floats, repacks, left = [], [], dict(sources)
     missing: list[str] = []
     for target in targets:
-        if target.layer is None or not _MATRIX.search(target.name):
+        if not is_packed(target):
             floats.append(target)
             continue
         if len(target.shape) != 2:
@@ -61,7 +66,7 @@ def split_targets(
     for repack in repacks:
         _require_types(repack)
         _require_shapes(repack)
-    _drop_needless(left, repacks)
+    _drop_needless(left, repacks, floats, headers_only=headers_only)
     _require_float_rest(floats, left)
     return floats, repacks, left
 
@@ -104,16 +109,20 @@ def _parts(
     return {part: left.pop(f"{stem}{part}") for part in quantization.parts if f"{stem}{part}" in left}
 
 
-def _drop_needless(left: dict[str, SourceTensor], repacks: Sequence[Repack]) -> None:
+def _drop_needless(
+    left: dict[str, SourceTensor], repacks: Sequence[Repack], floats: Sequence[Target], *, headers_only: bool
+) -> None:
     """Take out what goes with quantised matrices and says nothing: orders of groups, zero biases, KV cache scales."""
-    wanted = {name for repack in repacks for name in repack.sources}
-    stems = {name.removesuffix("weight"): repack for repack in repacks for name in repack.sources if name in wanted}
+    wanted = {name for target in floats for name in target.sources}
+    stems = {name.removesuffix("weight"): repack for repack in repacks for name in repack.sources}
     for stem, repack in stems.items():
-        if (order := left.pop(f"{stem}g_idx", None)) is not None:
+        if (order := left.pop(f"{stem}g_idx", None)) is not None and not headers_only:
             _require_plain_order(order, repack)
-        bias = left.get(f"{stem}bias")
-        if bias is not None and repack.quantization.method == "gptq" and not bias.file.stored(bias.entry).any():
-            del left[f"{stem}bias"]
+        name = f"{stem}bias"
+        if name in left and name not in wanted and repack.quantization.method == "gptq":
+            bias = left[name]
+            if headers_only or not bias.file.stored(bias.entry).any():
+                del left[name]
         for scale in _CACHE_SCALES:
             left.pop(f"{stem}{scale}", None)
             left.pop(f"{stem.removesuffix('.').rpartition('.')[0]}.{scale}", None)
@@ -165,18 +174,21 @@ def _source_sizes(target: Target) -> dict[str, tuple[int, int]]:
     return {name: (count, target.shape[1]) for name, count in rows.items()}
 
 
-def require_divisible(repacks: Sequence[Repack], tp_size: int) -> None:
-    """UsageError when a 4-bit matrix has sizes that TensorRT-LLM would pad on the way to `tp_size` ranks."""
-    for repack in repacks:
-        if repack.quantization.method == "fp8":
-            continue
-        multiple = math.lcm(_MULTIPLE, repack.quantization.group_size) * tp_size
-        held = shard(repack.target, tp_size, 0).shape
-        outputs = held[0] if repack.target.split == "row" else held[0] * tp_size
-        for size in (outputs, repack.target.shape[1]):
+def require_divisible(targets: Iterable[Target], group_size: int, tp_size: int) -> None:
+    """UsageError when one of these 4-bit matrices has a size that TensorRT-LLM would pad for `tp_size` ranks."""
+    multiple = math.lcm(_MULTIPLE, group_size) * tp_size
+    for target in targets:
+        held = shard(target, tp_size, 0).shape
+        outputs = held[0] if target.split == "row" else held[0] * tp_size
+        for size in (outputs, target.shape[1]):
             if size % multiple:
                 raise UsageError(
-                    f"{repack.target.name} has a size of {size}, which does not divide by {multiple} (groups of "
-                    f"{repack.quantization.group_size}, --tp-size {tp_size}): TensorRT-LLM pads such a matrix.",
+                    f"{target.name} has a size of {size}, which does not divide by {multiple} (groups of "
+                    f"{group_size}, --tp-size {tp_size}): TensorRT-LLM pads such a matrix.",
                     hint="Choose a smaller --tp-size, or convert with --converter upstream.",
                 )
+
+
+def is_packed(target: Target) -> bool:
+    """Whether a model that is quantised already holds codes for this tensor of the checkpoint."""
+    return target.layer is not None and _MATRIX.search(target.name) is not None

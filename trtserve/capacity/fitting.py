@@ -10,10 +10,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from trtserve.architectures import family
+from trtserve.architectures.kernel_layout import require_gpu_sm
+from trtserve.architectures.quantized import GPTQ, quant_algo
+from trtserve.architectures.quantized_tensors import is_packed, require_divisible
 from trtserve.architectures.sharding import check_parallel_sizes, stage_layers
 from trtserve.capacity.gpus import Gpu
-from trtserve.errors import UsageError
-from trtserve.runtimes.base import CheckpointConfig, Limits, longest_sequence
+from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.runtimes.base import CheckpointConfig, Limits, longest_sequence, resolve_limits
 from trtserve.runtimes.rank_weights import rank_weights
 from trtserve.specs import BuildSpec
 
@@ -29,7 +33,9 @@ _GPUS_PER_NODE = 8
 _MOST_GPUS = 64
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-_KV_ITEM_SIZE = {"f32": 4, "f16": 2, "u8": 1}
+# Compute capabilities (× 10) from which on GPUs multiply FP8 and bfloat16.
+_FIRST_FP8 = 89
+_FIRST_BFLOAT16 = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,7 @@ def fit_gpu(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit:
     limits = _limits(config, spec)
     weights = rank_weights(config).kept
     activations = _activations(config, limits, tp_size)
-    per_token = _kv_per_token(config, spec, tp_size, pp_size)
+    per_token = _kv_per_token(config, tp_size, pp_size)
     free = gpu.memory - RESERVE - weights - activations
     return GpuFit(
         gpu=gpu,
@@ -83,7 +89,7 @@ def smallest_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit 
     """The fewest GPUs that serve one longest sequence; of equally many the most tensor-parallel, within a node."""
     for tp_size, pp_size in _parallel_sizes():
         try:
-            check_parallel_sizes(config, tp_size, pp_size)
+            _check_parallel_sizes(config, tp_size, pp_size)
         except UsageError:
             continue
         mapping = {**config["mapping"], "tp_size": tp_size, "pp_size": pp_size, "world_size": tp_size * pp_size}
@@ -106,26 +112,49 @@ def _parallel_sizes() -> Iterator[tuple[int, int]]:
             yield tp_size, world // tp_size
 
 
+def unable(config: CheckpointConfig, gpu: Gpu) -> str | None:
+    """Why a GPU of this kind cannot run the checkpoint at all, whatever its memory; None when it can, or is unknown."""
+    sm, algorithm = gpu.sm, str(quant_algo(config))
+    if sm is None:
+        return None
+    for wanted, least, present in (
+        ("FP8 weights", _FIRST_FP8, algorithm.startswith("FP8")),
+        ("bfloat16", _FIRST_BFLOAT16, config["dtype"] == "bfloat16"),
+    ):
+        if present and sm < least:
+            return f"{wanted} need a GPU of compute capability {least / 10:.1f} or later; {gpu.name} has {sm / 10:.1f}."
+    if algorithm == GPTQ:
+        try:
+            require_gpu_sm(sm)
+        except UnsupportedModelError as error:
+            return error.message
+    return None
+
+
+def _check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int) -> None:
+    """UsageError for sizes that the model does not divide by; 4-bit matrices divide by their groups too."""
+    check_parallel_sizes(config, tp_size, pp_size)
+    if quant_algo(config) == GPTQ:
+        packed = (target for target in family(config["architecture"]).targets(config) if is_packed(target))
+        require_divisible(packed, int(config["quantization"]["group_size"]), tp_size)
+
+
 def _limits(config: CheckpointConfig, spec: BuildSpec) -> Limits:
     longest = longest_sequence(config)
-    max_seq_len = spec.max_seq_len or longest
-    if max_seq_len > longest:
-        raise UsageError(
-            f"--max-seq-len is {max_seq_len}; the model knows {longest} positions.",
-            hint=f"Choose --max-seq-len {longest} or less.",
-        )
-    return Limits(
-        max_batch_size=spec.max_batch_size or _MAX_BATCH_SIZE,
-        max_input_len=spec.max_input_len or max_seq_len,
-        max_seq_len=max_seq_len,
-        max_num_tokens=spec.max_num_tokens or _MAX_NUM_TOKENS,
+    defaults = Limits(
+        max_batch_size=_MAX_BATCH_SIZE,
+        max_input_len=longest,
+        max_seq_len=longest,
+        max_num_tokens=_MAX_NUM_TOKENS,
     )
+    return resolve_limits(config, spec, defaults)
 
 
-def _kv_per_token(config: CheckpointConfig, spec: BuildSpec, tp_size: int, pp_size: int) -> int:
+def _kv_per_token(config: CheckpointConfig, tp_size: int, pp_size: int) -> int:
+    """The cache has the type of the arithmetic, or one byte where the checkpoint carries scales for it."""
     layers = max(len(stage) for stage in stage_layers(config["num_hidden_layers"], pp_size))
     heads = max(1, int(config["num_key_value_heads"]) // tp_size)
-    item = _KV_ITEM_SIZE.get(spec.kv_precision, _ITEM_SIZE[config["dtype"]])
+    item = 1 if config["quantization"].get("kv_cache_quant_algo") else _ITEM_SIZE[config["dtype"]]
     return layers * heads * int(config["head_size"]) * 2 * item
 
 

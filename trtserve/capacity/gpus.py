@@ -13,38 +13,43 @@ _MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU: `memory` is the whole memory in bytes that programs can use, ECC subtracted."""
+    """One kind of GPU: `memory` is the whole memory in bytes that programs can use, ECC subtracted.
+
+    `sm` is its compute capability, times 10; None where only a size of memory was given.
+    """
 
     name: str
     memory: int
+    sm: int | None = None
 
 
-# MiB of `memory.total` in nvidia-smi; less than the advertised size where ECC or the driver keeps a part.
-_MEMORY = {
-    "t4-16gb": 15360,
-    "v100-16gb": 16384,
-    "v100-32gb": 32768,
-    "a10-24gb": 23028,
-    "a10g-24gb": 23028,
-    "l4-24gb": 23034,
-    "a30-24gb": 24576,
-    "rtx3090-24gb": 24576,
-    "rtx4090-24gb": 24564,
-    "rtx5090-32gb": 32607,
-    "a40-48gb": 46068,
-    "l40-48gb": 46068,
-    "l40s-48gb": 46068,
-    "rtxa6000-48gb": 49140,
-    "rtx6000ada-48gb": 49140,
-    "a100-40gb": 40960,
-    "a100-80gb": 81920,
-    "h100-80gb": 81559,
-    "h100nvl-94gb": 95830,
-    "gh200-96gb": 97871,
-    "h200-141gb": 143771,
-    "b200-180gb": 183359,
+# MiB of `memory.total` in nvidia-smi (less than the advertised size where ECC or the driver keeps a part), and the
+# compute capability.
+_TABLE = {
+    "t4-16gb": (15360, 75),
+    "v100-16gb": (16384, 70),
+    "v100-32gb": (32768, 70),
+    "a10-24gb": (23028, 86),
+    "a10g-24gb": (23028, 86),
+    "l4-24gb": (23034, 89),
+    "a30-24gb": (24576, 80),
+    "rtx3090-24gb": (24576, 86),
+    "rtx4090-24gb": (24564, 89),
+    "rtx5090-32gb": (32607, 120),
+    "a40-48gb": (46068, 86),
+    "l40-48gb": (46068, 89),
+    "l40s-48gb": (46068, 89),
+    "rtxa6000-48gb": (49140, 86),
+    "rtx6000ada-48gb": (49140, 89),
+    "a100-40gb": (40960, 80),
+    "a100-80gb": (81920, 80),
+    "h100-80gb": (81559, 90),
+    "h100nvl-94gb": (95830, 90),
+    "gh200-96gb": (97871, 90),
+    "h200-141gb": (143771, 90),
+    "b200-180gb": (183359, 100),
 }
-GPUS = {name: Gpu(name=name, memory=mebibytes * _MIB) for name, mebibytes in _MEMORY.items()}
+GPUS = {name: Gpu(name=name, memory=mebibytes * _MIB, sm=sm) for name, (mebibytes, sm) in _TABLE.items()}
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")

@@ -153,6 +153,8 @@ def _gpu_lines(answer: GpuAnswer) -> list[str]:
         f"tp × pp     {_fit_words(asked)}",
         f"per GPU     {parts}",
     ]
+    lines += [f"cannot      {answer.problem}"] if answer.problem else []
+    lines += [f"note        {answer.note}"] if answer.note and not answer.problem else []
     if answer.longest:
         lines.append(f"shorter     --max-seq-len {answer.longest} would fit")
     if answer.smallest is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,6 +61,12 @@ class Plan:
         return sum(move.source.entry.size for move in self.moves) + sum(work.source_bytes for work in self.repacks)
 
     @property
+    def parameters(self) -> int:
+        """Numbers of the model, each quantised one counted as one."""
+        packed = (work.target.shape for work in self.repacks)
+        return sum(map(math.prod, itertools.chain((move.source.entry.shape for move in self.moves), packed)))
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of memory at the peak of the conversion's process."""
         return convert_memory(self.moves, self.spec.dtype, repacking=[work.memory_bytes for work in self.repacks])
@@ -73,8 +80,11 @@ class Plan:
         return max(itertools.chain((move.source.entry.size for move in self.moves), packed), default=0)
 
 
-def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
-    """Everything that can be known from configs and headers; all errors but those in the values come from here."""
+def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = False) -> Plan:
+    """Everything that can be known from configs and headers; all errors but those in the values come from here.
+
+    `headers_only`: the model's files hold no values.
+    """
     hf = read_hf_config(model.path)
     if spec.upstream:
         return _plan_upstream(model, spec, hf)
@@ -87,8 +97,9 @@ def plan_conversion(model: Model, spec: ConvertSpec) -> Plan:
     if config.get("share_embedding_table"):
         targets = [target for target in targets if target.name != HEAD]
     if (stored := source_quantization(hf)) is not None:
-        targets, repacks, sources = split_targets(targets, sources, stored)
-        require_divisible(repacks, spec.tp_size)
+        targets, repacks, sources = split_targets(targets, sources, stored, headers_only=headers_only)
+        if stored.method != "fp8":
+            require_divisible((work.target for work in repacks), stored.group_size, spec.tp_size)
     placement = Placement(
         targets,
         layers=config["num_hidden_layers"],

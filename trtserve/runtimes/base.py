@@ -19,14 +19,8 @@ CheckpointConfig = Mapping[str, Any]
 # TensorRT-LLM's names of weight-only quantisation.
 WEIGHT_ONLY_INT8 = "W8A16"
 WEIGHT_ONLY_INT4 = "W4A16"
-# What matrices are kept as, in words; FP8 is widened where it cannot be multiplied with.
-_PRECISIONS = {
-    WEIGHT_ONLY_INT8: "int8",
-    WEIGHT_ONLY_INT4: "int4",
-    "W4A16_GPTQ": "int4",
-    "W4A16_AWQ": "int4",
-    "FP8": "fp8",
-}
+# How the names of quantisations begin, and what matrices are kept as; FP8 is widened where nothing multiplies with it.
+_PRECISIONS = (("W8A", "int8"), ("W4A", "int4"), ("FP8", "fp8"))
 
 # Releases of TensorRT-LLM take this where a checkpoint does not say it.
 _UNKNOWN_MAX_POSITION = 2048
@@ -111,8 +105,8 @@ class EnginePlan(ABC):
 
 def weights_precision(config: CheckpointConfig) -> str:
     """Precision of the layers' matrices of a checkpoint or engine with this config, in words."""
-    algorithm = (config.get("quantization") or {}).get("quant_algo")
-    return _PRECISIONS.get(str(algorithm)) or str(config["dtype"])
+    algorithm = str((config.get("quantization") or {}).get("quant_algo"))
+    return next((words for start, words in _PRECISIONS if algorithm.startswith(start)), str(config["dtype"]))
 
 
 P = TypeVar("P", bound=EnginePlan)

@@ -23,8 +23,6 @@ SERVING_PROCESS = 30 * 2**20
 
 # Each layer of the graph while it is built: nodes, names, and the holes that copies of its weights leave in the heap.
 _GRAPH_LAYER = int(0.6 * 2**20)
-# glibc takes blocks up to this size from its heap, where they leave holes; larger ones go back to the system.
-_HEAP_BLOCK = 32 * 2**20
 # The compiled graph without its weights: the plugin, its kernels, and what each layer has of them.
 _COMPILED = 14 * 2**20
 _COMPILED_LAYER = int(1.05 * 2**20)
@@ -33,11 +31,12 @@ _XML_LAYER = 75_000
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SCALE_SIZE = 4
-# What is held beside a matrix as read and as kept while it is packed, in bytes for each weight.
+# What is held beside a matrix as read and as kept while its codes are packed, in bytes for each weight.
 _CODES = {WEIGHT_ONLY_INT8: 1, WEIGHT_ONLY_INT4: 3, GPTQ: 3, AWQ: 3, FP8: 4}
 _PACKS_HEAD = (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
-# Rows are widened to float32 in pieces of 2 M weights.
-_PIECES = 40 * 2**20
+# Floats become codes in pieces of this many weights, each of which is there so many bytes wide at a time.
+_PIECE = 2**21
+_PIECE_WIDTH = {WEIGHT_ONLY_INT8: 12, WEIGHT_ONLY_INT4: 16}
 _EMBEDDINGS = frozenset({"transformer.vocab_embedding.weight", "transformer.position_embedding.weight"})
 _HEAD = "lm_head.weight"
 # What decides which experts work, and how much the shared one counts, stays as it is.
@@ -68,8 +67,8 @@ class EngineNeeds:
 class _Weight:
     """A tensor on its way into the graph: numbers, bytes as read, and bytes as the engine keeps it.
 
-    `transient` are bytes that are held while it is made what the engine keeps, `hole` those that stay with the heap
-    afterwards; `multiplied` tells a matrix that the kernels multiply with from a table and from vectors.
+    `transient` are bytes that are held while it is made what the engine keeps; `multiplied` tells a matrix that the
+    kernels multiply with from a table and from vectors.
     """
 
     name: str
@@ -77,7 +76,6 @@ class _Weight:
     read: int
     kept: int
     transient: int
-    hole: int
     multiplied: bool
     in_layer: bool
 
@@ -149,19 +147,17 @@ def _weight(target: Target, item: int, algorithm: str | None, group: int) -> _We
     read = kept = transient = count * item
     if algorithm:
         kept = _packed_bytes(target, count, algorithm, group)
-        transient = read + _CODES[algorithm] * count + kept + _PIECES
-    hole = 0
+        rounded = count + min(count, _PIECE) * _PIECE_WIDTH.get(algorithm, 0)
+        transient = read + max(rounded, _CODES[algorithm] * count + kept)
     if target.split == "expert_row":
-        # The matrices of the experts are laid side by side in a copy, whose place no later weight fills.
+        # The matrices of the experts are laid side by side in a copy.
         transient += read
-        hole = read if kept == read <= _HEAP_BLOCK else 0
     return _Weight(
         name=target.name,
         count=count,
         read=read,
         kept=kept,
         transient=transient,
-        hole=hole,
         multiplied=is_matrix and target.name not in _EMBEDDINGS,
         in_layer=in_layer,
     )
@@ -194,7 +190,7 @@ def _graph_peak(weights: list[_Weight], layers: int) -> int:
     held = peak = 0
     for weight in weights:
         peak = max(peak, held + max(weight.transient, weight.read + weight.kept))
-        held += weight.kept + weight.hole
+        held += weight.kept
     return peak + layers * _GRAPH_LAYER
 
 

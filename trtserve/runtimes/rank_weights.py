@@ -8,17 +8,24 @@ from dataclasses import dataclass
 from trtserve.architectures import family
 from trtserve.architectures.base import Target
 from trtserve.architectures.checkpoint import with_defaults
+from trtserve.architectures.quantized import FP8, quant_algo
 from trtserve.architectures.sharding import matrix, shard, stage_layers, stage_of
-from trtserve.runtimes.base import CheckpointConfig, weights_precision
+from trtserve.runtimes.base import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, CheckpointConfig, weights_precision
 from trtserve.runtimes.openvino_memory import is_quantised
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-_QUANTISED_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+# Bits of a code.
+_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+# Where a checkpoint does not say how many inputs share a scale: what ModelOpt and TensorRT-LLM take.
+_GROUP = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankWeights:
-    """Bytes of the rank that has most: `loaded` in the dtype of the checkpoint, `kept` by the engine."""
+    """Bytes of the rank that has most: `loaded` of its checkpoint's file, `kept` by the engine.
+
+    Float weights that the loader quantises are loaded wide; others are as large in both.
+    """
 
     loaded: int
     kept: int
@@ -30,18 +37,38 @@ def rank_weights(config: CheckpointConfig) -> RankWeights:
     mapping = config.get("mapping") or {}
     tp_size, pp_size = int(mapping.get("tp_size") or 1), int(mapping.get("pp_size") or 1)
     stages = stage_layers(config["num_hidden_layers"], pp_size)
+    widened = quant_algo(config) in (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
     loaded, kept = [0] * pp_size, [0] * pp_size
     for target in family(config["architecture"]).targets(config):
         stage = stage_of(target, stages)
         shape = shard(target, tp_size, 0).shape
-        loaded[stage] += math.prod(shape) * _ITEM_SIZE[target.dtype or config["dtype"]]
-        kept[stage] += _kept(target, shape, config)
+        floats, held = math.prod(shape) * _ITEM_SIZE[target.dtype or config["dtype"]], _kept(target, shape, config)
+        loaded[stage] += floats if widened else held
+        kept[stage] += held
     return RankWeights(loaded=max(loaded), kept=max(kept))
 
 
 def _kept(target: Target, shape: tuple[int, ...], config: CheckpointConfig) -> int:
     item = _ITEM_SIZE[target.dtype or config["dtype"]]
-    bits = _QUANTISED_BITS.get(weights_precision(config))
-    if bits is not None and is_quantised(target):
-        return math.prod(shape) * bits // 8 + matrix(shape)[0] * item
-    return math.prod(shape) * item
+    bits = _BITS.get(weights_precision(config))
+    if bits is None or not is_quantised(target):
+        return math.prod(shape) * item
+    return math.prod(shape) * bits // 8 + _scales(*matrix(shape), item, config)
+
+
+def _scales(rows: int, columns: int, item: int, config: CheckpointConfig) -> int:
+    """Bytes of what belongs to the codes of a matrix (convert-and-build, "Quantised tensors").
+
+    Weight-only: `per_channel_scale`. GPTQ: `weights_scaling_factor` and `zero` for each group of inputs; AWQ: the
+    former, and `prequant_scaling_factor`. FP8: two scales, or one for each row. SmoothQuant: `per_channel_scale` and
+    `smoother` in float32.
+    """
+    algorithm = str(quant_algo(config))
+    groups = -(-columns // int(config["quantization"].get("group_size") or _GROUP))
+    if algorithm.endswith("GPTQ"):
+        return 2 * rows * groups * item
+    if algorithm.endswith("AWQ"):
+        return (rows * groups + columns) * item
+    if algorithm.startswith("W8A8"):
+        return (rows + columns) * 4
+    return 8 if algorithm == FP8 else rows * item
