@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.expected_configs import LLAMA3
-from tests.support.tiny_models import read_safetensors, write_tiny_model
+from tests.support.tiny_models import FAMILIES, read_safetensors, write_tiny_model
 from trtserve import architectures
 from trtserve.architectures.rope import inverse_frequencies, rotary
 from trtserve.architectures.windows import attention_windows
@@ -91,6 +91,31 @@ def test_what_cannot_be_converted_is_named_from_the_config_alone(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         checkpoint_config(write_tiny_model(tmp_path, family), **changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"rope_theta": "high"}, "rope_theta = 'high'; expected positive numbers"),
+        ("llama", {"rope_theta": -1.0}, r"rope_theta = -1\.0"),
+        ("llama", {"rope_scaling": [1]}, r"\[1\] for the scaling"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor = 'x'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": -2}}, "factor = -2"),
+        ("llama3", {"rope_scaling": LLAMA3 | {"low_freq_factor": 0}}, "low_freq_factor = 0"),
+        ("llama", {"rms_norm_eps": "x"}, "norm_epsilon = 'x'"),
+        ("llama", {"rms_norm_eps": float("nan")}, "norm_epsilon = nan"),
+        ("gpt_neox", {"rotary_emb_base": "x"}, "rotary_emb_base = 'x'"),
+        ("phi", {"partial_rotary_factor": -0.5}, "partial_rotary_factor = -0.5"),
+        ("phi3_long", {"rope_scaling": "long"}, "'long' for the scaling"),
+        ("gemma2", {"final_logit_softcapping": "x"}, "final_logit_softcapping = 'x'"),
+        ("gemma3", {"rope_local_base_freq": "x"}, "rope_theta = 'x'"),
+        ("mistral", {"sliding_window": "a"}, "sliding_window = 'a'"),
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0"),
+    ],
+)
+def test_what_is_no_number_is_named(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        architectures.supported(FAMILIES[family][0] | changes)
 
 
 def test_rotary_settings_are_read_in_both_spellings() -> None:

@@ -25,7 +25,15 @@ from trtserve.architectures import (
     qwen3_moe,
     starcoder2,
 )
-from trtserve.architectures.base import Architecture, CheckpointConfig, Decoder, HfConfig, Target, require_sizes
+from trtserve.architectures.base import (
+    Architecture,
+    CheckpointConfig,
+    Decoder,
+    HfConfig,
+    Target,
+    require_numbers,
+    require_sizes,
+)
 from trtserve.architectures.quantized_source import source_quantization
 from trtserve.errors import UnsupportedModelError
 
@@ -50,6 +58,11 @@ FAMILIES: dict[str, Architecture] = {name: module for module in _MODULES for nam
 # Names in checkpoints of TensorRT-LLM ≤ 0.11, which did not copy the Hugging Face architecture.
 _CHECKPOINT_NAMES: dict[str, Architecture] = {"GPTForCausalLM": gpt2}
 
+_NUMBERS = (
+    *("norm_epsilon", "rotary_pct", "query_pre_attn_scalar"),
+    *("final_logit_softcapping", "attn_logit_softcapping"),
+)
+
 
 def family(architecture: str) -> Architecture:
     """The family of an architecture name; UnsupportedModelError naming it and those that work."""
@@ -72,6 +85,7 @@ def supported(hf: HfConfig) -> Architecture:
     source_quantization(hf)
     config = module.checkpoint_config(hf)
     require_sizes(config, "head_size", "num_key_value_heads", "intermediate_size")
+    require_numbers(config, *_NUMBERS)
     if config["position_embedding_type"] != "alibi":
         require_sizes(config, "max_position_embeddings")
     module.decoder(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -187,6 +188,20 @@ def require_sizes(config: Mapping[str, Any], *keys: str) -> None:
             f"config.json gives {', '.join(wrong)}; expected positive whole numbers.",
             hint="Take config.json from where the weights are from.",
         )
+
+
+def require_numbers(config: Mapping[str, Any], *keys: str) -> None:
+    """UnsupportedModelError when one of `keys` is there and no positive real number."""
+    wrong = [f"{key} = {config[key]!r}" for key in keys if config.get(key) is not None and not _is_number(config[key])]
+    if wrong:
+        raise UnsupportedModelError(
+            f"config.json gives {', '.join(wrong)}; expected positive numbers.",
+            hint="Take config.json from where the weights are from.",
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _is_size(value: object) -> bool:

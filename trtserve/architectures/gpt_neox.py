@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trtserve.architectures.activations import require_activation
-from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
+from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, require_numbers, required
 from trtserve.architectures.named_tensors import SourceNames, named_targets
 from trtserve.architectures.rope import inverse_frequencies, rotary_fraction, unscaled_base
 from trtserve.errors import UnsupportedModelError
@@ -36,6 +36,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     _refuse_variants(hf)
     require_activation(hf.get("hidden_act", "gelu"), "gelu", "gelu_tanh", "relu")
+    require_numbers(hf, "rotary_emb_base")
     head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf, default=0.25)
     return {
         **sizes,

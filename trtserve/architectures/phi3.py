@@ -9,7 +9,13 @@ from typing import Any
 from trtserve.architectures.activations import require_activation
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, LongRope, Target, required
 from trtserve.architectures.named_tensors import SourceNames, named_targets
-from trtserve.architectures.rope import inverse_frequencies, rotary_fraction, scaling_type, unscaled_base
+from trtserve.architectures.rope import (
+    inverse_frequencies,
+    rope_parameters,
+    rotary_fraction,
+    scaling_type,
+    unscaled_base,
+)
 from trtserve.architectures.windows import attention_windows, window_keys
 from trtserve.errors import UnsupportedModelError
 
@@ -63,7 +69,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def _scaling(hf: HfConfig) -> dict[str, Any]:
-    return dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    return rope_parameters(hf)
 
 
 def _base(hf: HfConfig) -> float:

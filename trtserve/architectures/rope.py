@@ -6,10 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from trtserve.architectures.base import HfConfig
+from trtserve.architectures.base import HfConfig, require_numbers
 from trtserve.errors import UnsupportedModelError
 
 SCALINGS = ("linear", "dynamic", "llama3")
+
+_NUMBERS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "partial_rotary_factor"),
+)
 
 
 def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[str, Any] | None]:
@@ -18,7 +23,8 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
     The scaling is what TensorRT-LLM calls `rotary_scaling`; None when positions are not scaled.
     UnsupportedModelError names a scaling other than linear, dynamic and llama3.
     """
-    parameters = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    parameters = rope_parameters(hf)
+    require_numbers(hf, "rope_theta")
     base = float(parameters.pop("rope_theta", None) or hf.get("rope_theta") or default_base)
     kind = scaling_type(parameters)
     if kind == "default":
@@ -30,6 +36,18 @@ def rotary(hf: HfConfig, *, default_base: float = 10000.0) -> tuple[float, dict[
         )
     # transformers 4 puts it beside `type` before TensorRT-LLM's converters see it.
     return base, {**parameters, "rope_type": kind}
+
+
+def rope_parameters(hf: HfConfig) -> dict[str, Any]:
+    """What a config says about its rotary embedding; UnsupportedModelError for what is no object, or no numbers."""
+    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise UnsupportedModelError(
+            f"config.json gives {parameters!r} for the scaling of the rotary embedding; expected an object.",
+            hint="Take config.json from where the weights are from.",
+        )
+    require_numbers(parameters, *_NUMBERS)
+    return dict(parameters)
 
 
 def scaling_type(scaling: Mapping[str, Any] | None) -> str:
@@ -92,7 +110,8 @@ def unscaled_base(hf: HfConfig, *, default: float = 10000.0) -> float:
 
 def rotary_fraction(hf: HfConfig, *, default: float = 1.0) -> float:
     """The part of a head that is rotated: `partial_rotary_factor`, wherever a config has it, or `rotary_pct`."""
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    parameters = rope_parameters(hf)
+    require_numbers(hf, "partial_rotary_factor", "rotary_pct")
     for value in (parameters.get("partial_rotary_factor"), hf.get("partial_rotary_factor"), hf.get("rotary_pct")):
         if value is not None:
             return float(value)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trtserve.architectures.base import CheckpointConfig, HfConfig
+from trtserve.architectures.base import CheckpointConfig, HfConfig, require_sizes
 from trtserve.errors import UnsupportedModelError
 
 _KEY = "max_attention_window"
@@ -20,7 +20,13 @@ _KINDS = ("sliding_attention", "full_attention")
 
 
 def window_keys(windows: Sequence[int | None]) -> dict[str, Any]:
-    """Keys of a checkpoint's config for `windows` (see Decoder); none for none."""
+    """Keys of a checkpoint's config for `windows` (see Decoder); none for none.
+
+    UnsupportedModelError for a window that is no positive number of tokens.
+    """
+    for window in windows:
+        if window is not None:
+            require_sizes({"sliding_window": window}, "sliding_window")
     return {} if all(window is None for window in windows) else {_KEY: list(windows)}
 
 
