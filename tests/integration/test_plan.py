@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.hub import Hub, running_hub
+from tests.support.quantised_models import write_quantised_model
 from tests.support.tiny_models import write_tiny_model
+from trtserve.architectures.tensor_files import TensorFile
 from trtserve.cli.app import run
 from trtserve.errors import ConversionError, CorruptFileError, UsageError
 from trtserve.store import Store
@@ -84,6 +86,75 @@ def test_gpus_and_settings(tiny: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert _plan(capsys, str(tiny), "--quantize", "int8")["engine_bytes"] < _plan(capsys, str(tiny))["engine_bytes"]
 
 
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that are quantised already; Qwen's have biases beside their codes."""
+    folder = tmp_path_factory.mktemp("quantised")
+    schemes = {"awq": "llama", "gptq_asym": "qwen2", "fp8": "llama"}
+    return {scheme: write_quantised_model(folder / scheme, scheme, name).folder for scheme, name in schemes.items()}
+
+
+@pytest.mark.parametrize("scheme", ["awq", "gptq_asym", "fp8"])
+def test_quantised_models_are_planned_from_their_headers(
+    quantised: dict[str, Path], scheme: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU holds what the rank's file will; afar no order of groups and no bias can be looked at."""
+    model = quantised[scheme]
+    hub.add(f"org/{scheme}", model)
+    for tp_size in ("1", "2"):
+        local = _plan(capsys, str(model), "--gpu", "h100-80gb", "--tp-size", tp_size)
+        remote = _plan(capsys, f"org/{scheme}", "--gpu", "h100-80gb", "--tp-size", tp_size)
+        for key in ("parameters", "source_bytes", "quantization", "gpu"):
+            assert remote[key] == local[key]
+        out = tmp_path / tp_size
+        assert run(["convert", str(model), "--tp-size", tp_size, "--out", str(out), "--quiet"]) == 0
+        entries = TensorFile(out / "rank0.safetensors").entries.values()
+        assert local["gpu"]["asked"]["weights"] == sum(entry.size for entry in entries)
+    assert not list(Store().root.rglob("*.safetensors"))
+
+
+def test_quantised_models_are_planned_as_they_are_built(
+    quantised: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for scheme, model in quantised.items():
+        need = _plan(capsys, str(model))
+        checkpoint, engine = tmp_path / f"{scheme}-checkpoint", tmp_path / f"{scheme}-engine"
+        assert run(["convert", str(model), "--out", str(checkpoint), "--quiet"]) == 0
+        assert run(["build", str(checkpoint), "--out", str(engine), "--quiet"]) == 0
+        # Beside the weights there is the graph as text.
+        weights = (engine / "rank0.bin").stat().st_size
+        assert weights <= need["engine_bytes"] < weights + 2 * 100_000
+
+
+def test_calibrated_quantisation_is_planned_without_nvidias_tools(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    whole = _plan(capsys, str(tiny), "--gpu", "h100")
+    for quantize, part in (("fp8", 0.5), ("int8_sq", 0.5), ("int4_awq", 0.26)):
+        need = _plan(capsys, str(tiny), "--gpu", "h100", "--quantize", quantize)
+        tables = 2 * 8000 * 256 * 2
+        weights, all_weights = (each["gpu"]["asked"]["weights"] for each in (need, whole))
+        assert weights - tables == pytest.approx(part * (all_weights - tables), rel=0.05)
+        convert = need["stages"][1]
+        assert convert["memory"] is None
+        assert convert["disk"] == pytest.approx(weights, abs=100_000)
+    assert "W8A8_SQ" in _plan(capsys, str(tiny), "--quantize", "int8_sq")["problem"]
+    assert _plan(capsys, str(tiny), "--quantize", "int4_awq")["engine_bytes"] > 0
+
+
+def test_what_a_gpu_cannot_run(tiny: Path, quantised: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    awq, fp8 = str(quantised["awq"]), str(quantised["fp8"])
+    assert "8.9 or later; a100-80gb has 8.0" in _plan(capsys, fp8, "--gpu", "a100-80gb")["gpu"]["problem"]
+    assert "bfloat16 need" in _plan(capsys, str(tiny), "--gpu", "t4")["gpu"]["problem"]
+    assert "10.0" in _plan(capsys, awq, "--gpu", "b200")["gpu"]["problem"]
+    hopper = _plan(capsys, awq, "--gpu", "h200")["gpu"]
+    assert hopper["problem"] is None
+    assert "--gpu-sm 90" in hopper["note"]
+    assert _plan(capsys, awq, "--gpu", "l4")["gpu"]["note"] is None
+    assert _plan(capsys, fp8, "--gpu-memory", "80GB")["gpu"]["problem"] is None
+
+
 def test_the_table_says_what_was_not_measured(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert run(["plan", str(tiny), "--quiet"]) == 0
@@ -111,6 +182,9 @@ def test_what_does_not_fit_names_what_would(
         (("--gpu", "abacus"), UsageError.code),
         (("--gpu-memory", "much"), UsageError.code),
         (("--max-seq-len", "100000"), UsageError.code),
+        (("--gpu", "t4", "--max-seq-len", "100", "--max-input-len", "200"), UsageError.code),
+        (("--gpu", "t4", "--runtime", "openvino"), UsageError.code),
+        (("--gpu", "t4", "--kv-precision", "u8"), UsageError.code),
         (("--tp-size", "3"), UsageError.code),
     ],
 )
