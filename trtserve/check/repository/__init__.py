@@ -14,7 +14,7 @@ from trtserve.check.repository.subject import MachineFacts, Subject, read_subjec
 from trtserve.errors import CheckError, RepositoryError
 from trtserve.progress import SILENT, Progress
 
-__all__ = ["RULES", "Finding", "RepositoryReport", "check_repository", "require_clean", "require_startable"]
+__all__ = ["RULES", "Finding", "RepositoryReport", "check_repository", "require_clean", "require_sound"]
 
 
 def check_repository(
@@ -66,7 +66,7 @@ def require_clean(report: RepositoryReport) -> None:
         )
 
 
-def require_startable(repository: ModelRepository, progress: Progress = SILENT) -> None:
+def require_sound(repository: ModelRepository, progress: Progress = SILENT) -> None:
     """RepositoryError, with all of them, when there are faults with which Triton does not come up; files are read only.
 
     What else is wrong goes to `progress` as warnings.

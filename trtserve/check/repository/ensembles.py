@@ -82,6 +82,8 @@ def without_source(subject: Subject) -> Iterator[Fault]:
                     f"Nothing makes the tensor {name}: it is no input of the ensemble and no output of a step.",
                     "Map the output of a step to it, or declare the input.",
                 )
+            elif all(end.model is ensemble for end in ends):
+                yield _fault(ensemble, f"No step takes the input {name}.", "Map it to an input, or leave it out.")
             elif made > 1:
                 yield _fault(ensemble, f"The tensor {name} is made by {made} steps.", "Give each a name of its own.")
 

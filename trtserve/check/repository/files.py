@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,9 @@ def broken_programs(subject: Subject) -> Iterator[Fault]:
     """The files of a program are Python."""
     for model in subject.models.values():
         for file in sorted(model.version.glob("*.py")):
-            tree = _parsed(file)
-            if not isinstance(tree, ast.Module):
-                yield Fault(model=model.name, file=file, what=f"{file.name} is not Python: {tree}.", fix=_AGAIN)
+            found = _imports(_text(file))
+            if isinstance(found, str):
+                yield Fault(model=model.name, file=file, what=f"{file.name} is not Python: {found}.", fix=_AGAIN)
 
 
 def lacking_modules(subject: Subject) -> Iterator[Fault]:
@@ -118,7 +118,8 @@ def lacking_modules(subject: Subject) -> Iterator[Fault]:
     for model in subject.models.values():
         present = {path.stem for path in model.version.iterdir()} if model.version.is_dir() else set()
         for file in sorted(model.version.glob("*.py")):
-            for name in sorted((_imports(file) & _local_names()) - present):
+            found = _imports(_text(file))
+            for name in sorted((_local_names() & set(found if isinstance(found, frozenset) else ())) - present):
                 yield Fault(
                     model=model.name,
                     file=file,
@@ -127,26 +128,25 @@ def lacking_modules(subject: Subject) -> Iterator[Fault]:
                 )
 
 
+@cache
 def _local_names() -> frozenset[str]:
     return frozenset(path.stem for path in _PROGRAMS.glob("*/**/*.py") if path.stem != "model") | _NVIDIAS
 
 
-def _parsed(file: Path) -> ast.Module | Exception:
+@lru_cache(maxsize=256)
+def _imports(source: str) -> frozenset[str] | str:
+    """Top names of the modules that a program imports; why it is no program."""
     try:
-        return ast.parse(_text(file))
+        tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        return error
-
-
-def _imports(file: Path) -> set[str]:
-    tree = _parsed(file)
+        return str(error)
     found = set()
-    for node in ast.walk(tree) if isinstance(tree, ast.Module) else ():
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             found.add(node.module.split(".")[0])
-    return found
+    return frozenset(found)
 
 
 def unreadable(subject: Subject) -> Iterator[Fault]:

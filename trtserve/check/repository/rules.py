@@ -25,7 +25,7 @@ _FILES = (
         complaints=(18,),
     ),
     Rule(name="config-syntax", about="config.pbtxt can be read", find=files.unparsed, stops=True, complaints=(18,)),
-    Rule(name="stray-folder", about="every folder is a model", find=files.stray_folders),
+    Rule(name="stray-folder", about="every folder is a model", find=files.stray_folders, stops=True),
     Rule(name="model-name", about="`name` is that of the folder", find=files.wrong_names, stops=True, complaints=(4,)),
     Rule(name="version-folder", about="every model has a version", find=files.no_versions, stops=True),
     Rule(
@@ -74,7 +74,7 @@ _TENSORS = (
         complaints=(4, 19),
     ),
     Rule(name="tensor-name", about="no tensor is misspelt", find=tensors.misspelt, severity="warning"),
-    Rule(name="tensor-twice", about="no tensor is declared twice", find=tensors.declared_twice, stops=True),
+    Rule(name="tensor-twice", about="no tensor is declared twice", find=tensors.declared_twice),
     Rule(name="logits-type", about="logits have the engine's type", find=tensors.wrong_logits, complaints=(39,)),
     Rule(
         name="feature-unreachable",
@@ -88,7 +88,12 @@ _ENSEMBLES = (
     Rule(name="ensemble-step", about="steps name models of the repository", find=ensembles.absent_steps, stops=True),
     Rule(name="ensemble-map", about="maps name tensors of the step", find=ensembles.unknown_ends, stops=True),
     Rule(name="ensemble-input", about="needed inputs of a step are mapped", find=ensembles.unmapped_inputs, stops=True),
-    Rule(name="ensemble-source", about="each tensor is made once", find=ensembles.without_source, stops=True),
+    Rule(
+        name="ensemble-source",
+        about="each tensor is made once, each input used",
+        find=ensembles.without_source,
+        stops=True,
+    ),
     Rule(name="ensemble-type", about="both ends have one type", find=ensembles.unequal_types, stops=True),
     Rule(name="ensemble-dims", about="both ends have the same dims", find=ensembles.unequal_dims, stops=True),
     Rule(
@@ -98,7 +103,13 @@ _ENSEMBLES = (
         stops=True,
         complaints=(23,),
     ),
-    Rule(name="ensemble-policy", about="it streams when a step does", find=ensembles.own_policy, complaints=(20,)),
+    Rule(
+        name="ensemble-policy",
+        about="it streams when a step does",
+        find=ensembles.own_policy,
+        severity="warning",
+        complaints=(20,),
+    ),
 )
 _SETTINGS = (
     Rule(
@@ -185,10 +196,18 @@ _ENGINES = (
     ),
     Rule(name="path-outside", about="the engine is the repository's own", find=engines.outside),
     Rule(
-        name="engine-config", about="an engine has its config.json", find=engines.incomplete_config, complaints=(2, 16)
+        name="engine-config",
+        about="an engine has its config.json",
+        find=engines.incomplete_config,
+        stops=True,
+        complaints=(2, 16),
     ),
     Rule(
-        name="engine-rank", about="no rank's file is missing or empty", find=engines.lacking_ranks, complaints=(16, 24)
+        name="engine-rank",
+        about="no rank's file is missing or empty",
+        find=engines.lacking_ranks,
+        stops=True,
+        complaints=(16, 24),
     ),
     Rule(name="engine-extra", about="no file of another world size", find=engines.further_ranks, complaints=(13, 24)),
     Rule(
@@ -275,7 +294,13 @@ _ADAPTERS = (
     Rule(name="draft", about="draft and target fit each other", find=adapters.wrong_drafts),
 )
 _TOKENIZERS = (
-    Rule(name="tokenizer-path", about="tokenizer_dir is a folder here", find=tokenizers.absent, complaints=(7,)),
+    Rule(
+        name="tokenizer-path",
+        about="tokenizer_dir is a folder here",
+        find=tokenizers.absent,
+        stops=True,
+        complaints=(7,),
+    ),
     Rule(name="tokenizer-files", about="it holds a tokenizer", find=tokenizers.without_files, complaints=(7,)),
     Rule(name="tokenizer-pair", about="both ends use one tokenizer", find=tokenizers.two_tokenizers, complaints=(21,)),
     Rule(

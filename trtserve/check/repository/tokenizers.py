@@ -30,7 +30,7 @@ def absent(subject: Subject) -> Iterator[Fault]:
         text = model.parameters.get("tokenizer_dir", "")
         if not text and model.role != CORE:
             yield _fault(model, "The parameter tokenizer_dir is not set.", "Give the folder of the tokenizer.")
-        elif text and not subject.located(text, model.name).is_dir():
+        elif model.config.backend == "python" and text and not subject.located(text, model.name).is_dir():
             yield _fault(
                 model,
                 f"tokenizer_dir is {text!r}, which is no folder on this machine.",

@@ -1,0 +1,149 @@
+"""Good repositories of every kind, tiny and without weights, for the check and for faults to be put into."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.engine_folders import built_here, write_engine
+from tests.support.tiny_models import write_tiny_model
+from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
+from trtserve.artifacts import Engine, Model
+from trtserve.repo import assemble_repository
+from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
+from trtserve.specs import RepositorySpec
+
+SPEC = RepositorySpec(name="tiny")
+_SHAPE = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+}
+_LORA = {
+    "plugin_config": {"use_paged_context_fmha": True, "lora_plugin": "float16"},
+    "lora_config": {"lora_target_modules": ["attn_q", "attn_v"], "max_lora_rank": 4},
+}
+# TensorRT-LLM's versions, one or two of each release.
+VERSIONS: tuple[str, ...] = (
+    "0.12.0",
+    "0.13.0",
+    "0.14.0",
+    "0.15.0",
+    "0.16.0",
+    "0.17.0.post1",
+    "0.18.2",
+    "0.19.0",
+    "0.20.0",
+    "0.21.0",
+)
+VERSIONS += ("1.0.3", "1.1.0", "1.2.0")
+
+
+class Kitchen:
+    """Makes good repositories below one folder; `hf` is the model that tokenizers come from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hf = write_tiny_model(folder / "hf")
+        (self.hf / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+        self._engines = 0
+
+    def engine(self, **changes: Any) -> Engine:
+        """An engine by NVIDIA's own tool."""
+        self._engines += 1
+        changes["model"] = {**_SHAPE, **changes.get("model", {})}
+        return write_engine(self.folder / f"engine{self._engines}", **changes)
+
+    def embedded(self, **build: Any) -> Engine:
+        """An engine of the openvino runtime."""
+        engine = self.engine(version=None, build={"max_beam_width": 1, **build})
+        content = json.loads((engine.path / "config.json").read_text())
+        content["trtserve"] = {"runtime": "openvino", "compute_precision": "bf16", "kv_precision": "u8"}
+        (engine.path / "config.json").write_text(json.dumps(content))
+        (engine.path / "rank0.engine").unlink()
+        for name in ("rank0.xml", "rank0.bin"):
+            (engine.path / name).write_bytes(b"weights")
+        return engine
+
+    def adapter(self, name: str) -> Path:
+        """A LoRA adapter of two rows, of rank 2."""
+        folder = self.folder / name
+        folder.mkdir()
+        np.save(folder / "model.lora_weights.npy", np.full((1, 2, 256), 0.5, dtype=np.float16))
+        np.save(folder / "model.lora_config.npy", np.array([[(1, 0, 2), (3, 1, 2)]], dtype=np.int32))
+        return folder
+
+    def own(self, name: str, engine: Engine, *, draft: Engine | None = None, **changes: Any) -> Path:
+        """A repository that trtserve makes."""
+        out = self.folder / "repositories" / name
+        return assemble_repository(engine, self.hf, replace(SPEC, **changes), draft=draft, out=out).path
+
+    def llmapi(self, name: str, *, tp_size: int = 1, **changes: Any) -> Path:
+        """A repository for the LLM API."""
+        plan = plan_llmapi(
+            Model(path=self.hf), replace(SPEC, **changes), tp_size=tp_size, out=self.folder / "repositories" / name
+        )
+        return assemble_llmapi(plan).path
+
+    def upstream(self, name: str, version: str, **changes: Any) -> Path:
+        """A repository in the shape of NVIDIA's, whose engine and tokenizer lie elsewhere."""
+        release = ".".join(version.split(".")[:2])
+        engine = self.engine(version=version, build={"max_batch_size": 8})
+        folder = self.folder / "repositories" / name
+        return write_upstream(folder, release, engine=engine.path, tokenizer=self.hf, **changes)
+
+
+def bases(kitchen: Kitchen) -> dict[str, Path]:
+    """The good repositories that faults are put into."""
+    made, own = kitchen.engine, kitchen.own
+    two = made(version="1.2.0", tp_size=2)
+    target, draft = made(version="1.2.0", build={"max_draft_len": 4}), made(version="1.2.0")
+    adapters = {"french": kitchen.adapter("french")}
+    return {
+        "openvino": own("openvino", kitchen.embedded()),
+        "cpp": own("cpp", built_here(made(version="0.18.2"))),
+        "newest": own("newest", made(version="1.2.0")),
+        "python": own("python", made(version="1.2.0"), triton_backend="python"),
+        "gpus": own("gpus", two, settings={"gpu_device_ids": "0,1;2,3", "participant_ids": "1,2;3,4"}),
+        "lora": own("lora", made(version="1.2.0", build=_LORA), lora=adapters),
+        "draft": own("draft", target, draft=draft),
+        "llmapi": kitchen.llmapi("llmapi", tp_size=2, settings={"gpu_device_ids": "0,1"}),
+        "upstream": kitchen.upstream("upstream", "0.18.2"),
+        "upstream-newest": kitchen.upstream("upstream-newest", "1.2.0"),
+        "upstream-llmapi": write_upstream_llmapi(kitchen.folder / "repositories/up-llmapi", "1.2", str(kitchen.hf)),
+    }
+
+
+def others(kitchen: Kitchen) -> dict[str, Path]:
+    """Further good repositories: every release on both backends, and every feature that changes their form."""
+    made, own = kitchen.engine, kitchen.own
+    found: dict[str, Path] = {}
+    for version in VERSIONS:
+        found[f"cpp {version}"] = own(f"cpp{version}", made(version=version), streaming=version < "0.15")
+        found[f"upstream {version}"] = kitchen.upstream(f"upstream{version}", version, streaming=version > "0.15")
+    gathered = {"gather_context_logits": True, "gather_generation_logits": True}
+    logits = made(version="1.2.0", build=gathered, model={"logits_dtype": "float16"})
+    beside = own("beside", made(version="1.2.0"))
+    assemble_repository(made(version="1.2.0"), kitchen.hf, replace(SPEC, name="other", suffix="_b"), into=beside)
+    found |= {
+        "logits": own("logits", logits),
+        "suffix": beside,
+        "container paths": own("container", made(version="1.2.0"), container_paths="/models/tiny"),
+        "absolute paths": own("absolute", made(version="1.2.0"), absolute_paths=True),
+        "openvino, no streaming": own("quiet", kitchen.embedded(), streaming=False),
+        "openvino 0.19": own("old", kitchen.embedded(), release="0.19"),
+        "openvino, adapters": own("adapters", kitchen.embedded(**_LORA), lora={"german": kitchen.adapter("german")}),
+        "openvino, draft": own("pair", kitchen.embedded(max_draft_len=4), draft=kitchen.embedded()),
+        "cache": own("cache", made(version="1.2.0"), max_tokens_in_paged_kv_cache=4096, enable_kv_cache_reuse=True),
+        "pipelines": own("pipelines", made(version="1.2.0", tp_size=2, pp_size=2)),
+        "python upstream": kitchen.upstream("python-upstream", "0.17.0", backend="python"),
+        "llmapi 0.19": kitchen.llmapi("llmapi019", release="0.19"),
+        "llmapi quiet": kitchen.llmapi("quietapi", streaming=False, settings={"max_seq_len": "256"}),
+    }
+    return found
