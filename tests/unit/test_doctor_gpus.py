@@ -330,6 +330,8 @@ def test_installed_version() -> None:
     missing = tensorrt_llm.check_installed(None, version("0.17.0"))
     assert missing.state == "failed"
     assert "tritonserver:25.02-trtllm-python-py3" in missing.fix
+    suited = tensorrt_llm.check_installed(None, None, suited="26.02")
+    assert suited.fix.startswith("Use NVIDIA's container: `--container 26.02`")
 
 
 @pytest.mark.parametrize(
@@ -417,6 +419,20 @@ def test_another_version_is_judged_instead(capsys: pytest.CaptureFixture[str]) -
     assert "TensorRT-LLM 1.2.1 is made with CUDA 13.1" in findings["CUDA"]["evidence"]
     assert findings["TensorRT-LLM"]["state"] == "warning"
     assert run(["doctor", "--trtllm-version", "newest"]) == 2
+
+
+def test_the_container_that_suits_a_driver(described: Described) -> None:
+    assert gpus.suited_container(described()) == "26.02"
+    assert gpus.suited_container(described(driver="550.54.15", cuda=12040)) == "25.10"
+    assert gpus.suited_container(described(driver="390.1", cuda=9010)) == ""
+
+
+def test_the_document_has_every_row() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    for cuda, driver in DRIVERS.items():
+        assert f"| {cuda} | {driver} |" in text
+    for row in KERNELS:
+        assert f"| {row.capability} | {row.architecture} | {row.examples} | {row.since} | {row.until or ''} |" in text
 
 
 def test_no_version_of_tensorrt_llm() -> None:

@@ -96,6 +96,7 @@ def test_the_commands_that_build_for_another_size(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("doubles")
 def test_engines_of_different_sizes_need_an_orchestrator(tmp_path: Path) -> None:
     repository = repository_of(tmp_path, a="gpu_device_ids=0,1", b="gpu_device_ids=2")
     other = write_engine_folder(tmp_path / "other")

@@ -146,7 +146,8 @@ def _gpus(facts: _Machine) -> Iterator[Finding]:
 
 def _tensorrt_llm(facts: _Machine, asked: Installed | None) -> Iterator[Finding]:
     here = facts.here
-    yield from look("tensorrt_llm", "TensorRT-LLM", lambda: tensorrt_llm.check_installed(here, asked))
+    suited = gpus.suited_container(facts.gpus) if facts.gpus else ""
+    yield from look("tensorrt_llm", "TensorRT-LLM", lambda: tensorrt_llm.check_installed(here, asked, suited=suited))
     if here is None:
         return
     yield from look("tensorrt_llm", "engines", lambda: tensorrt_llm.check_engine_path(here))

@@ -154,17 +154,27 @@ def _container_of(found: Installed) -> Container | None:
     return next(reversed(exact or same), None)
 
 
+def suited_container(gpus: Gpus) -> str:
+    """Tag of the newest container that runs here, best of all by all of the driver; empty without one."""
+    full, minor = _newest(gpus)
+    return full or minor
+
+
+def _newest(gpus: Gpus) -> tuple[str, str]:
+    """Tags of the newest containers that a driver runs fully, and by compatibility, with kernels for the first GPU."""
+
+    def fits(release: str) -> bool:
+        return runs_on(release, gpus.devices[0].capability) is not False
+
+    return newest_container(gpus.driver, "full", fits=fits), newest_container(gpus.driver, "minor", fits=fits)
+
+
 def _runs(gpus: Gpus) -> str:
-    """The newest containers that a driver runs, for the architecture of the first GPU."""
-    capability = gpus.devices[0].capability
-    tags = {
-        support: newest_container(gpus.driver, support, fits=lambda release: runs_on(release, capability) is not False)
-        for support in ("full", "minor")
-    }
-    words = [f"container {tags['full']} (TensorRT-LLM {container(tags['full']).tensorrt_llm})"] if tags["full"] else []
-    if tags["minor"] > tags["full"]:
-        newest = container(tags["minor"])
-        words.append(f"by minor version compatibility {newest.tag} ({newest.tensorrt_llm})")
+    """The newest containers that a driver runs, in words."""
+    full, minor = _newest(gpus)
+    words = [f"container {full} (TensorRT-LLM {container(full).tensorrt_llm})"] if full else []
+    if minor > full:
+        words.append(f"by minor version compatibility {minor} ({container(minor).tensorrt_llm})")
     return ", ".join(words) or f"none of the containers {CONTAINERS[0].tag} … {CONTAINERS[-1].tag}"
 
 

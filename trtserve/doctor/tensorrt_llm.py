@@ -8,7 +8,7 @@ from trtserve import process
 from trtserve.doctor.findings import GPU, Finding, State
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.releases import NEWEST, RELEASES
-from trtserve.releases.containers import CONTAINERS, containers_of
+from trtserve.releases.containers import CONTAINERS, Container, container, containers_of
 from trtserve.releases.installed import BUILDER, ENGINE_REMOVED, Installed, has_engine_path, interpreter
 from trtserve.releases.launcher import LLMAPI_LAUNCH, launcher_facts
 from trtserve.triton.profiles import llmapi_model
@@ -18,16 +18,20 @@ _ENGINES = frozenset({"tensorrt_llm"})
 _LLMAPI = frozenset({"llmapi"})
 
 
-def check_installed(here: Installed | None, asked: Installed | None) -> Finding:
-    """Which version is installed; `asked` is the one of --trtllm-version, None without that option."""
+def check_installed(here: Installed | None, asked: Installed | None, *, suited: str = "") -> Finding:
+    """Which version is installed; `asked` is the one of --trtllm-version, None without that option.
+
+    `suited` is the tag of the container that the driver runs best.
+    """
     if here is None:
-        tag = _container(asked.release if asked else NEWEST)
+        best = container(suited) if suited and not asked else _container(asked.release if asked else NEWEST)
         return Finding(
             group="tensorrt_llm",
             name="TensorRT-LLM",
             state="failed",
             evidence="not installed, neither beside trtllm-build on PATH nor in this Python",
-            fix=f"Run in NVIDIA's container: docker run --gpus all -it {tag}",
+            fix=f"Use NVIDIA's container: `--container {best.tag}` of the stages, or "
+            f"docker run --gpus all -it {best.image}",
             needed_by=GPU,
         )
     tensorrt = f", TensorRT {here.tensorrt}" if here.tensorrt else ""
@@ -78,7 +82,7 @@ def check_builder(found: Installed) -> Finding:
         name=BUILDER,
         state="failed",
         evidence="not on PATH",
-        fix=f"Run in NVIDIA's container {_container(found.release)}.",
+        fix=f"Run in NVIDIA's container {_container(found.release).image}.",
         needed_by=_ENGINES,
     )
 
@@ -93,7 +97,7 @@ def check_backend() -> Finding:
             name="tensorrtllm backend",
             state="failed",
             evidence=error.message.rstrip("."),
-            fix=f"Serve in NVIDIA's container {_container(NEWEST)}.",
+            fix=f"Serve in NVIDIA's container {_container(NEWEST).image}.",
             needed_by=_ENGINES,
         )
     place = str(triton.backends / "tensorrtllm")
@@ -129,6 +133,6 @@ def _llmapi(name: str, state: State, evidence: str, fix: str = "") -> Finding:
     return Finding(group="tensorrt_llm", name=name, state=state, evidence=evidence, fix=fix, needed_by=_LLMAPI)
 
 
-def _container(release: str) -> str:
-    """The newest image with a release, or with the newest that there is."""
-    return (containers_of(release) if release in RELEASES else CONTAINERS)[-1].image
+def _container(release: str) -> Container:
+    """The newest one with a release, or with the newest that there is."""
+    return (containers_of(release) if release in RELEASES else CONTAINERS)[-1]
