@@ -61,7 +61,10 @@ class Core:
         self.cached: set[int] = set()
         self.error = error
 
-    def __call__(self, model: str, inputs: Any, outputs: Sequence[str], request_id: str) -> Iterator[dict[str, Any]]:
+    def __call__(
+        self, model: str, inputs: Any, outputs: Sequence[str], request_id: str, *, pushed: bool
+    ) -> Iterator[dict[str, Any]]:
+        assert not pushed
         if "stop" in inputs:
             return
         self.calls.append(inputs)
@@ -102,7 +105,8 @@ def test_tensors_go_out_on_first_use_and_after_eviction(
 def test_other_errors_are_not_repeated(adapter: Any, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def refuse(*arguments: Any) -> Iterator[Any]:
+    def refuse(*arguments: Any, pushed: bool) -> Iterator[Any]:
+        assert not pushed
         calls.append(arguments)
         raise adapter.InnerModelError("Prompt length (9) exceeds maximum input length (8)")
 

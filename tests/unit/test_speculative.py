@@ -47,7 +47,10 @@ class Models:
         self.error: type[Exception] = RuntimeError
         self.says_reason = False
 
-    def __call__(self, model: str, inputs: Any, outputs: Sequence[str], request_id: str) -> Iterator[dict[str, Any]]:
+    def __call__(
+        self, model: str, inputs: Any, outputs: Sequence[str], request_id: str, *, pushed: bool
+    ) -> Iterator[dict[str, Any]]:
+        assert not pushed
         assert request_id == "id"
         self.calls.append((model, inputs))
         token, count = self.next[model], int(inputs["request_output_len"].item())

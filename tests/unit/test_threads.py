@@ -65,11 +65,11 @@ def test_an_interrupt_ends_all_threads() -> None:
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
-    workers = Workers(lambda number: number)
+    workers, others = Workers(lambda number: number), threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         run_all(iter(int, 1), workers, interrupt)
     assert workers.left == worker_count()
-    assert threading.active_count() == 1
+    assert threading.active_count() == others
 
 
 def test_a_worker_that_cannot_be_made_is_told() -> None:
