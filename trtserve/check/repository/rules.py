@@ -146,6 +146,7 @@ _SETTINGS = (
         name="streaming-tokenizer",
         about="pre- and postprocessing answer once",
         find=settings.streaming_tokenizers,
+        stops=True,
         complaints=(20,),
     ),
     Rule(
