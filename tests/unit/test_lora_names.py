@@ -62,7 +62,7 @@ class Core:
         self.error = error
 
     def __call__(
-        self, model: str, inputs: Any, outputs: Sequence[str], request_id: str, *, pushed: bool
+        self, model: str, inputs: Any, outputs: Sequence[str], request_id: str, *, pushed: bool = False
     ) -> Iterator[dict[str, Any]]:
         assert not pushed
         if "stop" in inputs:

@@ -48,7 +48,7 @@ class Models:
         self.says_reason = False
 
     def __call__(
-        self, model: str, inputs: Any, outputs: Sequence[str], request_id: str, *, pushed: bool
+        self, model: str, inputs: Any, outputs: Sequence[str], request_id: str, *, pushed: bool = False
     ) -> Iterator[dict[str, Any]]:
         assert not pushed
         assert request_id == "id"
