@@ -1,8 +1,9 @@
 """Reading of a checkpoint as TensorRT-LLM's loader does, from convert-and-build.md, sections 2 and 3, but stricter.
 
-The loader hands `mapping` and `quantization` on as keyword arguments, so a key that the release does not know is a
-TypeError. Every `rankN.safetensors` must be there and its header must describe exactly the bytes that follow; the
-names that any decoder has must be there, else the loader's RuntimeError.
+The loader hands `mapping`, `quantization` and `moe` on as keyword arguments, so a key that the release does not know
+is a TypeError; which release has which key is from its public sources. Every `rankN.safetensors` must be there and its
+header must describe exactly the bytes that follow; the names that any decoder has must be there, else the loader's
+RuntimeError.
 """
 
 from __future__ import annotations
@@ -18,8 +19,27 @@ from tests.doubles.flags import Release
 _MAPPING_KEYS = frozenset(
     {"world_size", "gpus_per_node", "cp_size", "tp_size", "pp_size", "moe_tp_size", "moe_ep_size"}
 )
-_LATE_MAPPING_KEYS = frozenset({"moe_cluster_size", "attn_tp_size", "attn_cp_size", "auto_parallel"})
-_LATE_MAPPING: Release = (1, 0)
+_LATE_MAPPING_KEYS: dict[str, Release] = {
+    "auto_parallel": (0, 17),
+    "attn_tp_size": (0, 19),
+    "attn_cp_size": (0, 19),
+    "moe_cluster_size": (0, 20),
+    "cp_config": (1, 1),
+    "enable_attention_dp": (1, 2),
+    "enable_lm_head_tp_in_adp": (1, 2),
+}
+_NO_AUTO_PARALLEL: Release = (1, 2)
+_BALANCED_STAGES: Release = (0, 20)
+_LATE_MOE_KEYS: dict[str, Release] = {
+    "sparse_mixer_epsilon": (0, 13),
+    "device_limited_n_group": (0, 15),
+    "device_limited_topk_group": (0, 15),
+    "device_limited_routed_scaling_factor": (0, 15),
+    "shared_expert_intermediate_size": (0, 16),
+}
+_MOE_KEYS = frozenset({"num_experts", "top_k", "normalization_mode", "tp_mode"})
+_OLD_MOE_KEYS = frozenset({"moe_intermediate_size", "num_shared_experts"})  # 0.14 and 0.15
+_LATE_ALGOS: Release = (1, 0)
 _QUANTIZATION_KEYS = frozenset(
     {
         "quant_algo",
@@ -32,7 +52,7 @@ _QUANTIZATION_KEYS = frozenset(
         "exclude_modules",
     }
 )
-_META_RECIPE: Release = (0, 16)
+_LATE_QUANTIZATION_KEYS: dict[str, Release] = {"use_meta_recipe": (0, 15), "mamba_ssm_cache_dtype": (1, 1)}
 _QUANT_ALGOS = frozenset(
     [
         "W8A16",
@@ -124,11 +144,20 @@ def _keywords(kind: str, given: dict[str, Any], known: frozenset[str]) -> None:
             raise LoaderError("TypeError", f"{kind}.__init__() got an unexpected keyword argument '{name}'")
 
 
+def _there(since: dict[str, Release], release: Release) -> frozenset[str]:
+    return frozenset(name for name, first in since.items() if first <= release)
+
+
+def _check_experts(config: dict[str, Any], release: Release) -> None:
+    old = _OLD_MOE_KEYS if (0, 14) <= release < (0, 16) else frozenset()
+    _keywords("MoeConfig", config.get("moe") or {}, _MOE_KEYS | _there(_LATE_MOE_KEYS, release) | old)
+
+
 def read_mapping(config: dict[str, Any], release: Release) -> Mapping:
     """The parallel mapping, checked as the class Mapping checks it."""
     given = config.get("mapping", {"world_size": 1})
-    known = _MAPPING_KEYS | _LATE_MAPPING_KEYS if release >= _LATE_MAPPING else _MAPPING_KEYS
-    _keywords("Mapping", given, known)
+    gone = {"auto_parallel"} if release >= _NO_AUTO_PARALLEL else set()
+    _keywords("Mapping", given, (_MAPPING_KEYS | _there(_LATE_MAPPING_KEYS, release)) - gone)
     sizes = {name: given.get(name, 1) for name in ("tp_size", "pp_size", "cp_size")}
     if any(type(size) is not int or size < 1 for size in sizes.values()):
         raise LoaderError("ValueError", f"mapping holds sizes that are no positive integers: {sizes}")
@@ -151,8 +180,8 @@ def read_mapping(config: dict[str, Any], release: Release) -> Mapping:
 
 def _check_quantization(config: dict[str, Any], release: Release) -> None:
     given = config.get("quantization") or {}
-    _keywords("QuantConfig", given, _QUANTIZATION_KEYS | ({"use_meta_recipe"} if release >= _META_RECIPE else set()))
-    algorithms = _QUANT_ALGOS | (_LATE_QUANT_ALGOS if release >= _LATE_MAPPING else frozenset())
+    _keywords("QuantConfig", given, _QUANTIZATION_KEYS | _there(_LATE_QUANTIZATION_KEYS, release))
+    algorithms = _QUANT_ALGOS | (_LATE_QUANT_ALGOS if release >= _LATE_ALGOS else frozenset())
     name = given.get("quant_algo")
     if name is not None and name not in algorithms:
         raise LoaderError("ValueError", f"'{name}' is not a valid QuantAlgo")
@@ -178,6 +207,7 @@ def read_config(path: Path, release: Release) -> dict[str, Any]:
         raise LoaderError("KeyError", f"'{config['dtype']}'")
     read_mapping(config, release)
     _check_quantization(config, release)
+    _check_experts(config, release)
     return config
 
 
@@ -224,7 +254,7 @@ def layers_of(rank: int, config: dict[str, Any], release: Release) -> int:
     mapping = read_mapping(config, release)
     stage = rank // (mapping.tp_size * mapping.cp_size)
     count, rest = divmod(int(config["num_hidden_layers"]), mapping.pp_size)
-    return count + (1 if release >= _LATE_MAPPING and stage < rest else 0)
+    return count + (1 if release >= _BALANCED_STAGES and stage < rest else 0)
 
 
 def check_rank(folder: Path, rank: int, config: dict[str, Any], release: Release) -> int:

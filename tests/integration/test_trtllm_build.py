@@ -201,6 +201,30 @@ def test_dry_run_prints_the_command_without_tensorrt_llm(build: Builder, capsys:
     assert not build.doubles.calls("trtllm-build")
 
 
+def test_a_checkpoint_of_another_release_is_told(
+    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mapping = {"world_size": 1, "tp_size": 1, "pp_size": 1, "cp_config": {}}
+    write_checkpoint(tmp_path / "checkpoint", mapping=mapping)
+    build = Builder(doubles, tmp_path, monkeypatch)
+    assert build("--dry-run", "--trtllm-version", "0.18.2") == 0
+    planned = capsys.readouterr().out
+    assert "TensorRT-LLM 0.18 does not know mapping.cp_config" in planned
+    assert "trtserve convert --trtllm-version 0.18" in planned
+    assert build("--dry-run", "--trtllm-version", "1.2.1") == 0
+    assert "cp_config" not in capsys.readouterr().out
+
+
+def test_stages_that_an_old_release_would_make_otherwise_are_refused(
+    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "checkpoint", pp=2, num_hidden_layers=3)
+    build = Builder(doubles, tmp_path, monkeypatch)
+    assert build("--dry-run", "--trtllm-version", "0.18.2") == 2
+    assert "--pp-size 2 does not divide the 3 layers" in capsys.readouterr().err
+    assert build("--dry-run", "--trtllm-version", "1.2.1") == 0
+
+
 REFUSED = [
     (("--trtllm-version", "1.3.0"), 2, "--runtime llmapi"),
     (("--trtllm-version", "0.11.0"), 2, "older than 0.12"),

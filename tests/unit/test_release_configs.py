@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.doubles.checkpoint import LoaderError, read_config, read_mapping
 from tests.support.release_changes import NEWEST, SINCE, before, expected_config
 from tests.support.tiny_models import FAMILIES, read_safetensors, write_tiny_model
 from trtserve import architectures
@@ -15,7 +17,8 @@ from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.artifacts import Model
 from trtserve.convert import checkpoint_config, convert_model, plan_conversion
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.releases import RELEASES
+from trtserve.releases import RELEASES, order
+from trtserve.releases.checkpoint_config import foreign_keys
 from trtserve.specs import ConvertSpec
 
 
@@ -106,6 +109,22 @@ def test_gemma_has_one_table_in_releases_that_share_it(tmp_path: Path, tp_size: 
     np.testing.assert_array_equal(
         CheckpointReader(old).merged("lm_head.weight"), CheckpointReader(new).merged("lm_head.weight")
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "gemma"])
+def test_the_loaders_of_releases_take_what_is_theirs(tmp_path: Path, family: str) -> None:
+    path = tmp_path / "config.json"
+    for release in RELEASES:
+        number = order(release)
+        for asked in (release, None):
+            path.write_text(json.dumps(config_of(family, trtllm_version=asked)))
+            read_mapping(read_config(path, number), number)
+            assert foreign_keys(json.loads(path.read_text()), release) == []
+    newest = config_of(family, trtllm_version="1.2")
+    assert foreign_keys(newest, "0.20")[:2] == ["mapping.cp_config", "mapping.enable_attention_dp"]
+    path.write_text(json.dumps(newest))
+    with pytest.raises(LoaderError, match="unexpected keyword argument"):
+        read_mapping(read_config(path, (0, 20)), (0, 20))
 
 
 def test_a_release_is_part_of_what_a_checkpoint_is(tmp_path: Path) -> None:

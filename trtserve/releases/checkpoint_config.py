@@ -142,6 +142,15 @@ def keys_of_release(
     return {key: value for key, value in keys.items() if key not in lacking}
 
 
+def foreign_keys(config: Mapping[str, Any], release: str) -> list[str]:
+    """Keys of a checkpoint's config, such as `mapping.cp_config`, at which the loader of a release stops."""
+    return [
+        f"{row.section}.{row.name}"
+        for row in _KEYS
+        if row.section in STRICT and row.name in (config.get(row.section) or {}) and not row.within(release)
+    ]
+
+
 def smoothquant_val(architecture: str, release: str | None) -> float | None:
     """`smoothquant_val` of a model that is not smoothed: 0.12 and the Gemma script leave it null."""
     first = release is not None and order(release) <= order(_NO_SMOOTHQUANT_UNTIL)

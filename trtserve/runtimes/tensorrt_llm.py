@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from trtserve.launch.gpus import Gpu, count_gpus, visible_gpu
 from trtserve.machine import gibibytes
 from trtserve.process import Command
 from trtserve.progress import Progress
+from trtserve.releases.checkpoint_config import foreign_keys, require_stages
 from trtserve.releases.containers import CONTAINERS
 from trtserve.releases.installed import BUILDER, OPTION, Installed, installed, interpreter, require_engine_path
 from trtserve.runtimes.base import CheckpointConfig, EnginePlan
@@ -169,6 +170,7 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
         else require_installed_in(spec.container, spec.trtllm_version)
     )
     release = require_engine_path(found.version)
+    require_stages(release, config["architecture"], config["num_hidden_layers"], _pipeline_stages(config))
     built = build_arguments(release, config, spec)
     rank, gpu = _rank_weights(config), visible_gpu()
     program, notes = _program(found)
@@ -194,8 +196,20 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
     )
     workers, memory_notes = _workers(made, spec)
     parallel = f"Ranks are those of the checkpoint: {_parallel(config)}."
-    told = (parallel, *notes, *built.notes, *memory_notes)
+    told = (parallel, *notes, *_foreign(config, release), *built.notes, *memory_notes)
     return replace(made, workers=workers, notes=told)
+
+
+def _pipeline_stages(config: CheckpointConfig) -> int:
+    return int((config.get("mapping") or {}).get("pp_size") or 1)
+
+
+def _foreign(config: CheckpointConfig, release: str) -> Iterator[str]:
+    if keys := foreign_keys(config, release):
+        yield (
+            f"The checkpoint is one of another release: TensorRT-LLM {release} does not know {', '.join(keys)}, and "
+            f"its loader stops at them. `trtserve convert --trtllm-version {release}` makes one without."
+        )
 
 
 def _require_installed(version: str | None) -> Installed:
