@@ -18,11 +18,13 @@ import pytest
 
 from tests.support.hub import Hub, running_hub
 from tests.support.tiny_models import write_tiny_model
+from trtserve.architectures import pickled_files
 from trtserve.artifacts import Model, load_artifact
 from trtserve.errors import (
     AccessDeniedError,
     CorruptFileError,
     DiskSpaceError,
+    MissingDependencyError,
     ModelNotFoundError,
     NetworkError,
     TrtserveError,
@@ -249,13 +251,16 @@ def test_unsupported_architecture_is_named_before_weights(hub: Hub, tiny: Path, 
     assert not hub.asked_for("model.safetensors")
 
 
-def test_only_pickled_weights_are_refused(hub: Hub, tiny: Path, tmp_path: Path) -> None:
+def test_only_pickled_weights_are_refused_without_pytorch(
+    hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickled_files, "find_spec", lambda name: None)
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     for name in ("config.json", "tokenizer.json", "pytorch_model.bin"):
         (pickled / name).write_bytes((tiny / name).read_bytes())
     hub.add("acme/pickled", pickled)
-    with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin"):
+    with pytest.raises(MissingDependencyError, match="only PyTorch can read"):
         import_model("acme/pickled")
     assert not hub.asked_for("pytorch_model.bin")
 

@@ -10,10 +10,12 @@ import pytest
 import yaml
 
 from tests.support.doubles import Doubles
+from tests.support.servers import HOST
 from tests.support.tiny_models import write_tiny_model
 from trtserve import runtimes
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
+from trtserve.ports import free_ports
 from trtserve.store import Store
 
 
@@ -86,6 +88,55 @@ def test_the_llm_api_needs_the_model_alone(
     assert str(model) in capsys.readouterr().out
     assert run(["remove", "tiny"]) == 0
     assert not Path(record["repository"]).exists()
+
+
+def _renamed(model: Path, architecture: str, model_type: str) -> Path:
+    """The model as one of another architecture, with a program and a processor of its own."""
+    file = model / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"architectures": [architecture], "model_type": model_type})
+    )
+    (model / "modeling_other.py").write_text("")
+    (model / "preprocessor_config.json").write_text("{}")
+    return model
+
+
+def test_the_llm_api_takes_architectures_that_nothing_converts(
+    model: Path, capsys: pytest.CaptureFixture[str], doubles: Doubles
+) -> None:
+    _renamed(model, "DeepseekV3ForCausalLM", "deepseek_v3")
+    assert run(["import", str(model), "--runtime", "tensorrt_llm"]) == 15
+    assert run(["import", str(model), "--runtime", "tensorrt_llm", "--converter", "upstream"]) == 15
+    assert "Without an engine: --runtime llmapi" in capsys.readouterr().err
+    assert run(["import", str(model), "--runtime", "llmapi", "--json"]) == 0
+    repository = Path(_result(capsys)["repository"])
+    inside = {path.name for path in (repository / "tensorrt_llm" / "1" / "model").iterdir()}
+    assert {"modeling_other.py", "preprocessor_config.json", "model.safetensors", "tokenizer.json"} <= inside
+    ports = [
+        f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), free_ports(HOST, 3), strict=True)
+    ]
+    assert run(["start", "tiny", "--detach", *ports]) == 0
+    assert run(["stop", "tiny"]) == 0
+
+
+def test_nvidias_converter_imports_what_ours_does_not_know(
+    doubles: Doubles, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doubles.configure(container="26.07", version="1.2.1", gpus=2)
+    monkeypatch.syspath_prepend(str(doubles.packages("1.2.1")))
+    model = _renamed(write_tiny_model(tmp_path / "tiny", "gpt2"), "GPTBigCodeForCausalLM", "gpt_bigcode")
+    flags = ("--converter", "upstream", "--trtllm-examples", str(doubles.examples("1.2")), "--tp-size", "2")
+    assert run(["import", str(model), "--runtime", "openvino", *flags]) == 15
+    assert "GPTBigCodeForCausalLM cannot be converted" in capsys.readouterr().err
+    assert run(["import", str(model), "--runtime", "tensorrt_llm", *flags, "--quiet"]) == 0
+    assert run(["import", str(model), "--runtime", "tensorrt_llm", *flags, "--dry-run"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in shown[-4:]][:2] == [["model", "reuse"], ["convert", "reuse"]]
+    assert run(["import", str(model), "--runtime", "tensorrt_llm", *flags, "--quiet"]) == 0
+    assert len(doubles.calls("convert_checkpoint.py")) == len(doubles.calls("trtllm-build")) == 1
+    flags = (*flags[:-1], "1")
+    assert run(["import", str(model), "--runtime", "tensorrt_llm", *flags, "--dry-run"]) == 0
+    assert "gpt/convert_checkpoint.py --model_dir" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,9 @@ def test_what_stops_the_launch_is_told_before_the_build(
     machine: Machine, imported: ModelRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     builds = len(machine.doubles.calls("trtllm-build"))
-    assert run(["start", ALIAS, "--world-size", "8"]) == 30
+    assert run(["start", ALIAS, "--world-size", "8", "--auto-ports"]) == 30
     assert "8 rank(s) need a GPU each; this machine has 4" in capsys.readouterr().err
-    assert run(["start", ALIAS, "--world-size", "2", "--gpus", "0"]) == 2
+    assert run(["start", ALIAS, "--world-size", "2", "--gpus", "0", "--auto-ports"]) == 2
     assert "--gpus names 1 GPU(s); 2 rank(s) need 2" in capsys.readouterr().err
     assert run(["start", ALIAS, "--world-size", "3", "--dry-run"]) != 0  # 4 heads
     assert "3" in capsys.readouterr().err

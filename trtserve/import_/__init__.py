@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,15 +31,25 @@ def import_model(
     store: Store | None = None,
     token: str | None = None,
     own_tokenizer: bool = True,
+    any_architecture: bool = False,
     progress: Progress = SILENT,
 ) -> Model:
     """Bring a model into the store: `demo`, an alias, a hub id `org/name[@revision]` or a folder.
 
     The hub's revision is pinned to a commit; only config, tokenizer and safetensors are pulled. `token` None takes
     the usual places of huggingface_hub. A local folder is referred to, never changed and its weights never copied.
-    `own_tokenizer` False: the model needs none, since another one is served with it.
+    `own_tokenizer` False: the model needs none, since another one is served with it. `any_architecture`: it is not
+    our converter that will read it.
     """
-    plan = plan_model(source, name=name, store=store, token=token, own_tokenizer=own_tokenizer, progress=progress)
+    plan = plan_model(
+        source,
+        name=name,
+        store=store,
+        token=token,
+        own_tokenizer=own_tokenizer,
+        any_architecture=any_architecture,
+        progress=progress,
+    )
     return pull_model(plan, out=out, store=store, token=token, progress=progress)
 
 
@@ -50,17 +60,19 @@ def plan_model(
     store: Store | None = None,
     token: str | None = None,
     own_tokenizer: bool = True,
+    any_architecture: bool = False,
     progress: Progress = SILENT,
 ) -> ModelPlan:
     """Learn everything about a model that needs no weights: commit, files, sizes, architecture.
 
     From the hub only `config.json` and the index of the weights are pulled. UnsupportedModelError when the model
-    cannot be converted here, or has no tokenizer although it needs its own.
+    cannot be converted here (and not `any_architecture` will do), or has no tokenizer although it needs its own.
     """
     parsed = parse_source(source, name=name)
     if parsed.kind != "hub":
-        return folder_plan(parsed, own_tokenizer=own_tokenizer)
-    return _plan_from_hub(parsed, store or Store(), token, progress, own_tokenizer=own_tokenizer)
+        return folder_plan(parsed, own_tokenizer=own_tokenizer, any_architecture=any_architecture)
+    needs = {"own_tokenizer": own_tokenizer, "any_architecture": any_architecture}
+    return _plan_from_hub(parsed, store or Store(), token, progress, needs)
 
 
 def pull_model(
@@ -106,7 +118,7 @@ def missing_bytes(plan: ModelPlan, *, out: Path | None = None, store: Store | No
 
 
 def _plan_from_hub(
-    source: Source, store: Store, token: str | None, progress: Progress, *, own_tokenizer: bool
+    source: Source, store: Store, token: str | None, progress: Progress, needs: Mapping[str, bool]
 ) -> ModelPlan:
     if (stored := stored_plan(source, store, offline=hub.is_offline())) is not None:
         return stored
@@ -120,7 +132,7 @@ def _plan_from_hub(
         def read(file: hub.RemoteFile) -> Path:
             return _bring(revision, file, folder, token, progress)
 
-        files, config = planned_files(source.location, revision.files, read, own_tokenizer=own_tokenizer)
+        files, config = planned_files(source.location, revision.files, read, **needs)
     hub.require_pullable(source.location, files)
     return ModelPlan(source=source, revision=revision, files=files, config=config)
 

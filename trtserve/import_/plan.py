@@ -39,6 +39,8 @@ SMALL_FILES = frozenset(
         "chat_template.json",
     }
 )
+# Beside the weights of a model whose loader is not ours: configs, tokenizers, and the model's own code.
+_SMALL = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _AGAIN = "Copy or pull the file again from where the model is from."
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -116,33 +118,57 @@ def is_weights(name: str) -> bool:
 
 
 def planned_files(
-    label: str, files: Sequence[RemoteFile], read: Callable[[RemoteFile], Path], *, own_tokenizer: bool = True
+    label: str,
+    files: Sequence[RemoteFile],
+    read: Callable[[RemoteFile], Path],
+    *,
+    own_tokenizer: bool = True,
+    any_architecture: bool = False,
 ) -> tuple[tuple[RemoteFile, ...], dict[str, Any]]:
     """The needed ones of `files`, and the content of `config.json`; `read` makes a small file readable here.
 
     UnsupportedModelError when the model cannot be converted here, named before any weights are asked for; a model
-    without tokenizer is one of those, unless `own_tokenizer` is False.
+    without tokenizer is one of those, unless `own_tokenizer` is False. With `any_architecture` others will convert or
+    load it: what our converter does not know is taken with all its small files.
     """
+    from trtserve.architectures import supported
+
     by_name = {file.name: file for file in files}
     if CONFIG not in by_name:
         raise UnsupportedModelError(f"{label} has no {CONFIG}.", hint="Give a model in the Hugging Face format.")
-    from trtserve.architectures import supported
-
     config = _read_json(read(by_name[CONFIG]), label)
-    supported(config)
-    weights = _weight_names(label, by_name, read)
+    known = is_convertible(config)
+    if not (known or any_architecture):
+        supported(config)  # which says why
+    weights = _weight_names(label, by_name, read, unpickled=not any_architecture)
     if own_tokenizer and not any(name in by_name for name in _TOKENIZERS):
         raise UnsupportedModelError(
             f"{label} has no tokenizer; expected one of {', '.join(_TOKENIZERS)}.",
             hint="Name a folder that has one with --tokenizer, or copy the tokenizer's files beside config.json.",
         )
-    wanted = SMALL_FILES | weights
+    small = SMALL_FILES if known else {name for name in by_name if Path(name).suffix in _SMALL and "/" not in name}
+    wanted = small | weights
     return tuple(by_name[name] for name in sorted(wanted & by_name.keys())), config
 
 
-def _weight_names(label: str, files: Mapping[str, RemoteFile], read: Callable[[RemoteFile], Path]) -> set[str]:
+def is_convertible(config: Mapping[str, Any]) -> bool:
+    """Whether our own converter takes a model; UnsupportedModelError when its config names no architecture."""
+    from trtserve.architectures import architecture_of, supported
+
+    architecture_of(config)
+    try:
+        supported(config)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _weight_names(
+    label: str, files: Mapping[str, RemoteFile], read: Callable[[RemoteFile], Path], *, unpickled: bool
+) -> set[str]:
+    """The files of weights; to be `unpickled` here, those of PyTorch need it."""
     for single, index in ((SINGLE, INDEX), (_PICKLED, _PICKLED_INDEX)):
-        if single == _PICKLED and (_PICKLED in files or _PICKLED_INDEX in files):
+        if unpickled and single == _PICKLED and (_PICKLED in files or _PICKLED_INDEX in files):
             from trtserve.architectures.pickled_files import require_torch
 
             require_torch()
@@ -176,13 +202,19 @@ def _read_json(path: Path, label: str) -> dict[str, Any]:
     return content
 
 
-def folder_plan(source: Source, *, own_tokenizer: bool = True) -> ModelPlan:
+def folder_plan(source: Source, *, own_tokenizer: bool = True, any_architecture: bool = False) -> ModelPlan:
     """Plan of a model in a folder, the demo's included; CorruptFileError when a file of weights is cut."""
     folder = Path(source.location)
     _require_model(folder)
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     listed = [RemoteFile(name=name, size=(folder / name).stat().st_size, digest="") for name in names]
-    files, config = planned_files(str(folder), listed, lambda file: folder / file.name, own_tokenizer=own_tokenizer)
+    files, config = planned_files(
+        str(folder),
+        listed,
+        lambda file: folder / file.name,
+        own_tokenizer=own_tokenizer,
+        any_architecture=any_architecture,
+    )
     hashed = source.kind == "demo"
     return ModelPlan(
         source=source, folder=folder, config=config, files=tuple(_local_file(folder / f.name, hashed) for f in files)

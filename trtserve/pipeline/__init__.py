@@ -20,10 +20,11 @@ from trtserve.capacity.needs import draft_memory
 from trtserve.capacity.room import require_disk
 from trtserve.capacity.wishes import Wish, need_of, require_wish
 from trtserve.convert import Plan as Conversion
-from trtserve.convert import checkpoint_config, convert_model, destination_of, plan_conversion
+from trtserve.convert import checkpoint_config, convert_model, destination_of, plan_conversion, upstream_command
 from trtserve.errors import ArtifactError
 from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
 from trtserve.machine import gibibytes
+from trtserve.pipeline.foreign import is_foreign, make_foreign_engine
 from trtserve.pipeline.llmapi import for_llmapi, import_for_llmapi
 from trtserve.pipeline.recorded import recordable
 from trtserve.pipeline.spec import ImportSpec
@@ -62,7 +63,9 @@ class ImportPlan:
     """An import before its first byte.
 
     `missing` counts bytes to be pulled. `conversion`, `build` and `repository` are known as far as their inputs are on
-    this machine; `checkpoint_reused` and the plans' own fields say what exists already. Sizes are bytes.
+    this machine; `checkpoint_reused` and the plans' own fields say what exists already. Sizes are bytes. Of an
+    architecture that only NVIDIA's converter knows, the engine is not planned: its sizes are those of the weights, and
+    `memory_bytes` is None.
     """
 
     model: ModelPlan
@@ -71,7 +74,7 @@ class ImportPlan:
     missing: int
     checkpoint_bytes: int
     engine_bytes: int
-    memory_bytes: int
+    memory_bytes: int | None
     conversion: Conversion | None = None
     checkpoint_path: Path | None = None
     checkpoint_reused: bool = False
@@ -94,12 +97,25 @@ class ImportPlan:
         place, engine = build.path if build else None, self.engine_bytes
         return [
             planned_stage("model", self.model_path, self.missing, done=self.model_reused),
-            planned_stage("convert", self.checkpoint_path, self.checkpoint_bytes, done=not self.converts),
+            planned_stage(
+                "convert",
+                self.checkpoint_path,
+                self.checkpoint_bytes,
+                done=not self.converts,
+                command=self._convert_command(),
+            ),
             planned_stage("build", place, engine, done=not self.builds, command=self._build_command()),
             planned_stage(
                 "repo", repository.path if repository else None, 0, done=bool(repository and repository.reused)
             ),
         ]
+
+    def _convert_command(self) -> str | None:
+        """NVIDIA's converter, where it is the one that converts."""
+        if self.conversion is None or self.conversion.toolkit is None or self.checkpoint_path is None:
+            return None
+        model = Model(path=self.model_path, manifest=self.model.manifest())
+        return str(upstream_command(model, self.conversion, self.checkpoint_path))
 
     def _build_command(self) -> str | None:
         """The program that would build the engine, where both folders are known."""
@@ -128,9 +144,18 @@ def plan_import(
     _require_replaceable(spec)
     _require_tokenizer(spec)
     own = spec.tokenizer is None
-    model = plan_model(spec.source, name=spec.name, store=store, token=token, own_tokenizer=own, progress=progress)
-    need = need_of(_wish(spec, model))
-    require_fitting(need.engine.config_outline(), spec.repository, draft=spec.draft)
+    model = plan_model(
+        spec.source,
+        name=spec.name,
+        store=store,
+        token=token,
+        own_tokenizer=own,
+        any_architecture=spec.convert.converter == "upstream",
+        progress=progress,
+    )
+    need = None if is_foreign(spec, model.config) else need_of(_wish(spec, model))
+    if need is not None:
+        require_fitting(need.engine.config_outline(), spec.repository, draft=spec.draft)
     path = model_destination(model, None, store)
     published = reusable(Model, path, model.fingerprint)
     plan = ImportPlan(
@@ -138,9 +163,9 @@ def plan_import(
         model_path=path,
         model_reused=published is not None,
         missing=missing_bytes(model, store=store),
-        checkpoint_bytes=_checkpoint_bytes(spec, model),
-        engine_bytes=need.engine.disk_bytes,
-        memory_bytes=need.total,
+        checkpoint_bytes=_checkpoint_bytes(spec, model) if need else model.weight_bytes,
+        engine_bytes=need.engine.disk_bytes if need else model.weight_bytes,
+        memory_bytes=need.total if need else None,
     )
     local = published or _model_in_place(model)
     return plan if local is None else _plan_further(spec, plan, local, store)
@@ -189,6 +214,8 @@ def _model_in_place(model: ModelPlan) -> Model | None:
 def _plan_further(spec: ImportSpec, plan: ImportPlan, model: Model, store: Store) -> ImportPlan:
     conversion = plan_conversion(model, spec.convert)
     place = destination_of(conversion, spec.name, store=store)
+    if plan.memory_bytes is None:
+        return replace(plan, conversion=conversion, checkpoint_path=place.path, checkpoint_reused=place.reused)
     build = _plan_build(spec, conversion, store)
     repository = None
     if build.reused:
@@ -236,7 +263,8 @@ def require_room(spec: ImportSpec, plan: ImportPlan, store: Store) -> None:
     else:
         require_disk(store.root, plan.missing + checkpoint, f"{what})")
         require_disk(spec.engine_out, plan.engine_bytes, f"The engine of {spec.name}")
-    require_wish(_wish(spec, plan.model), spec.name)
+    if plan.memory_bytes is not None:
+        require_wish(_wish(spec, plan.model), spec.name)
 
 
 def import_to_repository(
@@ -259,7 +287,8 @@ def import_to_repository(
     require_room(spec, plan, store)
     model = pull_model(plan.model, store=store, token=token, progress=progress)
     conversion = plan_conversion(model, spec.convert)
-    engine = _make_engine(spec, model, conversion, store, progress)
+    make_engine = _make_engine if plan.memory_bytes is not None else make_foreign_engine
+    engine = make_engine(spec, model, conversion, store, progress)
     repository = _make_repository(spec, model, engine, store, progress)
     checkpoint = destination_of(conversion, spec.name, store=store).path
     if record:

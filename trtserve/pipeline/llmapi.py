@@ -61,7 +61,7 @@ def plan_llmapi_import(
     """Everything that can be known before the pull; UsageError for options of engines and conversions."""
     store = store or Store()
     repository_spec(spec)
-    model = plan_model(spec.source, name=spec.name, store=store, token=token, progress=progress)
+    model = plan_model(spec.source, name=spec.name, store=store, token=token, any_architecture=True, progress=progress)
     path = model_destination(model, None, store)
     published = reusable(Model, path, model.fingerprint)
     plan = LlmapiImportPlan(

@@ -66,15 +66,21 @@ def _converter(line: str) -> Converter:
 CONVERTERS = {each.architecture: each for each in map(_converter, _TABLE.strip().splitlines())}
 
 
-def converter_script(architecture: str, release: str) -> str:
-    """The convert_checkpoint.py for an architecture; UnsupportedModelError when the release has none."""
-    wanted = normalize_release(release)
+def require_converter(architecture: str) -> Converter:
+    """Who converts an architecture in some release; UnsupportedModelError when nobody does."""
     converter = CONVERTERS.get(architecture)
     if converter is None:
         raise UnsupportedModelError(
             f"No convert_checkpoint.py of TensorRT-LLM is known for {architecture}.",
-            hint=f"Known: {', '.join(CONVERTERS)}.",
+            hint=f"Known: {', '.join(CONVERTERS)}. Without an engine: --runtime llmapi.",
         )
+    return converter
+
+
+def converter_script(architecture: str, release: str) -> str:
+    """The convert_checkpoint.py for an architecture; UnsupportedModelError when the release has none."""
+    wanted = normalize_release(release)
+    converter = require_converter(architecture)
     if not converter.within(wanted):
         raise UnsupportedModelError(
             f"TensorRT-LLM {wanted} does not convert {architecture}; {converter.since} is the first release that does.",
