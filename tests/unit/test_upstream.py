@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,40 @@ def test_what_is_not_whole_is_not_published(
     assert caught.value.log is not None
     assert "TensorRT-LLM version: 0.18.2" in caught.value.log.read_text()
     assert [path.name for path in out.parent.iterdir() if path.suffix != ".lock"] == []
+
+
+def _described(model: Path, folder: Path, quantization: dict[str, Any]) -> Path:
+    """A copy of a model whose config says that it is quantised."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return folder
+
+
+@pytest.mark.parametrize("wish", [{"quantize": "fp8"}, {"quantize": "int4", "converter": "upstream"}])
+def test_nothing_is_quantised_twice(
+    models: dict[str, Path],
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    wish: dict[str, Any],
+) -> None:
+    install(doubles, monkeypatch, "0.20")
+    model = _described(models["llama"], tmp_path / "model", {"quant_method": "awq", "bits": 4})
+    with pytest.raises(UsageError, match=r"quantised already \(awq\)"):
+        plan_conversion(Model(path=model), ConvertSpec(**wish))
+
+
+def test_what_we_cannot_read_goes_to_the_tool(
+    models: dict[str, Path], doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Our own converter's hint for such a model is this one."""
+    install(doubles, monkeypatch, "0.20")
+    model = _described(models["llama"], tmp_path / "model", {"quant_method": "gptq", "bits": 4, "desc_act": True})
+    spec = ConvertSpec(converter="upstream", tp_size=2)
+    made = convert_model(Model(path=model), spec, out=tmp_path / "made")
+    assert (made.path / "rank1.safetensors").is_file()
+    assert plan_conversion(Model(path=model), spec).total_bytes > 0
 
 
 def test_flags_of_the_user(

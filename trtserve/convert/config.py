@@ -91,10 +91,7 @@ def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: Mapp
     if stored is None:
         return {"quant_algo": _QUANT_ALGO[spec.quantize]}
     if spec.quantize != "none":
-        raise UsageError(
-            f"The model is quantised already ({stored.method}): --quantize {spec.quantize} cannot be applied to it.",
-            hint="Leave --quantize out, or choose the original model.",
-        )
+        raise _quantised_already(hf, spec)
     if resolve_dtype(spec, hf) == "float32":
         raise UsageError(
             "A model that is quantised already has no float32 checkpoint: TensorRT-LLM computes with such weights in "
@@ -106,6 +103,15 @@ def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: Mapp
     return stored.checkpoint_keys()
 
 
+def _quantised_already(hf: Mapping[str, Any], spec: ConvertSpec) -> UsageError:
+    described = hf["quantization_config"]
+    method = described.get("quant_method") if isinstance(described, Mapping) else described
+    return UsageError(
+        f"The model is quantised already ({method}): --quantize {spec.quantize} cannot be applied to it.",
+        hint="Leave --quantize out, or choose the original model.",
+    )
+
+
 def _expert_parallel_size(config: Mapping[str, Any], spec: ConvertSpec) -> int:
     has_experts = bool((config.get("moe") or {}).get("num_experts"))
     if not has_experts and (spec.moe_tp_size, spec.moe_ep_size) != (None, None):
@@ -114,11 +120,19 @@ def _expert_parallel_size(config: Mapping[str, Any], spec: ConvertSpec) -> int:
 
 
 def expected_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
-    """Our own converter's config where it knows the model, else what every checkpoint says."""
+    """Our own converter's config where it knows the model, else what every checkpoint says.
+
+    Where it knows the model but not how that is quantised, the config is that of floats.
+    """
+    if spec.quantize != "none" and hf.get("quantization_config"):
+        raise _quantised_already(hf, spec)
     quantization = {"quant_algo": _QUANT_ALGO[spec.quantize]}
+    own = replace(spec, quantize="none", converter="own", **_NO_TOOL)
     try:
-        config = checkpoint_config(hf, replace(spec, quantize="none", converter="own", **_NO_TOOL))
+        config = checkpoint_config(hf, own)
     except UnsupportedModelError:
+        if hf.get("quantization_config"):
+            return expected_config({**hf, "quantization_config": None}, spec)
         return {
             "architecture": architectures.architecture_of(hf),
             "dtype": spec.dtype,
