@@ -10,6 +10,7 @@ from dataclasses import replace
 from trtserve.artifacts import ModelRepository
 from trtserve.capacity.rates import timed
 from trtserve.capacity.serving import require_servable
+from trtserve.check.repository import require_sound
 from trtserve.errors import ServerDiedError
 from trtserve.launch.ranks import rank_processes, serving_process
 from trtserve.process import Identity, children, spawn, stop_signals
@@ -109,6 +110,8 @@ def _launch(
 ) -> Server:
     plan = plan_server(repository, spec, store=store)
     with _free_place(plan, store):
+        if spec.container is None:  # a container sees other paths
+            require_sound(repository, progress)
         announce(plan, spec, progress)
         require_servable(plan.served, plan.name, progress)
         require_devices(plan, spec)

@@ -201,7 +201,7 @@ def stale_engines(subject: Subject) -> Iterator[Fault]:
         if entry is None or model.core is None or model.core.engine is None or not model.engine:
             continue
         for what, told, found in _compared(subject, model, entry):
-            if told != found:
+            if told is not None and told != found:
                 yield Fault(
                     model=model.name,
                     file=model.core.engine,
