@@ -15,6 +15,7 @@ import pytest
 from tests.support.model_server import ModelServer, flags, integers, serving, texts
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, ModelRepository
+from trtserve.cli import run
 from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
 from trtserve.specs import RepositorySpec
 from trtserve.triton.preflight import inspect_repository
@@ -137,3 +138,22 @@ def test_model_yaml_has_what_nvidias_has(repository: ModelRepository) -> None:
     assert (content["backend"], content["tensor_parallel_size"], content["pipeline_parallel_size"]) == ("pytorch", 1, 1)
     assert content["triton_config"] == {"max_batch_size": 0, "decoupled": True}
     assert json.loads((repository.path / content["model"] / "config.json").read_text())["model_type"]
+
+
+def test_query_asks_the_alias(server: ModelServer, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("query", PROMPT, "-u", f"127.0.0.1:{server.address.grpc_port}", "--model", "tiny", "--max-tokens", "4")
+    for more in ((), ("--stream",), ("--protocol", "http", "-u", f"127.0.0.1:{server.address.http_port}")):
+        assert run([*asked, *more]) == 0
+        assert capsys.readouterr().out == "w0 w1 w2 w3\n"
+    assert run([*asked, "--json", "--stream", "--stop-words", "w2", "--return-num-input-tokens"]) == 0
+    found = json.loads(capsys.readouterr().out)["result"]
+    assert (found["output_tokens"], found["input_tokens"], found["sequences"][0]["finish_reason"]) == (
+        *(3, 4),
+        "stop_words",
+    )
+    assert run([*asked, "--beam-width", "2"]) == 41
+    assert "beam_width cannot be carried out on the llmapi runtime" in capsys.readouterr().err
+    # Prompts of the benchmark are token ids, which no model of the LLM API takes.
+    bench = ("bench", "token-norm-dist", "--url", asked[3], "--vocab-size", "9")
+    assert run([*bench, "--max-input-len", "20", "--max-seq-len", "30"]) == 41
+    assert "the LLM API's takes text alone" in capsys.readouterr().err

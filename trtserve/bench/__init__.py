@@ -121,7 +121,8 @@ def _core_model(model: ModelDescription) -> ModelDescription:
     if "input_ids" not in model.inputs:
         raise RequestError(
             f"The model {model.name!r} has no input 'input_ids'; this benchmark sends token ids.",
-            hint="Name a core model with --model; it is called `tensorrt_llm` by default.",
+            hint="Name the core model of an engine with --model (`tensorrt_llm` by default); the LLM API's takes text "
+            "alone.",
         )
     return model
 

@@ -233,7 +233,9 @@ def llmapi_model(release: str) -> ModelProfile:
             hint="Serve an engine of that release, or name the newer one that is installed: --trtllm-version",
         )
     inputs = _of_release(_tensors(llmapi.INPUTS + llmapi.OWN_INPUTS), chosen)
-    return ModelProfile(name=CORE, inputs=inputs, outputs=_of_release(_tensors(llmapi.OUTPUTS), chosen))
+    return ModelProfile(
+        name=CORE, inputs=inputs, outputs=_of_release(_tensors(llmapi.OUTPUTS + llmapi.OWN_OUTPUTS), chosen)
+    )
 
 
 def _steps(release: str, *, union: bool) -> tuple[Step, ...]:

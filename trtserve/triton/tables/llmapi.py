@@ -35,9 +35,11 @@ sampling_param_end_id                      INT32   1   optional  0.19
 sampling_param_pad_id                      INT32   1   optional  0.19
 sampling_param_bad                         STRING  -1  optional  0.19
 sampling_param_include_stop_str_in_output  BOOL    1   optional  0.19
+return_num_input_tokens                    BOOL    1   optional  0.20
+return_num_output_tokens                   BOOL    1   optional  0.20
 stop                                       BOOL    1   optional  0.19  0.21
 """
-"""What the BLS model needs beside NVIDIA's inputs; each is the parameter of SamplingParams of that name."""
+"""What the BLS model needs beside NVIDIA's inputs: parameters of SamplingParams by their names, and counts."""
 
 OUTPUTS = """
 text_output                  STRING  -1  -  0.19
@@ -57,3 +59,9 @@ acceptance_rate              FP32    1   -  1.0
 total_accepted_draft_tokens  INT32   1   -  1.0
 total_draft_tokens           INT32   1   -  1.0
 """
+
+OWN_OUTPUTS = """
+num_input_tokens   INT32  1  -  0.20
+num_output_tokens  INT32  1  -  0.20
+"""
+"""Counts, the second one of all tokens so far."""

@@ -89,6 +89,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | None = None
     cumulative_logprob: float | None = None
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -101,6 +102,11 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     aborted: bool = False
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A token for each word."""
+        return list(range(len(self.prompt.split())))
 
     def abort(self) -> None:
         """End it at the next token."""
@@ -128,7 +134,7 @@ class RequestOutput:
         elif reason is None and number >= self.parameters.max_tokens:
             reason = "length"
         front = "" if self.streaming or self.parameters.excludes_input else self.prompt
-        self.outputs = [CompletionOutput(front + text, reason, stopped, -0.5 * number)]
+        self.outputs = [CompletionOutput(front + text, reason, stopped, -0.5 * number, list(range(number)))]
         self.finished = reason is not None
 
 

@@ -14,7 +14,13 @@ Inputs = Mapping[str, NDArray[Any]]
 _PREFIX = "sampling_param_"
 # Not of one element.
 _WORDS = ("stop", "bad")
-_ASKED = ("return_finish_reason", "return_stop_reason", "return_cumulative_logprob")
+_ASKED = (
+    "return_finish_reason",
+    "return_stop_reason",
+    "return_cumulative_logprob",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+)
 _LORA = ("lora_id", "lora_name", "lora_path")
 
 

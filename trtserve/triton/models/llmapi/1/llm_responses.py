@@ -31,6 +31,10 @@ def output_arrays(output: Any, asked: Collection[str]) -> Outputs:
     if "return_cumulative_logprob" in asked:
         # NumPy makes a NaN of None, which is what the LLM gives when it has no number.
         arrays["cumulative_logprob"] = np.array([each.cumulative_logprob for each in sequences], dtype=np.float32)
+    if "return_num_input_tokens" in asked:
+        arrays["num_input_tokens"] = np.array([len(output.prompt_token_ids)], dtype=np.int32)
+    if "return_num_output_tokens" in asked:
+        arrays["num_output_tokens"] = np.array([sum(len(each.token_ids) for each in sequences)], dtype=np.int32)
     if (metrics := getattr(sequences[0], "request_perf_metrics", None)) is not None:
         arrays.update(_performance(metrics))
     return arrays

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from inner_models import Tensors, call_streamed, stop_text_request
-from llm_names import NEUTRAL, OTHERS, OUTPUTS, SAMPLING, WORDS
+from llm_names import COUNTS, NEUTRAL, OTHERS, OUTPUTS, SAMPLING, WORDS
 
 _REASONS = {b"length": b"length", b"timeout": b"timed_out", b"cancelled": b"cancelled"}
 
@@ -35,19 +35,23 @@ class LlmConversation:
         self._excludes = bool(np.any(inputs.get("exclude_input_in_output", False)))
         self._reason = _asks(inputs, "return_finish_reason")
         self._metrics = _asks(inputs, "return_perf_metrics") or _asks(inputs, "return_kv_cache_reuse_stats")
+        self._counts = [name for name in COUNTS if _asks(inputs, name)]
         self._inputs = _llm_inputs(inputs, reason=self._reason)
+        self._inputs |= {name: np.array([True]) for name in self._counts}
 
     def answers(self) -> Iterator[Tensors]:
         """Run the request; InnerModelError carries the message of the model that refused it."""
-        before = ""
+        before, counted = "", 0
         wanted = ["text_output", *(["finish_reason", "stop_reason"] if self._reason else [])]
+        wanted += [COUNTS[name] for name in self._counts]
         wanted += [OUTPUTS[name] for name in self._model.outputs if self._metrics and name in OUTPUTS]
         for answer in call_streamed(self._model.name, self._inputs, wanted, self._request_id):
             text = answer["text_output"].reshape(-1)[0].decode("utf-8")
-            piece, others = self._piece(text, before), self._others(answer)
+            piece, others = self._piece(text, before), self._others(answer, counted)
             if piece or others or not self._streamed:
                 yield {"text_output": _encoded([piece]), **others}
             before = text
+            counted = int(answer["num_output_tokens"][0]) if "num_output_tokens" in answer else 0
             if self._cancelled.is_set():
                 stop_text_request(self._model.name, self._request_id)
 
@@ -59,8 +63,13 @@ class LlmConversation:
             return text
         return text.removeprefix(before)
 
-    def _others(self, answer: Tensors) -> Tensors:
+    def _others(self, answer: Tensors, counted: int) -> Tensors:
+        """The outputs beside the text; of a stream each answer counts its own tokens, as the BLS model's do."""
         found = {name: answer[inner].reshape(1, -1) for name, inner in OUTPUTS.items() if inner in answer}
+        if "num_input_tokens" in answer:
+            found["num_input_tokens"] = answer["num_input_tokens"].reshape(1, 1)
+        if "num_output_tokens" in answer:
+            found["num_output_tokens"] = answer["num_output_tokens"].reshape(1, 1) - np.int32(counted)
         if "finish_reason" in answer and "finish_reason" in self._model.outputs:
             word = _reason(answer["finish_reason"].reshape(-1)[0], answer["stop_reason"].reshape(-1)[0])
             found |= {"finish_reason": np.array([[word]], dtype=np.object_)} if word else {}

@@ -24,7 +24,10 @@ SAMPLING = {
 
 WORDS = {"stop_words": "stop", "bad_words": "bad"}
 
-OTHERS = ("text_input", "stream", "exclude_input_in_output", "return_finish_reason")
+COUNTS = {"return_num_input_tokens": "num_input_tokens", "return_num_output_tokens": "num_output_tokens"}
+"""Input → output of the same names in both models."""
+
+OTHERS = ("text_input", "stream", "exclude_input_in_output", "return_finish_reason", *COUNTS)
 """Inputs that are carried out in another way."""
 
 NEUTRAL = {"beam_width": 1, "num_return_sequences": 1}
