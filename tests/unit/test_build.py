@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.doubles import Doubles
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
 from trtserve import runtimes
@@ -350,6 +351,14 @@ def test_auto_says_what_it_takes(
     assert runtimes.choose_runtime("auto", lines) is runtimes.RUNTIMES[runtime]
     assert lines.lines[0].startswith(f"Runtime: {runtime} (")
     assert reason in lines.lines[0]
+
+
+def test_a_gpu_that_only_nvidia_smi_shows(doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In WSL and in sandboxes the driver's folder of /proc is not there."""
+    monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path / "absent")
+    assert runtimes.has_nvidia_gpu()
+    doubles.configure(gpus=0)
+    assert not runtimes.has_nvidia_gpu()
 
 
 @pytest.mark.parametrize("name", BUILDER_FIELDS)

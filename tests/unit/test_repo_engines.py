@@ -225,6 +225,20 @@ def test_an_engine_that_does_not_fit_names_the_command(tokenizer: Path, tmp_path
         assert "--gather-context-logits" in str(caught.value.hint)
 
 
+def test_the_command_asks_for_what_was_not_left_to_the_tool(tokenizer: Path, tmp_path: Path) -> None:
+    plugins = {"gemm_plugin": "float16", "gpt_attention_plugin": "float16", "use_paged_context_fmha": True}
+    plugins |= {"tokens_per_block": 64, "reduce_fusion": False, "context_fmha": True, "nccl_plugin": "float16"}
+    engine = built_here(
+        write_engine(tmp_path / "engine", build={"plugin_config": plugins}), checkpoint="/my checkpoints/tiny"
+    )
+    served = served_of(engine, tokenizer, tmp_path / "out")
+    with pytest.raises(RepositoryError) as caught:
+        require_matching(served, Installation(tensorrt_llm="1.0.0"))
+    command = str(caught.value.hint).partition(": ")[2]
+    assert command.startswith("trtserve build '/my checkpoints/tiny' --runtime tensorrt_llm --max-batch-size 12 ")
+    assert command.endswith(" --gemm-plugin float16 --use-paged-context-fmha enable")
+
+
 def test_a_foreign_engine_is_compared_by_its_version(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     served = served_of(engine, tokenizer, tmp_path / "out")
     with pytest.raises(RepositoryError, match=r"built by TensorRT-LLM 0\.18\.2, and 1\.0\.0 is installed"):

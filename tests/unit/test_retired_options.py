@@ -30,7 +30,7 @@ GUIDES = [
     ("build c --model_dir m", "build.py", "trtserve convert MODEL"),
     ("build c --checkpoint_dir c", "trtllm-build", "trtserve build CHECKPOINT"),
     ("build c --output_dir e", "trtllm-build", "--out"),
-    ("build --paged_kv_cache enable c", "option of trtllm-build", "-- --paged_kv_cache"),
+    ("build --paged_kv_cache enable c", "deprecated", "--kv_cache_type paged"),
     ("build c --moe_plugin float16", "option of trtllm-build", "-- --moe_plugin"),
     ("import m --use_inflight_batching", "build.py", "every engine batches in flight"),
     ("import m --max_output_len 64", "trtllm-build", "--max_seq_len"),

@@ -86,14 +86,31 @@ def test_modes_that_contradict_each_other(spec: dict[str, object], words: str) -
         ServerSpec(**spec)  # type: ignore[arg-type]
 
 
-def test_the_commands_that_build_for_another_size(tmp_path: Path) -> None:
-    manifest = Manifest(kind="repository", name="mine", fingerprint="0" * 64)
+def _commands_for_four_ranks(tmp_path: Path, built_as: Path) -> list[str]:
+    facts = {"core_models": {"tensorrt_llm": {"built_as": str(built_as)}}}
+    manifest = Manifest(kind="repository", name="mine", fingerprint="0" * 64, facts=facts)
     with pytest.raises(UsageError) as caught:
         planned(repository_of(tmp_path, manifest=manifest), tmp_path, world_size=4)
-    assert str(caught.value.hint).startswith(
-        "trtserve convert mine --tp-size 4 --dtype float16 --name mine-tp4 && "
-        "trtserve build mine-tp4 --runtime tensorrt_llm --max-batch-size 8 "
-    )
+    return str(caught.value.hint).split(" && ")
+
+
+def test_the_commands_that_build_for_another_size(tmp_path: Path) -> None:
+    convert, build, repo, start = _commands_for_four_ranks(tmp_path, tmp_path / "removed")
+    assert convert == "trtserve convert MODEL --tp-size 4 --dtype float16 --name mine-tp4"
+    assert build.startswith("trtserve build mine-tp4 --runtime tensorrt_llm --max-batch-size 8 ")
+    assert (repo, start) == ("trtserve repo mine-tp4 --tokenizer MODEL", "trtserve start mine-tp4")
+
+
+def test_these_commands_name_the_model_and_its_tokenizer_where_they_are_known(tmp_path: Path) -> None:
+    checkpoint, tokenizer = tmp_path / "c", tmp_path / "repository" / "preprocessing" / "1" / "tokenizer"
+    spec, facts = {"dtype": "bfloat16", "quantize": "int8"}, {"model": "/my models/tiny"}
+    checkpoint.mkdir()
+    tokenizer.mkdir(parents=True)
+    Manifest(kind="checkpoint", name="c", fingerprint="0" * 64, spec=spec, facts=facts).write(checkpoint)
+    convert, _build, repo, _start = _commands_for_four_ranks(tmp_path, checkpoint)
+    model = "trtserve convert '/my models/tiny' --tp-size 4"
+    assert convert == f"{model} --dtype bfloat16 --quantize int8 --name mine-tp4"
+    assert repo == f"trtserve repo mine-tp4 --tokenizer {tokenizer}"
 
 
 @pytest.mark.usefixtures("doubles")

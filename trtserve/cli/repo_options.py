@@ -26,7 +26,9 @@ SetOption = Annotated[
 ReleaseOption = Annotated[
     str | None,
     typer.Option(
-        "--release", help="Exact tensors of one TensorRT-LLM release, 0.12 … 1.2; default: inputs of all of them."
+        "--release",
+        help="Exact tensors of one TensorRT-LLM release, 0.12 … 1.2; default: the engine's; on CPUs "
+        "inputs of all of them.",
     ),
 ]
 TritonBatchOption = Annotated[

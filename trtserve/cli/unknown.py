@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from trtserve.releases.build_flags import BuildFlag
 
 
 def answer_unknown_options(tree: Any) -> None:
@@ -74,10 +77,17 @@ def _hint(names: tuple[str, ...], option: str, known: Sequence[str], owners: Map
     if old is not None:
         return old.answer
     spelled = option.replace("_", "-")
-    flag = "--" + option.lstrip("-").replace("-", "_")
-    if names[:1] in (("build",), ("import",)) and flag in build_flags(NEWEST):
-        return f"It is an option of trtllm-build; what stands behind `--` goes there: `trtserve build … -- {flag} …`."
+    flag = build_flags(NEWEST).get("--" + option.lstrip("-").replace("-", "_"))
+    if names[:1] in (("build",), ("import",)) and flag is not None:
+        return _behind(flag)
     if spelled in owners:
         return f"It is an option of {', '.join(f'`{owner}`' for owner in owners[spelled])}."
     close = difflib.get_close_matches(spelled, known, n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(close)}?" if close else None
+
+
+def _behind(flag: BuildFlag) -> str:
+    """What to do with a flag of trtllm-build that is no option of ours."""
+    if flag.deprecated:
+        return f"{flag.name} is an option of trtllm-build, and deprecated: {flag.deprecated}."
+    return f"It is an option of trtllm-build; what stands behind `--` goes there: `trtserve build … -- {flag.name} …`."

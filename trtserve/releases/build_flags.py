@@ -148,7 +148,7 @@ _ALSO = {
 }
 # By name and first release.
 _DEPRECATED = {
-    ("paged_kv_cache", "0.13"): "use --kv_cache_type paged or --kv_cache_type disabled",
+    ("paged_kv_cache", "0.13"): "use --kv_cache_type paged (the default) or --kv_cache_type disabled",
     ("gather_generation_logits", "1.0"): "leave it out, requests may ask for the logits of their answers without it",
 }
 

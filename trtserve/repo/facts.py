@@ -63,9 +63,16 @@ def core_facts(
         "world_size": world_size(config),
         "gpu_device_ids": options.parameters[CORE].get("gpu_device_ids", ""),
         "origin": engine_origin(engine, config),
-        "built_as": engine.name if engine.manifest is not None else None,
+        "built_as": _checkpoint_of(engine),
         "files": rank_sizes(engine.path),
     }
+
+
+def _checkpoint_of(engine: Engine) -> str | None:
+    """What `trtserve build` takes to build it again: the folder of the checkpoint, which its name may not find."""
+    if engine.manifest is None:
+        return None
+    return str(engine.manifest.facts.get("checkpoint") or engine.name)
 
 
 def engine_origin(engine: Engine, config: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import UsageError
+from trtserve.launch.gpus import describe_gpus
 from trtserve.progress import SILENT, Progress
 from trtserve.releases.installed import has_engine_path, installed
 from trtserve.runtimes import llmapi, openvino, tensorrt_llm
@@ -56,5 +57,5 @@ def automatic_runtime() -> tuple[str, str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """True when NVIDIA's kernel driver lists a GPU."""
-    return _NVIDIA_GPUS.is_dir() and any(_NVIDIA_GPUS.iterdir())
+    """True when NVIDIA's driver lists a GPU: in /proc, or through nvidia-smi where that is missing (WSL, sandboxes)."""
+    return (_NVIDIA_GPUS.is_dir() and any(_NVIDIA_GPUS.iterdir())) or bool(describe_gpus())

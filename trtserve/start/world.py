@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from trtserve.artifacts import ModelRepository
-from trtserve.errors import RepositoryError, UsageError
+import shlex
+from pathlib import Path
+
+from trtserve.artifacts import Manifest, ModelRepository
+from trtserve.errors import ArtifactError, RepositoryError, UsageError
 from trtserve.launch.container import installed_in
 from trtserve.launch.devices import world_of
 from trtserve.releases import NEWEST, order
@@ -106,11 +109,30 @@ def rebuild_commands(served: Served, repository: ModelRepository, world_size: in
             f"Make the checkpoint again with --tp_size {world_size} (convert_checkpoint.py), then the engine "
             "(trtllm-build), then put it into the repository; or leave --world-size out."
         )
-    other = f"{repository.name}-tp{world_size}"
-    dtype = served.engine.get("pretrained_config", {}).get("dtype")
-    weights = f" --dtype {dtype}" if dtype else ""
+    other, core = f"{repository.name}-tp{world_size}", served.core_models[0]
+    checkpoint = _checkpoint(served.facts.get("core_models", {}).get(core.name, {}).get("built_as"))
+    spec = checkpoint.spec if checkpoint is not None else {}
+    model = checkpoint.facts.get("model") if checkpoint is not None else None
+    dtype = spec.get("dtype") or served.engine.get("pretrained_config", {}).get("dtype")
+    kept = {"dtype": dtype, "quantize": spec.get("quantize")}
+    weights = "".join(f" --{name} {value}" for name, value in kept.items() if value not in (None, "none"))
+    tokenizer = repository.path / "preprocessing" / "1" / "tokenizer"
     return (
-        f"trtserve convert {repository.name} --tp-size {world_size}{weights} --name {other} && "
-        f"{rebuild_command(served.core_models[0], other)} && "
-        f"trtserve repo {other} --tokenizer {repository.name} && trtserve start {other}"
+        f"trtserve convert {_word(model)} --tp-size {world_size}{weights} --name {other} && "
+        f"{rebuild_command(core, other)} && "
+        f"trtserve repo {other} --tokenizer {_word(tokenizer if tokenizer.is_dir() else None)} && "
+        f"trtserve start {other}"
     )
+
+
+def _checkpoint(folder: str | None) -> Manifest | None:
+    """The manifest of the checkpoint that an engine was built from, while it is there."""
+    try:
+        return Manifest.read(Path(folder)) if folder is not None else None
+    except (ArtifactError, OSError):
+        return None
+
+
+def _word(path: object) -> str:
+    """A path as a shell takes it; MODEL, for the user to fill in, where it is not known."""
+    return "MODEL" if path is None else shlex.quote(str(path))

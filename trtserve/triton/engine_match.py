@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trtserve.errors import RepositoryError
 from trtserve.progress import SILENT, Progress
-from trtserve.releases import release_of
+from trtserve.releases import RELEASES, release_of
+from trtserve.releases.build_flags import build_flags
 from trtserve.triton.core_models import CoreModel
 from trtserve.triton.preflight import Served
 
@@ -24,6 +26,18 @@ _LIMITS = (
 )
 _UNSET = {"max_beam_width": 1, "max_draft_len": 0, "max_prompt_embedding_table_size": 0}
 _SWITCHES = ("gather_context_logits", "gather_generation_logits")
+# Keys of its plugin_config that `trtserve build` has as flags.
+_PLUGINS = (
+    "gemm_plugin",
+    "gpt_attention_plugin",
+    "context_fmha",
+    "use_paged_context_fmha",
+    "use_fp8_context_fmha",
+    "remove_input_padding",
+    "reduce_fusion",
+    "multiple_profiles",
+    "tokens_per_block",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +86,15 @@ def mismatches(core: CoreModel, here: Installation) -> Iterator[str]:
 def rebuild_command(core: CoreModel, built_as: str | None = None) -> str:
     """`trtserve build` with the limits and features of the engine; `built_as` names its checkpoint, if it is known."""
     build: Mapping[str, Any] = core.config.get("build_config", {})
-    words = ["trtserve build", built_as or "CHECKPOINT", "--runtime tensorrt_llm"]
+    words = ["trtserve build", shlex.quote(built_as or "CHECKPOINT"), "--runtime tensorrt_llm"]
     for name in _LIMITS:
         value = build.get(name)
         if value is not None and value != _UNSET.get(name):
             words.append(f"--{name.replace('_', '-')} {value}")
     words += [f"--{name.replace('_', '-')}" for name in _SWITCHES if build.get(name)]
-    lora = (build.get("plugin_config") or {}).get("lora_plugin")
+    plugins: Mapping[str, Any] = build.get("plugin_config") or {}
+    words += _plugin_words(core.version, plugins)
+    lora = plugins.get("lora_plugin")
     if lora:
         settings = build.get("lora_config") or {}
         words.append(f"--lora-plugin {lora}")
@@ -87,6 +103,20 @@ def rebuild_command(core: CoreModel, built_as: str | None = None) -> str:
         if rank := settings.get("max_lora_rank"):
             words.append(f"--max-lora-rank {rank}")
     return " ".join(words)
+
+
+def _plugin_words(version: str | None, plugins: Mapping[str, Any]) -> Iterator[str]:
+    """Flags for what is not as `trtllm-build` of that version makes it unasked; `auto` became a type, and is again."""
+    release = release_of(version) if version else None
+    known = build_flags(release) if release in RELEASES else {}
+    for name in _PLUGINS:
+        flag = known.get(f"--{name}")
+        if flag is None or name not in plugins:
+            continue
+        value = plugins[name]
+        text = "disable" if value in (None, False) else "enable" if value is True else str(value)
+        if text != flag.default and (flag.default != "auto" or text == "disable"):
+            yield f"--{name.replace('_', '-')} {text}"
 
 
 def _differences(core: CoreModel, here: Installation) -> Iterator[str]:
