@@ -2,12 +2,17 @@
 
 import os
 import sys
+from pathlib import Path
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
     # Of transformers only tokenizers are used; its advice to install PyTorch would mislead.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # A stream that our parent closed is None here, which nothing that prints expects.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
     try:
         from trtserve.cli import run
 

@@ -51,3 +51,12 @@ def test_what_was_begun_is_cleared_away(tmp_path: Path, signals: list[signal.Sig
         conversion.wait()
     assert (conversion.returncode, errors) == (code, "")
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("stream", ["1", "2"])
+def test_a_stream_that_is_closed_is_not_written_to(tmp_path: Path, stream: str) -> None:
+    model, made = write_tiny_model(tmp_path / "model"), tmp_path / "made"
+    command = [sys.executable, "-m", "trtserve", "convert", str(model), "--out", str(made)]
+    result = subprocess.run(["sh", "-c", f'exec "$@" {stream}>&-', "sh", *command], timeout=60, check=False)
+    assert result.returncode == 0
+    assert (made / "manifest.json").is_file()

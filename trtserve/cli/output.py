@@ -150,10 +150,15 @@ class TerminalProgress:
             yield _LineTask(text, total=total, unit=unit, done=done)
             return
         from rich import progress as rich_progress
+        from rich.table import Column
 
         columns: list[Any] = [rich_progress.TextColumn("{task.description}"), rich_progress.BarColumn()]
         if unit == "bytes":
-            columns += [rich_progress.DownloadColumn(), rich_progress.TransferSpeedColumn()]
+            # Where there is little room the bar gets shorter, not the figures longer than a line.
+            columns += [
+                kind(table_column=Column(no_wrap=True))
+                for kind in (rich_progress.DownloadColumn, rich_progress.TransferSpeedColumn)
+            ]
         else:
             columns += [rich_progress.MofNCompleteColumn()]
         columns += [rich_progress.TimeRemainingColumn()]
