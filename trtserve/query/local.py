@@ -17,6 +17,7 @@ from trtserve.process import Command
 from trtserve.repo.engine import is_embedded, read_engine, require_engine_files
 from trtserve.repo.options import resolve_options
 from trtserve.specs import RepositorySpec
+from trtserve.start.mpi import mpirun_program
 from trtserve.store import Store
 from trtserve.triton.core_models import world_size
 from trtserve.triton.local_client import LocalClient, LocalEndpoint
@@ -51,7 +52,16 @@ class LocalEngine:
 
     def under_mpirun(self, arguments: Sequence[str]) -> Command:
         """This command line once for each rank."""
-        argv = ("mpirun", "--allow-run-as-root", "-n", str(self.ranks), sys.executable, "-m", "trtserve", *arguments)
+        argv = (
+            mpirun_program(),
+            "--allow-run-as-root",
+            "-n",
+            str(self.ranks),
+            sys.executable,
+            "-m",
+            "trtserve",
+            *arguments,
+        )
         return Command(argv=argv)
 
 

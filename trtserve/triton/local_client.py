@@ -60,6 +60,7 @@ class LocalClient:
 
     def shutdown(self) -> None:
         """End the executor; on ranks other than the leader this returns when the leader ends."""
+        self._running.clear()  # a reader that is dropped later has nothing to stop any more
         self._executor.shutdown()
 
     def describe(self, model: str) -> ModelDescription:

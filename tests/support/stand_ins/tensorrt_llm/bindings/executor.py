@@ -1,7 +1,9 @@
 """A strict stand-in for TensorRT-LLM's executor: signatures as compiled, a language of numbers that go on counting.
 
 An answer to the ids … n is n + 1, n + 2, …, modulo the vocabulary of the tests' tiny model. The release is that of the
-variable TRTSERVE_STAND_IN_RELEASE.
+variable TRTSERVE_STAND_IN_RELEASE. An engine of several ranks wants that many processes; all but the first take no
+requests, and their `shutdown` blocks until the first one's, of which they learn in the folder
+TRTSERVE_STAND_IN_MEETING.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tensorrt_llm.bindings.signatures import TABLES, Signature, order
 __version__ = os.environ.get("TRTSERVE_STAND_IN_RELEASE", "1.2.0")
 _RELEASE = ".".join(__version__.split(".")[:2])
 _SECONDS_PER_TOKEN = 0.002
+_SECONDS_FOR_LEADER = 60.0
 
 
 ModelType = enum.Enum("ModelType", ("DECODER_ONLY", "ENCODER_ONLY", "ENCODER_DECODER"))
@@ -84,6 +87,11 @@ class Executor:
         self._vocab_size = config["pretrained_config"]["vocab_size"]
         if (executor_config.max_beam_width or 1) > config["build_config"]["max_beam_width"]:
             raise RuntimeError("max_beam_width above the engine's")
+        self._rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+        present = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+        needed = config["pretrained_config"]["mapping"]["world_size"]
+        if needed != present:
+            raise RuntimeError(f"the engine has {needed} ranks, and MPI {present}")
         self._work: dict[int, Any] = {}
         self._ready: deque[Any] = deque()
         self._changed = threading.Condition()
@@ -92,11 +100,13 @@ class Executor:
         self._thread.start()
 
     def can_enqueue_requests(self) -> bool:
-        """One process: it leads."""
-        return True
+        """The first process leads."""
+        return self._rank == 0
 
     def enqueue_requests(self, requests: Sequence[Any]) -> list[int]:
         """Ids in order."""
+        if not self.can_enqueue_requests():
+            raise RuntimeError("only the leader takes requests")
         if not isinstance(requests, list) or not all(isinstance(each, _CLASSES["Request"]) for each in requests):
             raise TypeError("enqueue_requests(): incompatible function arguments")
         with self._changed:
@@ -129,7 +139,12 @@ class Executor:
         return []
 
     def shutdown(self) -> None:
-        """End the thread."""
+        """End the thread; without the lead, when the leader has ended."""
+        meeting = os.environ.get("TRTSERVE_STAND_IN_MEETING")
+        if self._rank:
+            _wait_for(Path(str(meeting)) / "leader", Path(str(meeting)) / f"rank{self._rank}")
+        elif meeting:
+            (Path(meeting) / "leader").write_text("has ended")
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -164,6 +179,16 @@ class Executor:
     def _whole(self, request: Any, made: list[int]) -> list[int]:
         excluded = bool(request.output_config and request.output_config.exclude_input_from_output)
         return made if excluded else request.input_token_ids + made
+
+
+def _wait_for(leader: Path, own: Path) -> None:
+    own.write_text("waits")
+    deadline = time.monotonic() + _SECONDS_FOR_LEADER
+    while not leader.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError("the leader has not ended")
+        time.sleep(0.01)
+    own.write_text("ended after its leader")
 
 
 def _response(number: int, tokens: list[int], reason: Any, *, final: bool) -> Any:
