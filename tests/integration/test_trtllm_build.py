@@ -128,7 +128,7 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"build_fault": "oom"}, 14, ("signal 9: it ran out of memory", "It needs about", "were free", "--tp-size")),
     ({"build_fault": "no-engine"}, 21, ("rank0.engine is missing (2 rank(s)",)),
     ({"build_fault": "no-engine", "build_fault_rank": 1}, 21, ("rank1.engine is missing",)),
-    ({"build_fault": "empty", "build_fault_rank": 1}, 21, ("rank1.engine has 0 MiB, too little",)),
+    ({"build_fault": "empty", "build_fault_rank": 1}, 21, ("rank1.engine has 0 bytes, too little",)),
     ({"build_fault": "cut-config"}, 21, ("config.json is not JSON",)),
     ({"build_fault": "error"}, 21, ("ended with code 1", "Provided tensor names are different", "The command was:")),
     ({"version": "1.1.0"}, 21, ("TensorRT-LLM 1.1.0 built the engine; 1.2.1 was meant to", "--trtllm-version")),

@@ -12,8 +12,6 @@ from trtserve.errors import UnsupportedModelError
 from trtserve.releases import Row, normalize_release, order
 
 QUANTIZE_SCRIPT = "examples/quantization/quantize.py"
-LORA_SCRIPT = "examples/hf_lora_convert.py"
-RUN_SCRIPT = "examples/run.py"
 
 _MOVED = "0.20"
 """The release from which families lie below examples/models, those of others than NVIDIA in contrib."""

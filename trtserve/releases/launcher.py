@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from trtserve.releases import normalize_release, order
 
 TRITONSERVER = "/opt/tritonserver/bin/tritonserver"
-EXECUTOR_WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 LLMAPI_LAUNCH = "trtllm-llmapi-launch"
 
 GRPC_PORT, HTTP_PORT, METRICS_PORT = 8001, 8000, 8002
@@ -21,12 +20,6 @@ ORCHESTRATOR = "TRTLLM_ORCHESTRATOR"
 
 SPAWN_PROCESSES = "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"
 """Environment: 1 when the orchestrator spawns its workers, 0 when they are started before."""
-
-SERVER_VERSION = "NVIDIA_TRITON_SERVER_VERSION"
-"""Environment of the containers: such as 24.08."""
-
-POOLS_NEWER_THAN = "24.06"
-"""Memory pools are emptied in orchestrator mode when the server is strictly newer than this."""
 
 
 @dataclass(frozen=True, kw_only=True)

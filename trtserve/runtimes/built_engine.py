@@ -58,7 +58,7 @@ def _require_ranks(folder: Path, checkpoint: Path, world_size: int, arguments: t
         weights = source.stat().st_size if source.is_file() else 0
         if path.stat().st_size == 0 or (whole and path.stat().st_size < weights // _LEAST_PART):
             raise BuildError(
-                f"{path.name} has {gibibytes(path.stat().st_size)}, too little for {gibibytes(weights)} of weights."
+                f"{path.name} has {path.stat().st_size} bytes, too little for {gibibytes(weights)} of weights."
             )
 
 

@@ -363,8 +363,9 @@ def _explained(plan: TensorrtPlan, command: Command, code: int | None, log: Path
         return MemoryLimitError(
             f"{ended}: it ran out of memory. It needs {needed} (an estimate), and {gibibytes(free)} were free. Its "
             f"last lines:\n{tail}",
-            hint="Build one rank after another (--workers 1), free some memory or raise its limit, or convert with a "
-            f"larger --tp-size ({_parallel(plan.config)} now): each rank is smaller then.",
+            hint=f"{'Build one rank after another (--workers 1), free' if plan.workers > 1 else 'Free'} some memory or "
+            f"raise its limit, or convert with a larger --tp-size ({_parallel(plan.config)} now): each rank is smaller "
+            "then.",
             log=log,
         )
     if "No space left on device" in tail:

@@ -259,8 +259,7 @@ def _died(server: Server, instance: Instance, what: str) -> ServerDiedError:
     ended = rank_log.first_end(text)
     if instance.ranks or ended is not None:
         rank = ended.rank if ended is not None else next(iter(dead_ranks(instance)), 0)
-        ranks = f"all {len(instance.ranks)} ranks" if instance.ranks else "all ranks"
-        what = what if ended is None else f"{ended.sentence}, which ends {ranks}"
+        what = what if ended is None else f"{ended.sentence}, which ends all ranks"
         lines = server_log.significant("\n".join(rank_log.lines_of(text, rank)))
         words = indented(lines[-5:]) or "  (it wrote nothing)"
     which = f"{server.name}, HTTP port {instance.http_port}" if server.more else server.name
