@@ -14,9 +14,10 @@ from tests.support.tiny_models import FAMILIES, write_tiny_model
 from trtserve import machine
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
+from trtserve.capacity.converting import convert_memory
 from trtserve.capacity.fitting import fit_gpu, shorter_fit, smallest_fit
 from trtserve.capacity.gpus import GPUS, Gpu, find_gpu, parse_size
-from trtserve.capacity.needs import check_memory, convert_memory, draft_memory, engine_needs_of
+from trtserve.capacity.needs import check_memory, draft_memory, engine_needs_of
 from trtserve.capacity.rates import expected_seconds, read_rates, timed
 from trtserve.capacity.serving import fitting_tokens, require_servable, server_needs
 from trtserve.capacity.wishes import Need, Wish, need_of, require_wish

@@ -9,17 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtserve.architectures import family
-from trtserve.architectures.pickled_files import PickledFile
-from trtserve.architectures.streaming import Move, buffered_bytes
+from trtserve.capacity.converting import TORCH
 from trtserve.runtimes import EnginePlan
 from trtserve.runtimes.base import CheckpointConfig, Limits
 from trtserve.runtimes.openvino_memory import BUILD_PROCESS, EngineNeeds, engine_needs, whole_model_bytes
 
 # Anonymous memory of processes, measured (Python 3.11, transformers 5.23, Triton 2.51).
-_CONVERT_PROCESS = 33 * 2**20
 # An import loads transformers to test the tokenizer, and transformers loads PyTorch where it is installed.
 _TRANSFORMERS = 15 * 2**20
-_TORCH = 215 * 2**20
 # `trtserve start`, tritonserver, and both BLS models (the alias is the second).
 _START_PROCESS = 44 * 2**20
 _TRITON = 34 * 2**20
@@ -45,16 +42,9 @@ class ServerNeeds:
         return self.processes + self.engine + self.kv
 
 
-def convert_memory(moves: Sequence[Move], dtype: str, *, repacking: Sequence[int] = ()) -> int:
-    """Peak of a conversion's process: one source tensor, or quantised matrix (its bytes), is under way at a time."""
-    held = [buffered_bytes(move, dtype) for move in moves]
-    torch = _TORCH if any(isinstance(move.source.file, PickledFile) for move in moves) else 0
-    return _CONVERT_PROCESS + torch + max([*held, *repacking], default=0)
-
-
 def import_memory(engine: EnginePlan) -> int:
     """Peak of an import's process, which builds after it has tested the tokenizer."""
-    return engine.memory_bytes + _TRANSFORMERS + (_TORCH if importlib.util.find_spec("torch") else 0)
+    return engine.memory_bytes + _TRANSFORMERS + (TORCH if importlib.util.find_spec("torch") else 0)
 
 
 def server_processes(*, tokenizers: int = 2, bls: int = 1, tokenizer_bytes: int = 0) -> int:
@@ -105,7 +95,7 @@ def check_memory(config: CheckpointConfig, lengths: Sequence[int]) -> CheckNeeds
     longest, row = max(lengths), int(config["vocab_size"]) * 4
     stored = {**config, "quantization": {}}
     return CheckNeeds(
-        processes=BUILD_PROCESS + _TRANSFORMERS + _TORCH,
+        processes=BUILD_PROCESS + _TRANSFORMERS + TORCH,
         original=4 * (sum(counts) + max(counts)),
         converted=max(whole_model_bytes(each, longest) for each in (stored, config)),
         # Of the original, its rounded self and the checkpoint; those of one prompt as float64 while they are compared.

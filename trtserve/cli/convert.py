@@ -73,7 +73,7 @@ def convert(
     quiet: QuietOption = False,
 ) -> None:
     """Convert a Hugging Face model to a TensorRT-LLM checkpoint and print its path."""
-    from trtserve.convert import convert_model, destination_of, find_model, plan_conversion, upstream_command
+    from trtserve.convert import convert_model, destination_of, find_model, plan_conversion
 
     spec = ConvertSpec(
         tp_size=tp_size,
@@ -108,7 +108,11 @@ def convert(
     if json:
         print_json("convert", result)
     elif dry_run:
-        runs = [f"command   {upstream_command(source, plan, place.path)}"] if spec.upstream else []
+        runs = []
+        if spec.upstream:
+            from trtserve.convert.upstream import upstream_command
+
+            runs.append(f"command   {upstream_command(source, plan, place.path)}")
         print_data("\n".join([*_lines(plan, reused=place.reused), *runs, f"to        {place.path}"]))
     else:
         print_data(str(place.path))

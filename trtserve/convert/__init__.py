@@ -16,11 +16,8 @@ from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import Checkpoint, Manifest, Model
 from trtserve.capacity.rates import timed
 from trtserve.capacity.room import require_disk, require_memory
-from trtserve.check import plan_check
 from trtserve.convert.config import checkpoint_config, own_dtype, resolve_dtype
 from trtserve.convert.plan import Destination, Plan, destination_of, own_wishes, plan_conversion
-from trtserve.convert.proof import Proof
-from trtserve.convert.upstream import convert_upstream, upstream_command
 from trtserve.errors import ConversionError
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
@@ -37,7 +34,6 @@ __all__ = [
     "find_model",
     "plan_conversion",
     "resolve_dtype",
-    "upstream_command",
 ]
 
 _ANY_RELEASE = f"{RELEASES[0]} … {NEWEST}"
@@ -68,6 +64,8 @@ def convert_model(
     name = name or model.name
     place = destination_of(plan, name, out=out, store=store)
     if plan.toolkit is not None:
+        from trtserve.convert.upstream import convert_upstream  # loads what launches processes and containers
+
         return convert_upstream(model, plan, plan.toolkit, name, place, store or Store(), verify, progress)
     if place.reused:
         progress.step(f"Checkpoint {place.path} is reused")
@@ -86,7 +84,9 @@ def convert_model(
         return publish(
             Checkpoint, place.path, manifest, lambda folder: _write(plan, folder, store or Store(), progress)
         )
-    proof = Proof(plan_check(plan.config, model.path, verify, progress=progress), place, progress)
+    from trtserve.convert.proof import planned_proof  # the check loads the runtimes, a conversion without it does not
+
+    proof = planned_proof(plan.config, model, verify, place, progress)
 
     def produce(folder: Path) -> Manifest:
         _write(plan, folder, store or Store(), progress)

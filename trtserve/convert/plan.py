@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtserve import architectures
 from trtserve.architectures.checkpoint import HEAD
@@ -19,12 +19,14 @@ from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move
 from trtserve.architectures.tensor_files import CODES, numpy_dtype
 from trtserve.artifacts import Checkpoint, Model, fingerprint
-from trtserve.capacity.needs import convert_memory
+from trtserve.capacity.converting import convert_memory
 from trtserve.convert.config import checkpoint_config, expected_config, resolve_dtype, resolve_release
 from trtserve.errors import UnsupportedModelError
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store, reusable
-from trtserve.upstream import Toolkit, find_toolkit, needs_calibration, tool_command
+
+if TYPE_CHECKING:
+    from trtserve.upstream import Toolkit
 
 SCHEMA = 4
 _OWN_WISHES = ("tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "dtype", "quantize", "gpu_sm")
@@ -144,6 +146,8 @@ def _upstream_wishes(spec: ConvertSpec) -> dict[str, Any]:
 
 def _plan_upstream(model: Model, spec: ConvertSpec, hf: Mapping[str, Any]) -> Plan:
     """What NVIDIA's tools are expected to make; their options are checked."""
+    from trtserve.upstream import find_toolkit, needs_calibration, tool_command  # launches processes and containers
+
     toolkit = find_toolkit(
         calibrated=needs_calibration(spec),
         examples=spec.trtllm_examples,

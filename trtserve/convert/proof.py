@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import Checkpoint
-from trtserve.check import CheckPlan, Stage, require_passed, run_check
+from trtserve.artifacts import Checkpoint, Model
+from trtserve.check import CheckPlan, Stage, plan_check, require_passed, run_check
 from trtserve.convert.plan import Destination
 from trtserve.errors import TrtserveError
 from trtserve.progress import Progress
+from trtserve.specs import CheckSpec
 
 
 class Proof:
@@ -42,6 +44,13 @@ class Proof:
                     shutil.rmtree(checkpoint.path)
                 raise
         return checkpoint
+
+
+def planned_proof(
+    config: Mapping[str, Any], model: Model, verify: CheckSpec, place: Destination, progress: Progress
+) -> Proof:
+    """The check of a checkpoint with `config` made of `model`; raises what `plan_check` does when that cannot be."""
+    return Proof(plan_check(config, model.path, verify, progress=progress), place, progress)
 
 
 def _outcome(stage: Stage) -> str:

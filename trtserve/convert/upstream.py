@@ -9,9 +9,8 @@ from typing import Any
 
 from trtserve.artifacts import Checkpoint, Manifest, Model
 from trtserve.capacity.room import require_disk
-from trtserve.check import plan_check
 from trtserve.convert.plan import Destination, Plan, all_wishes
-from trtserve.convert.proof import Proof
+from trtserve.convert.proof import planned_proof
 from trtserve.errors import ConversionError, UsageError
 from trtserve.launch.container import Box, container_name, image_of, in_container, with_targets
 from trtserve.process import Command
@@ -79,7 +78,7 @@ def convert_upstream(
         ran = command if box is None else in_container(command, box)
         facts = {**manifest.facts, "command": str(ran), "log": str(log), "bytes": _bytes_of(folder)}
         if verify is not None:
-            proof = Proof(plan_check(config, model.path, verify, progress=progress), place, progress)
+            proof = planned_proof(config, model, verify, place, progress)
             facts["check"] = proof.require(folder)
         return replace(manifest, facts=facts)
 

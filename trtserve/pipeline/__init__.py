@@ -20,7 +20,8 @@ from trtserve.capacity.needs import draft_memory
 from trtserve.capacity.room import require_disk
 from trtserve.capacity.wishes import Wish, need_of, require_wish
 from trtserve.convert import Plan as Conversion
-from trtserve.convert import checkpoint_config, convert_model, destination_of, plan_conversion, upstream_command
+from trtserve.convert import checkpoint_config, convert_model, destination_of, plan_conversion
+from trtserve.convert.upstream import upstream_command
 from trtserve.errors import ArtifactError
 from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
 from trtserve.machine import gibibytes
