@@ -189,8 +189,9 @@ def test_two_models_in_one_repository(tokenizer: Path, tmp_path: Path) -> None:
     # Again is nothing new; another engine under a name that is taken is refused, and nothing changes.
     again = plan_repository(second, tokenizer, spec, into=repository)
     assert again.reused
-    with pytest.raises(RepositoryError, match="has a model preprocessing_b already"):
+    with pytest.raises(RepositoryError, match="has a model preprocessing_b already") as caught:
         assemble_repository(first, tokenizer, spec, into=repository)
+    assert "--suffix _c --name OTHER" in str(caught.value.hint)
     with pytest.raises(UsageError, match="differs from what the models"):
         plan_repository(first, tokenizer, replace(SPEC, name="c", suffix="_c", container_paths="/m"), into=repository)
 

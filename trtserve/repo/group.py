@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from trtserve.artifacts import MANIFEST, Manifest, ModelRepository, fingerprint, load_artifact
@@ -24,7 +25,8 @@ def require_addable(into: Path, models: tuple[str, ...], member: Manifest) -> bo
     if taken := [name for name in models if (into / name).exists()]:
         raise RepositoryError(
             f"{into} has a model {taken[0]} already; nothing there is overwritten.",
-            hint="Give the models of this engine names of their own: --suffix _b --name OTHER",
+            hint="Give the models of this engine names of their own: "
+            f"--suffix {_free_suffix(into, models, member.facts['suffix'])} --name OTHER",
         )
     places = {str(entry["facts"].get("container_paths")) for entry in known.values()}
     if places != {str(member.facts["container_paths"])}:
@@ -34,6 +36,13 @@ def require_addable(into: Path, models: tuple[str, ...], member: Manifest) -> bo
             hint="One repository is seen under one path.",
         )
     return False
+
+
+def _free_suffix(into: Path, models: tuple[str, ...], suffix: str) -> str:
+    """The first of _b, _c … with which no model meets another."""
+    bases = [name.removesuffix(suffix) for name in models]
+    endings = (f"_{letter}" for letter in ascii_lowercase[1:])
+    return next((end for end in endings if not any((into / f"{base}{end}").exists() for base in bases)), "_other")
 
 
 def add_to(into: Path, staging: Path, member: Manifest) -> Manifest:
