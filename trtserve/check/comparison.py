@@ -47,7 +47,7 @@ BOUNDS: Mapping[Precision, Bounds] = {
     "float16": Bounds(difference=0.01, largest=0.2, divergence=2e-3, top1=0.99, greedy=0.95, far_beyond=0.2, far=0.03),
     "bfloat16": Bounds(difference=0.06, largest=0.8, divergence=0.03, top1=0.97, greedy=0.9, far_beyond=0.4, far=0.1),
     "int8": Bounds(difference=0.12, largest=2.0, divergence=0.1, top1=0.95, greedy=0.8, far_beyond=0.4, far=0.15),
-    "int4": Bounds(difference=0.4, largest=4.0, divergence=0.7, top1=0.8, greedy=0.5, far_beyond=1.0, far=0.3),
+    "int4": Bounds(difference=0.6, largest=5.0, divergence=0.7, top1=0.8, greedy=0.5, far_beyond=1.0, far=0.2),
 }
 
 
