@@ -203,14 +203,13 @@ def _timing(answer: Generation) -> str:
 def describe(spec: QuerySpec, endpoint: Endpoint) -> None:
     """Say which requests would be sent; the server is only asked for its models' configuration."""
     from trtserve.query import connect, contexts
-    from trtserve.triton.local_client import LocalEndpoint
 
     with closing(connect(spec, endpoint)) as client:
         described = contexts(spec, endpoint, client)
         model = described[0].model
     call = "as a stream" if model.decoupled else "with one response"
     where = f"at {endpoint.http if spec.protocol == 'http' else endpoint.grpc} over {spec.protocol}"
-    if isinstance(endpoint, LocalEndpoint):
+    if endpoint.in_process is not None:
         where = "in this process"
     output.say(f"Would ask the model {model.name!r} {where}, {call}:")
     bodies = [_body(context) for context in described]

@@ -21,7 +21,6 @@ from trtserve.triton.client import (
     ModelDescription,
     stop_request,
 )
-from trtserve.triton.local_client import LocalEndpoint
 
 # The rest is imported where it is used: the command line loads this module for every command's help.
 if TYPE_CHECKING:
@@ -78,8 +77,8 @@ def contexts(spec: QuerySpec, server: Endpoint, client: Client) -> list[Context]
 
 def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) -> Client:
     """A client for the protocol that `spec` names, or the executor in this process."""
-    if isinstance(server, LocalEndpoint):
-        return server.client
+    if server.in_process is not None:
+        return server.in_process
     seconds = spec.timeout if timeout is None else timeout
     if spec.protocol == "http":
         from trtserve.triton.http_client import HttpClient

@@ -66,6 +66,11 @@ class Endpoint:
         """Address of the HTTP service, `host:port`."""
         return f"{self.host}:{self.http_port}"
 
+    @property
+    def in_process(self) -> Client | None:
+        """The client of an executor in this very process, where that is asked and no server."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:

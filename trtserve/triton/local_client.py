@@ -166,6 +166,10 @@ class LocalEndpoint(Endpoint):
 
     client: LocalClient
 
+    @property
+    def in_process(self) -> LocalClient:
+        return self.client
+
 
 def _array(tensor: Tensor) -> npt.NDArray[Any]:
     """The tensor as the python backend gives it to a model: strings as bytes."""
