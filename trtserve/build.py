@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.architectures.checkpoint import read_config
+from trtserve.architectures.quantized import quant_algo
 from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint
 from trtserve.capacity.rates import TimedStage, expected_seconds, read_rates, timed
 from trtserve.capacity.room import require_disk, require_memory
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.runtimes import EnginePlan, Runtime, choose_runtime
-from trtserve.runtimes.base import WEIGHT_ONLY_INT8
+from trtserve.runtimes.base import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8
 from trtserve.specs import BuildSpec
 from trtserve.store import Store, publish, reusable
 
@@ -137,16 +138,21 @@ def _require_room(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], fo
 
 def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], free: int) -> str:
     """Narrower weights make a build smaller, and more ranks do where each is built by itself: both when converting."""
-    quantized = {**engine.config, "quantization": {"quant_algo": WEIGHT_ONLY_INT8}}
+    int8, int4 = ({"quantization": {"quant_algo": algorithm}} for algorithm in (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4))
+    half = {"dtype": "bfloat16"}
     mapping = dict(engine.config.get("mapping") or {})
     tp_size, world = int(mapping.get("tp_size") or 1), int(mapping.get("world_size") or 1)
     split = {**mapping, "tp_size": 2 * tp_size, "world_size": 2 * world}
-    for flags, changes in (
-        ("--dtype bfloat16", {"dtype": "bfloat16"}),
-        ("--quantize int8", quantized),
-        ("--dtype bfloat16 --quantize int8", {**quantized, "dtype": "bfloat16"}),
-        (f"--tp-size {2 * tp_size}", {"mapping": split}),
-    ):
+    # Of weights that are quantised already, coarser ones are made from the original model only.
+    narrower = (
+        ("--dtype bfloat16", half),
+        ("--quantize int8", int8),
+        ("--dtype bfloat16 --quantize int8", {**int8, **half}),
+        ("--quantize int4", int4),
+        ("--dtype bfloat16 --quantize int4", {**int4, **half}),
+    )
+    floats = quant_algo(engine.config) in (None, WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
+    for flags, changes in (*(narrower if floats else ()), (f"--tp-size {2 * tp_size}", {"mapping": split})):
         needed = runtime.plan({**engine.config, **changes}, spec).memory_bytes
         if needed <= min(free, engine.memory_bytes - 1):
             return f"Convert with {flags}: the build would need {gibibytes(needed)}."

@@ -89,6 +89,9 @@ def test_enough_memory_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": "float32"}, 17 * GIB, "--dtype bfloat16"),
         ({"dtype": "float32"}, 8.5 * GIB, "--dtype bfloat16 --quantize int8"),
         ({}, 7.8 * GIB, "--quantize int8 --max-seq-len"),
+        ({}, 6 * GIB, "--quantize int4"),
+        ({"quantize": "int8"}, 6 * GIB, "--quantize int4"),
+        ({"dtype": "float32"}, 6 * GIB, "--dtype bfloat16 --quantize int4"),
         ({"kv_tokens": 100_000}, 30 * GIB, "--max-tokens-in-paged-kv-cache"),
         ({"max_input_len": 4096}, 13.7 * GIB, "--max-input-len"),
     ],
@@ -342,7 +345,13 @@ def test_build_advises_narrower_weights(monkeypatch: pytest.MonkeyPatch) -> None
     half, packed = (runtime.plan(_config(*how), spec) for how in (("bfloat16",), ("bfloat16", "int8")))
     assert _advice(wide, spec, runtime, half.memory_bytes).startswith("Convert with --dtype bfloat16: ")
     assert "--dtype bfloat16 --quantize int8" in _advice(wide, spec, runtime, packed.memory_bytes)
+    least = runtime.plan(_config("bfloat16", "int4"), spec)
+    assert "--dtype bfloat16 --quantize int4" in _advice(wide, spec, runtime, least.memory_bytes)
+    assert "--quantize int4" in _advice(packed, spec, runtime, least.memory_bytes)
     assert "No setting" in _advice(wide, spec, runtime, GIB)
+    # What is quantised already cannot be quantised otherwise.
+    widened = runtime.plan(_config("bfloat16") | {"quantization": {"quant_algo": "FP8"}}, spec)
+    assert "No setting" in _advice(widened, spec, runtime, packed.memory_bytes)
 
 
 def test_rates_are_measured_never_invented(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def require_disk(folder: Path, needed: int, what: str) -> None:
             f"{what} would take {gibibytes(needed)}, and {gibibytes(RESERVE)} stay in reserve; {folder} has"
             f" {gibibytes(free)} free.",
             hint="Free some space (`trtserve remove`), choose a folder on a larger disk with --out or TRTSERVE_HOME, or"
-            " a smaller engine with --quantize int8.",
+            " a smaller engine with --quantize int8 or int4.",
         )
 
 

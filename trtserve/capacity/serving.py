@@ -77,4 +77,4 @@ def _advice(needs: ServerNeeds, per_token: int, free: int, *, explicit: bool) ->
     tokens = fitting_tokens(needs, per_token, free)
     if explicit and tokens:
         return f"--max-tokens-in-paged-kv-cache {tokens} of `trtserve repo` or `import` would fit."
-    return "Free some memory, or build a smaller engine: trtserve import --quantize int8, or a smaller model."
+    return "Free some memory, or build a smaller engine: trtserve import --quantize int8 or int4, or a smaller model."

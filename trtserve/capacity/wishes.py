@@ -125,6 +125,10 @@ def _narrower(spec: ConvertSpec, dtype: str) -> Iterator[tuple[str, ConvertSpec]
         yield "--quantize int8", replace(spec, quantize="int8")
         if dtype == "float32":
             yield "--dtype bfloat16 --quantize int8", replace(half, quantize="int8")
+    if spec.quantize in ("none", "int8"):
+        yield "--quantize int4", replace(spec, quantize="int4")
+        if dtype == "float32":
+            yield "--dtype bfloat16 --quantize int4", replace(half, quantize="int4")
 
 
 def _shorter(wish: Wish) -> Iterator[tuple[str, Wish]]:
