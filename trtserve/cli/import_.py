@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -221,6 +221,7 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     from trtserve.artifacts import Model
     from trtserve.import_.sources import parse_source
     from trtserve.pipeline import ImportSpec, engine_destination
+    from trtserve.runtimes import choose_runtime, openvino
 
     lists = ("converter_flags", "builder_flags", "container_flags")
     given = {**options, **{name: tuple(options[name] or ()) for name in lists}}
@@ -232,10 +233,14 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     tokenizer = options["tokenizer"]
     progress = TerminalProgress(quiet=options["quiet"])
     draft, draft_tokenizer = find_draft(options["draft_engine"], Store(), progress)
+    convert, build = filled(ConvertSpec), filled(BuildSpec)
+    if not convert.upstream and choose_runtime(build.runtime, container=build.container).NAME == openvino.NAME:
+        # It may come from the environment of a whole machine, and means nothing to the embedded runtime.
+        convert = replace(convert, trtllm_version=None)
     return ImportSpec(
         source=options["source"],
-        convert=filled(ConvertSpec),
-        build=filled(BuildSpec),
+        convert=convert,
+        build=build,
         repository=repository_spec({**options, "name": name}, Store()),
         tokenizer=Store().find(Model, tokenizer, progress=progress).path if tokenizer else None,
         draft=draft,

@@ -30,6 +30,8 @@ http {{
     scgi_temp_path "{folder}/scgi";
     # Logits and adapters are large, answers are slow and come in pieces.
     client_max_body_size 0;
+    # A gRPC stream is one request, whose client may be silent while it reads.
+    client_body_timeout 1h;
     proxy_buffering off;
     proxy_request_buffering off;
     proxy_http_version 1.1;
