@@ -97,7 +97,9 @@ def differences(built: Mapping[str, str | int]) -> list[str]:
 
 
 def gibibytes(count: float) -> str:
-    """Bytes for people: `1.5 GiB`, `20 MiB`, `300 KiB`."""
+    """Bytes for people: `1.5 GiB`, `20 MiB`, `300 KiB`, `512 bytes`."""
+    if 0 < count < 2**10:
+        return f"{count:.0f} bytes"
     if count >= 2**30:
         return f"{count / 2**30:.1f} GiB"
     return f"{count / 2**20:.0f} MiB" if count >= 2**20 or count == 0 else f"{count / 2**10:.0f} KiB"

@@ -134,6 +134,8 @@ def plan_needs(
     Raises what planning an import and a conversion raise, for models that cannot be converted, and UsageError for
     settings that the model does not allow.
     """
+    if question.kv_tokens is not None and question.kv_tokens < 1:
+        raise UsageError(f"--max-tokens-in-paged-kv-cache is {question.kv_tokens}; it must be at least 1.")
     store, question = store or Store(), _with_runtime(question)
     location, name = _location(source, store)
     model = plan_model(location, name=name, store=store, token=token, own_tokenizer=False, progress=progress)

@@ -181,6 +181,8 @@ def test_what_does_not_fit_names_what_would(
         (("--gpu", "h100-80gb", "--gpu-memory", "80GB"), UsageError.code),
         (("--gpu", "abacus"), UsageError.code),
         (("--gpu-memory", "much"), UsageError.code),
+        (("--gpu-memory", "80"), UsageError.code),
+        (("--max-tokens-in-paged-kv-cache", "0"), UsageError.code),
         (("--max-seq-len", "100000"), UsageError.code),
         (("--gpu", "t4", "--max-seq-len", "100", "--max-input-len", "200"), UsageError.code),
         (("--gpu", "t4", "--runtime", "openvino"), UsageError.code),

@@ -373,14 +373,19 @@ def test_rates_are_measured_never_invented(tmp_path: Path) -> None:
 def test_gpus_by_name_and_size() -> None:
     assert find_gpu("H100-80GB").memory == 81559 * 2**20
     assert find_gpu("l40s") == GPUS["l40s-48gb"]
+    assert find_gpu("H100_80GB") == GPUS["h100-80gb"]
+    assert find_gpu("NVIDIA GeForce RTX 4090") == GPUS["rtx4090-24gb"]
+    with pytest.raises(UsageError, match="not one GPU") as wrong:
+        find_gpu("h100-8gb")
+    assert "Did you mean h100-80gb" in str(wrong.value.hint)
     with pytest.raises(UsageError, match="not one GPU") as caught:
         find_gpu("a100")
     assert "a100-40gb or a100-80gb" in str(caught.value.hint)
     assert parse_size("80GB", "--gpu-memory") == 80 * 10**9
     assert parse_size("1.5 GiB", "--gpu-memory") == 3 * 2**29
-    for wrong in ("80 boxes", "0GB", "-1", ""):
+    for text in ("80 boxes", "0GB", "-1", "", "80"):
         with pytest.raises(UsageError, match="--gpu-memory"):
-            parse_size(wrong, "--gpu-memory")
+            parse_size(text, "--gpu-memory")
 
 
 def test_llama_2_7b_on_gpus() -> None:

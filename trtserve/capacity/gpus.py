@@ -51,17 +51,21 @@ _TABLE = {
 }
 GPUS = {name: Gpu(name=name, memory=mebibytes * _MIB, sm=sm) for name, (mebibytes, sm) in _TABLE.items()}
 
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a name of the table, also without its size where there is one such; UsageError naming close ones."""
-    key = name.lower().replace(" ", "-")
-    found = [gpu for gpu in GPUS.values() if gpu.name == key or gpu.name.partition("-")[0] == key]
+    """The GPU of a name of the table, also without its size where there is one such; UsageError naming close ones.
+
+    Letters and digits count, and the maker's words do not: `NVIDIA GeForce RTX 4090` is rtx4090-24gb.
+    """
+    key = _plain(name)
+    found = [gpu for gpu in GPUS.values() if key in (_plain(gpu.name), gpu.name.partition("-")[0])]
     if len(found) == 1:
         return found[0]
-    close = [gpu.name for gpu in found] or difflib.get_close_matches(key, GPUS, n=3, cutoff=0.4)
+    plain = {_plain(known): known for known in GPUS}
+    close = [gpu.name for gpu in found] or [plain[near] for near in difflib.get_close_matches(key, plain, n=3)]
     raise UsageError(
         f"--gpu {name} is not one GPU of the table.",
         hint=f"{'Did you mean ' + ' or '.join(close) + '? ' if close else ''}Known: {', '.join(GPUS)}; any other: "
@@ -69,8 +73,12 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
+
+
 def parse_size(text: str, flag: str) -> int:
-    """Bytes of a size such as 80GB (10^9), 79.6GiB (2^30) or a plain number; UsageError for anything else."""
+    """Bytes of a size such as 80GB (10^9) or 79.6GiB (2^30); UsageError for anything else, also without a unit."""
     match = _SIZE.fullmatch(text.strip().lower())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise UsageError(f"{flag} is {text!r}; expected a size such as 80GB or 79.6GiB.")
