@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.doubles.build_options import Flag, flags
+from tests.doubles.build_options import flags
+from tests.doubles.flags import Flag
 from trtserve.errors import UsageError
 from trtserve.releases import RELEASES, order
 from trtserve.releases.build_flags import build_flags, build_notes, check_build_arguments

@@ -367,7 +367,7 @@ def test_weights_that_went_away_are_named(tmp_path: Path) -> None:
 def test_an_imported_name_is_found(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "hf")
     store = Store(tmp_path / "store")
-    places = {"model": str(folder), "checkpoint": "", "engine": "", "repository": ""}
+    places: dict[str, Any] = {"model": str(folder), "checkpoint": "", "engine": "", "repository": ""}
     store.record(NameRecord(name="tiny", source="local", imported="2024-01-01", **places))
     assert find_model("tiny", store).path == folder
     with pytest.raises(ModelNotFoundError, match="neither a folder nor the name") as caught:

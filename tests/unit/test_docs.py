@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,6 +30,8 @@ def test_links_between_documents_resolve() -> None:
 
 
 def test_top_level_is_fixed() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout: what else lies here is not known")
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     top = {line.split("/")[0] for line in tracked.splitlines()}
     expected = {"trtserve", "tests", "examples", "docs", "pyproject.toml", "README.md", "LICENSE", "Makefile"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,8 @@ def test_without_a_server_it_is_said_how_to_start_one(store: Store, monkeypatch:
         find_server(store=store)
     assert caught.value.hint is not None
     assert "trtserve import demo" in caught.value.hint
-    paths = dict.fromkeys(("source", "model", "checkpoint", "engine", "repository", "imported"), "x")
+    names = ("source", "model", "checkpoint", "engine", "repository", "imported")
+    paths: dict[str, Any] = dict.fromkeys(names, "x")
     store.record(NameRecord(name="demo", **paths))
     with pytest.raises(ServerNotFoundError) as caught:
         find_server(store=store)

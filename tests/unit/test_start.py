@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def with_engine(repository: ModelRepository, **config: object) -> ModelRepositor
 
 
 def recorded(store: Store, name: str, repository: Path, imported: str) -> None:
-    paths = dict.fromkeys(("source", "model", "checkpoint", "engine"), "x")
+    paths: dict[str, Any] = dict.fromkeys(("source", "model", "checkpoint", "engine"), "x")
     store.record(NameRecord(name=name, repository=str(repository), imported=imported, **paths))
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,7 +219,7 @@ def test_names_stay_in_the_store(tmp_path: Path, name: str) -> None:
 def test_newest_record_first(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for day in (1, 3, 2):
-        paths = dict.fromkeys(("model", "checkpoint", "engine", "repository"), "/x")
+        paths: dict[str, Any] = dict.fromkeys(("model", "checkpoint", "engine", "repository"), "/x")
         store.record(NameRecord(name=f"day{day}", source="demo", imported=f"2026-01-0{day}", **paths))
     assert [record.name for record in store.recorded()] == ["day3", "day2", "day1"]
 
