@@ -41,10 +41,8 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
 }  # fmt: skip
 CASES = (
     ("llama-30m", "float32", "none"),
-    ("llama-30m", "float16", "int8"),
     ("llama-30m", "float16", "int4"),
     ("llama-130m", "bfloat16", "none"),
-    ("llama-130m", "float32", "none"),
     ("llama-290m", "float16", "none"),
     ("llama-290m", "bfloat16", "int8"),
     ("llama-290m", "bfloat16", "int4"),
