@@ -108,6 +108,8 @@ def test_the_llm_api_takes_architectures_that_nothing_converts(
     assert run(["import", str(model), "--runtime", "tensorrt_llm"]) == 15
     assert run(["import", str(model), "--runtime", "tensorrt_llm", "--converter", "upstream"]) == 15
     assert "Without an engine: --runtime llmapi" in capsys.readouterr().err
+    assert run(["import", str(model), "--runtime", "llmapi", "--download-only"]) == 0
+    capsys.readouterr()
     assert run(["import", str(model), "--runtime", "llmapi", "--json"]) == 0
     repository = Path(_result(capsys)["repository"])
     inside = {path.name for path in (repository / "tensorrt_llm" / "1" / "model").iterdir()}

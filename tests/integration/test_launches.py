@@ -228,6 +228,12 @@ def test_models_that_claim_the_same_gpu(tmp_path: Path, store: Store, doubles: D
         plan_server(repository, ServerSpec(multi_model=True), store=store)
 
 
+def test_workers_that_are_not_there(tmp_path: Path, store: Store, doubles: Doubles) -> None:
+    repository = repository_of(tmp_path, a="gpu_device_ids=0,1 executor_worker_path=/opt/nowhere/trtllmExecutorWorker")
+    with pytest.raises(RepositoryError, match="The workers of a are /opt/nowhere/trtllmExecutorWorker"):
+        start_server(repository, replace(free_spec(), multi_model=True), store=store)
+
+
 def test_two_instances_behind_a_proxy(tmp_path: Path, store: Store, doubles: Doubles) -> None:
     repository = repository_of(tmp_path)
     proxy_port = free_ports(HOST, 1)[0]

@@ -267,17 +267,21 @@ def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> None:
 
 def _download(spec: ImportSpec, progress: TerminalProgress, *, json: bool, dry_run: bool) -> None:
     from trtserve.import_ import import_model, missing_bytes, model_destination, plan_model
+    from trtserve.pipeline.llmapi import for_llmapi
 
     out, own = spec.out, spec.tokenizer is None
+    others = spec.convert.converter == "upstream" or for_llmapi(spec)
     if not dry_run:
-        model = import_model(spec.source, name=spec.name, out=out, own_tokenizer=own, progress=progress)
+        model = import_model(
+            spec.source, name=spec.name, out=out, own_tokenizer=own, any_architecture=others, progress=progress
+        )
         facts = model.manifest.spec if model.manifest else {}
         if json:
             print_json("import", {"path": str(model.path), "name": model.name, **facts})
         else:
             print_data(str(model.path))
         return
-    plan = plan_model(spec.source, name=spec.name, own_tokenizer=own, progress=progress)
+    plan = plan_model(spec.source, name=spec.name, own_tokenizer=own, any_architecture=others, progress=progress)
     path, missing = model_destination(plan, out, Store()), missing_bytes(plan, out=out)
     if json:
         print_json("import", {"path": str(path), "name": plan.name, "missing_bytes": missing})

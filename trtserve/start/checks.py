@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
-from trtserve.errors import PortInUseError, ServerStartError
+from trtserve.errors import PortInUseError, RepositoryError, ServerStartError
 from trtserve.launch.container import require_docker
 from trtserve.launch.gpus import count_gpus, describe_gpus, require_gpus
 from trtserve.machine import differences
@@ -66,6 +66,18 @@ def require_devices(plan: Plan, spec: ServerSpec) -> None:
     else:
         wanted = plan.served.world_size * spec.instances
     require_gpus(wanted, count_gpus(), spec.gpus)
+
+
+def require_workers(plan: Plan, spec: ServerSpec) -> None:
+    """RepositoryError when an orchestrator is to spawn a program that is not on this machine."""
+    if not (spec.multi_model and spec.spawn_processes) or spec.container is not None:
+        return
+    for model in plan.served.core_models:
+        if model.worker and not Path(model.worker).is_file():
+            raise RepositoryError(
+                f"The workers of {model.name} are {model.worker} (executor_worker_path), which is not on this machine.",
+                hint="Take the parameter out, for the worker beside Triton's backend, or correct it.",
+            )
 
 
 def require_fitting_engine(plan: Plan, spec: ServerSpec, progress: Progress) -> None:

@@ -34,6 +34,7 @@ from trtserve.start.checks import (
     require_environment,
     require_fitting_engine,
     require_ports,
+    require_workers,
 )
 from trtserve.start.ending import end_server
 from trtserve.start.plan import InstancePlan, Plan, Proxy, plan_server
@@ -115,6 +116,7 @@ def _launch(
         announce(plan, spec, progress)
         require_servable(plan.served, plan.name, progress)
         require_devices(plan, spec)
+        require_workers(plan, spec)
         require_fitting_engine(plan, spec, progress)
         require_environment(plan, store, progress)
         prepare_backends(plan.triton, store)

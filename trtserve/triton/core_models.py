@@ -23,8 +23,9 @@ class CoreModel:
     `engine` is the engine's folder on this machine, None where it lies elsewhere (another container's path, llmapi);
     `config` its config.json, `settings` the model.yaml of llmapi. `world_size` counts the ranks of one instance:
     tensor × pipeline parallel. `gpu_device_ids` and `participant_ids` have one group for each instance, and are empty
-    when the parameter is not set. `origin` says where the engine was built, as far as a manifest tells: versions of
-    `tensorrt_llm`, `tensorrt`, `cuda`, `driver`, and the `gpu` with its `sm`.
+    when the parameter is not set; `worker` is executor_worker_path, "" when that is not set. `origin` says where the
+    engine was built, as far as a manifest tells: versions of `tensorrt_llm`, `tensorrt`, `cuda`, `driver`, and the
+    `gpu` with its `sm`.
     """
 
     name: str
@@ -36,6 +37,7 @@ class CoreModel:
     instances: int = 1
     gpu_device_ids: Groups = ()
     participant_ids: Groups = ()
+    worker: str = ""
     origin: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -94,6 +96,7 @@ def _found(
                 instances=instances,
                 gpu_device_ids=_groups(name, config, "gpu_device_ids"),
                 participant_ids=_groups(name, config, "participant_ids"),
+                worker=_parameter(config, "executor_worker_path"),
                 origin=origin,
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -13,7 +12,7 @@ from trtserve.errors import MissingDependencyError, ModelOptMissingError
 from trtserve.launch.container import known_container, require_installed_in
 from trtserve.releases import release_of
 from trtserve.releases.converters import QUANTIZE_SCRIPT, converter_script
-from trtserve.releases.installed import Installed, installed, require_engine_path
+from trtserve.releases.installed import Installed, installed, interpreter, require_engine_path
 from trtserve.releases.launcher import launcher_facts
 
 EXAMPLES_VARIABLE = "TRTSERVE_TRTLLM_EXAMPLES"
@@ -99,7 +98,7 @@ def find_toolkit(
     return Toolkit(
         version=found.version,
         release=release,
-        python=_python(found),
+        python=interpreter(found),
         examples=_examples(found, release, examples or _folder(environ)),
         environment=found.environment,
     )
@@ -150,15 +149,6 @@ def _clone(version: str) -> str:
         f"git clone --depth 1 --branch v{version} https://github.com/NVIDIA/TensorRT-LLM, and name its folder with "
         f"--trtllm-examples or {EXAMPLES_VARIABLE}."
     )
-
-
-def _python(found: Installed) -> Path:
-    """The interpreter of PREFIX/lib/pythonX.Y/site-packages, where TensorRT-LLM was found; else the one we run in."""
-    if found.environment is not None and not found.environment.is_relative_to(sys.prefix):
-        python = Path(*found.environment.parts[:-3], "bin", "python3")
-        if python.exists():
-            return python
-    return Path(sys.executable)
 
 
 def _not_installed(*, calibrated: bool) -> MissingDependencyError:
