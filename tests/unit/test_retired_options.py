@@ -165,3 +165,8 @@ def test_set_answers_keys_of_old_templates(key: str, release: str | None, answer
     with pytest.raises(UsageError) as caught:
         resolve_settings({key: "1"}, profile(release))
     assert answer in str(caught.value.hint)
+
+
+def test_options_of_the_adapter_converter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["lora", "-i", "adapter", "-o", "weights", "--storage-type", "float16"]) == 2
+    assert "-i is an option of hf_lora_convert.py. The adapter is the argument" in capsys.readouterr().err

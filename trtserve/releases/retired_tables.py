@@ -130,6 +130,13 @@ max_prompt_embedding_table_size  0.7   Give it when the engine is built: `trtser
 log_level                        -     Leave it out: `trtserve --debug convert` says more.
 """
 
+LORA = """
+i               -  The adapter is the argument: `trtserve lora ADAPTER`.
+in_file         -  The adapter is the argument: `trtserve lora ADAPTER`.
+o               -  It is --out.
+out_dir         -  It is --out.
+"""
+
 LAUNCH = """
 tritonserver             -     The tritonserver on PATH is started, else that of the container.
 force                    -     Leave it out: only ports that are taken matter; --auto-ports finds free ones.
@@ -227,6 +234,7 @@ TABLES = {
     "fill_template.py": TEMPLATE,
     "inflight_batcher_llm_client.py": CLIENT,
     "run.py": RUN_PY,
+    "hf_lora_convert.py": LORA,
     "benchmark_core_model.py": BENCH,
     "genai-perf": GENAI_PERF,
 }
@@ -237,6 +245,7 @@ TOOLS_OF = {
     "build": ("trtllm-build", "build.py", "convert_checkpoint.py"),
     "repo": ("fill_template.py",),
     "start": ("launch_triton_server.py",),
+    "lora": ("hf_lora_convert.py",),
     "query": ("inflight_batcher_llm_client.py", "run.py"),
     "bench": ("benchmark_core_model.py", "genai-perf"),
 }
