@@ -18,7 +18,7 @@ from trtserve.servers import Instance, Server
 from trtserve.specs import ServerSpec
 from trtserve.start import plan_server, start_server
 from trtserve.start.plan import Plan
-from trtserve.store import Store
+from trtserve.store import NameRecord, Store
 
 
 def repository_of(tmp_path: Path, *, tp: int = 2, manifest: Manifest | None = None, **models: str) -> ModelRepository:
@@ -153,6 +153,22 @@ def test_an_engine_for_another_gpu_names_the_build(tmp_path: Path, doubles: Doub
     ) as caught:
         start_server(repository_of(tmp_path, tp=1, manifest=manifest), free_spec(), store=Store(tmp_path / "home"))
     assert "trtserve build mine --runtime tensorrt_llm" in str(caught.value.hint)
+
+
+def test_an_import_for_another_gpu_names_the_import(tmp_path: Path, doubles: Doubles) -> None:
+    facts = {"core_models": {"tensorrt_llm": {"origin": {"sm": "8.0", "gpu": "NVIDIA A100"}, "built_as": "mine"}}}
+    manifest = Manifest(kind="repository", name="mine", fingerprint="0" * 64, facts=facts)
+    repository, store = repository_of(tmp_path, tp=1, manifest=manifest), Store(tmp_path / "home")
+    path = str(repository.path.absolute())
+    store.record(
+        NameRecord(
+            name="mine", source="acme/mine", model="", checkpoint="", engine="", repository=path, imported="2026-01-01"
+        )
+    )
+    with pytest.raises(RepositoryError, match="does not fit") as caught:
+        start_server(repository, free_spec(), store=store)
+    assert "trtserve import acme/mine --name mine" in str(caught.value.hint)
+    assert "trtserve build" not in str(caught.value.hint)
 
 
 def test_all_instances_are_one_server() -> None:

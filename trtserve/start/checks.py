@@ -17,7 +17,7 @@ from trtserve.servers import list_servers, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.start.ending import end_server
 from trtserve.start.plan import Plan
-from trtserve.start.repositories import chosen_by
+from trtserve.start.repositories import chosen_by, import_again
 from trtserve.start.world import installed_for
 from trtserve.store import Store
 from trtserve.triton.engine_match import Installation, require_matching
@@ -80,7 +80,7 @@ def require_workers(plan: Plan, spec: ServerSpec) -> None:
             )
 
 
-def require_fitting_engine(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
+def require_fitting_engine(plan: Plan, spec: ServerSpec, store: Store, progress: Progress) -> None:
     """RepositoryError, with the command that builds it again, for an engine of other versions or another GPU."""
     if not plan.needs_gpus:
         return
@@ -93,7 +93,7 @@ def require_fitting_engine(plan: Plan, spec: ServerSpec, progress: Progress) -> 
         sm=gpus[first].sm if gpus else None,
         gpu=gpus[first].name if gpus else None,
     )
-    require_matching(plan.served, installation, progress)
+    require_matching(plan.served, installation, progress, again=import_again(plan.repository, store))
 
 
 def require_environment(plan: Plan, store: Store, progress: Progress) -> None:

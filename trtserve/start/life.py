@@ -117,7 +117,7 @@ def _launch(
         require_servable(plan.served, plan.name, progress)
         require_devices(plan, spec)
         require_workers(plan, spec)
-        require_fitting_engine(plan, spec, progress)
+        require_fitting_engine(plan, spec, store, progress)
         require_environment(plan, store, progress)
         prepare_backends(plan.triton, store)
         server = _spawn_all(plan, spec, store, progress)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.errors import ModelNotFoundError, UsageError
-from trtserve.store import Store
+from trtserve.store import NameRecord, Store
 
 
 def find_repository(
@@ -38,8 +38,18 @@ def find_repository(
 
 def chosen_by(repository: Path, store: Store) -> str:
     """What names this repository on the command line: its import, else its path."""
-    record = next((record for record in store.recorded() if Path(record.repository) == repository), None)
+    record = _record(repository, store)
     return f"--model-repository {repository}" if record is None else record.name
+
+
+def import_again(repository: Path, store: Store) -> str | None:
+    """The command that makes an import's repository again, whose name then leads to the new one; None for others."""
+    record = _record(repository, store)
+    return None if record is None else f"trtserve import {record.source} --name {record.name} (and its flags)"
+
+
+def _record(repository: Path, store: Store) -> NameRecord | None:
+    return next((record for record in store.recorded() if Path(record.repository) == repository), None)
 
 
 def _known_names(imported: list[str], made: Collection[str]) -> str:

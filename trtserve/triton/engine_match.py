@@ -50,8 +50,12 @@ class Installation:
     gpu: str | None = None
 
 
-def require_matching(served: Served, here: Installation, progress: Progress = SILENT) -> None:
+def require_matching(
+    served: Served, here: Installation, progress: Progress = SILENT, *, again: str | None = None
+) -> None:
     """RepositoryError, with the command that builds the engine again, when one cannot be loaded `here`.
+
+    `again` is the command that makes the whole repository again, where one command does.
 
     TensorRT loads engines of its own version and of one compute capability only; TensorRT-LLM changes plugins and
     configuration with every release. Other differences are told to `progress`.
@@ -61,9 +65,10 @@ def require_matching(served: Served, here: Installation, progress: Progress = SI
             continue
         if reasons := list(mismatches(core, here)):
             built_as = (served.facts.get("core_models") or {}).get(core.name, {}).get("built_as")
+            build = f"Build it again here, then make the repository again: {rebuild_command(core, built_as)}"
             raise RepositoryError(
                 f"The engine of the model {core.name} does not fit: {'; '.join(reasons)}.",
-                hint=f"Build it again here, then make the repository again: {rebuild_command(core, built_as)}",
+                hint=build if again is None else f"Build it again here, which takes one command: {again}",
             )
         for difference in _differences(core, here):
             progress.warn(f"{core.name}: {difference}")
