@@ -134,11 +134,11 @@ def test_no_precision_hides_a_fault(name: str, spec: dict[str, Any], prompts: Ch
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_good_conversions_pass(name: str, prompts: CheckSpec, tmp_path: Path) -> None:
-    """Half of the conversions for each family, in turn: TRTSERVE_ALL=1 makes all of them."""
+    """A third of the conversions for each family, in turn: TRTSERVE_ALL=1 makes all of them."""
     model = write_tiny_model(tmp_path / "model", name, gain=GAIN)
-    first = list(FAMILIES).index(name) % 2
+    first = list(FAMILIES).index(name) % 3
     for number, spec in enumerate(GOOD):
-        if number % 2 != first and not os.environ.get("TRTSERVE_ALL"):
+        if number % 3 != first and not os.environ.get("TRTSERVE_ALL"):
             continue
         checkpoint = convert_model(Model(path=model), ConvertSpec(**spec), out=tmp_path / str(number)).path
         report = check_checkpoint(checkpoint, model, prompts)
