@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.repositories_to_check import Kitchen, bases, others
+from tests.support.repository_changes import edit
 from tests.support.repository_faults import FAULTS, Fault
 from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.check.repository import RULES, RepositoryReport, check_repository, require_sound
@@ -66,6 +67,17 @@ def test_no_alarm_on_good_repositories(kitchen: Kitchen, good: dict[str, Path]) 
     assert len(found) >= 20
     reports = {name: report_of(path, tokenizers=name in good) for name, path in found.items()}
     assert {name: report.findings for name, report in reports.items() if report.findings} == {}
+
+
+@pytest.mark.parametrize("base", ["openvino", "newest"])
+def test_no_alarm_without_a_manifest(base: str, good: dict[str, Path], tmp_path: Path) -> None:
+    """A repository for all releases is known by its core model's tensors, another by those of its release."""
+    copy = tmp_path / "repository"
+    shutil.copytree(good[base], copy, copy_function=os.link)
+    (copy / "manifest.json").unlink()
+    assert report_of(copy).findings == ()
+    edit("tensorrt_llm", lambda config: config.input[0].dims.append(7))(copy)
+    assert "tensor-dims" in {finding.rule for finding in report_of(copy).findings}
 
 
 def test_the_machine(good: dict[str, Path]) -> None:

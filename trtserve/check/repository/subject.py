@@ -170,21 +170,33 @@ class Subject:
         facts = self.member(model.name)
         if "release" in facts:
             return None if facts.get("all_releases") else str(facts["release"])
-        return self._engine_release() or self._likeliest
+        return None if self._of_all_releases else self._engine_release() or self._likeliest
 
     def parameter_release(self, model: ModelFolder) -> str | None:
         """The release whose parameters `model` is to have: with the tensors of all releases, the newest one's."""
         facts = self.member(model.name)
+        if "release" not in facts and self._of_all_releases:
+            return RELEASES[-1]
         return str(facts["release"]) if "release" in facts else self.release(model)
 
     def table(self, model: ModelFolder) -> ModelProfile | None:
         """What its release says of `model`; None for a model of no role, and where no release is known."""
         facts, release = self.member(model.name), self.release(model)
-        if model.role not in (*MODELS, LLMAPI) or (release is None and not facts.get("all_releases")):
+        together = bool(facts.get("all_releases")) or ("release" not in facts and self._of_all_releases)
+        if model.role not in (*MODELS, LLMAPI) or (release is None and not together):
             return None
         return model_table(
             model.role, str(facts["release"]) if model.role == LLMAPI and "release" in facts else release
         )
+
+    @cached_property
+    def _of_all_releases(self) -> bool:
+        """Whether the models of a repository without a manifest have the tensors of all releases together.
+
+        Only the embedded executor serves such models, and its core model then has tensors that no single release has.
+        """
+        union = _names_of_all_releases()
+        return any(model.embedded and _tensor_names(model.config) & union for model in self.of(CORE))
 
     def _engine_release(self) -> str | None:
         for model in self.of(CORE):
@@ -276,6 +288,14 @@ def _role(folder: Path, config: Any) -> str:
 def model_table(role: str, release: str | None) -> ModelProfile:
     """The model `role` in `release`, or in all releases together."""
     return llmapi_model(release or RELEASES[-1]) if role == LLMAPI else profile(release).models[role]
+
+
+@cache
+def _names_of_all_releases() -> frozenset[str]:
+    """Tensors that a core model has only where it has those of all releases."""
+    table = model_table(CORE, None)
+    together = frozenset(tensor.name for tensor in (*table.inputs, *table.outputs))
+    return together.difference(*(_table_names(CORE, release) for release in RELEASES))
 
 
 def _release(version: str | None) -> str | None:
