@@ -22,12 +22,14 @@ from trtserve.capacity.serving import fitting_tokens
 from trtserve.capacity.wishes import Need, Wish, advice, need_of
 from trtserve.convert import Plan as Conversion
 from trtserve.convert import checkpoint_config, plan_conversion
-from trtserve.errors import TrtserveError, UsageError
+from trtserve.errors import MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
 from trtserve.import_ import ModelPlan, missing_bytes, plan_model
 from trtserve.import_.headers import outline_model
 from trtserve.import_.plan import is_weights
 from trtserve.machine import free_disk, free_memory
 from trtserve.progress import SILENT, Progress
+from trtserve.releases import RELEASES
+from trtserve.releases.gpus import kernels_for
 from trtserve.runtimes.rank_weights import rank_weights
 from trtserve.specs import BuildSpec, ConvertSpec
 from trtserve.store import Store
@@ -75,7 +77,8 @@ class MachineFit:
 class GpuAnswer:
     """The GPUs that were asked for, the smallest tp × pp that fits them, and the longest sequence that would.
 
-    `problem` is why GPUs of this kind cannot run the model, whatever fits; `note` what a conversion for them needs.
+    `problem` is why GPUs of this kind cannot run the model, whatever fits; `note` what a conversion for them needs, and
+    which releases have kernels for them.
     """
 
     asked: GpuFit
@@ -163,6 +166,31 @@ def plan_needs(
         gpu=_gpu_answer(conversion, question),
         problem=problem if question.gpu is None else None,
     )
+
+
+def require_fit(need: ModelNeed) -> None:
+    """UnsupportedModelError when what was planned for cannot run the model, MemoryLimitError when it does not fit."""
+    machine, gpu = need.machine, need.gpu
+    problem = need.problem if gpu is None else gpu.problem
+    if problem:
+        where = "this machine's runtime" if gpu is None else gpu.asked.gpu.name
+        raise UnsupportedModelError(f"{where} cannot run {need.name}: {problem}")
+    if machine is not None and not machine.fits:
+        raise MemoryLimitError(f"{need.name} does not fit the free memory of this machine.", hint=machine.hint)
+    if gpu is not None and not gpu.asked.fits:
+        asked = gpu.asked
+        raise MemoryLimitError(
+            f"{need.name} does not fit {asked.gpu.name} with tp {asked.tp_size} × pp {asked.pp_size} and sequences of "
+            f"{asked.limits.max_seq_len} tokens.",
+            hint=_gpu_advice(gpu),
+        )
+
+
+def _gpu_advice(answer: GpuAnswer) -> str:
+    smaller = [f"--max-seq-len {answer.longest}"] if answer.longest else []
+    if answer.smallest is not None:
+        smaller.append(f"--tp-size {answer.smallest.tp_size} --pp-size {answer.smallest.pp_size}")
+    return f"{' or '.join(smaller)} would fit." if smaller else "Take a larger GPU, a smaller model, or --quantize."
 
 
 def _with_runtime(question: Question) -> Question:
@@ -292,12 +320,14 @@ def _gpu_answer(conversion: Conversion, question: Question) -> GpuAnswer | None:
         return None
     asked = fit_gpu(conversion.config, question.build, gpu)
     smallest = asked if asked.fits and asked.tp_size * asked.pp_size == 1 else None
+    problem = unable(conversion.config, gpu)
+    notes = (None if problem else _conversion_note(conversion, gpu), _release_note(gpu))
     return GpuAnswer(
         asked=asked,
         smallest=smallest or smallest_fit(conversion.config, question.build, gpu),
         longest=None if asked.fits else shorter_fit(conversion.config, question.build, gpu),
-        problem=unable(conversion.config, gpu),
-        note=_conversion_note(conversion, gpu),
+        problem=problem,
+        note="; ".join(filter(None, notes)) or None,
     )
 
 
@@ -306,3 +336,12 @@ def _conversion_note(conversion: Conversion, gpu: Gpu) -> str | None:
     if quant_algo(conversion.config) == GPTQ and gpu.sm is not None and gpu.sm >= HOPPER:
         return f"convert with --gpu-sm {gpu.sm}, which the order of 4-bit weights depends on"
     return None
+
+
+def _release_note(gpu: Gpu) -> str | None:
+    """Which releases have kernels for a GPU; None when all have."""
+    row = kernels_for(f"{gpu.sm // 10}.{gpu.sm % 10}") if gpu.sm is not None else None
+    if row is None or all(row.within(release) for release in RELEASES):
+        return None
+    which = f"until {row.until}, and by none later" if row.until else f"from {row.since} on"
+    return f"{gpu.name} ({row.architecture}) is supported by TensorRT-LLM {which}"

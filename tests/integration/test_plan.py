@@ -14,10 +14,11 @@ from tests.support.quantised_models import write_quantised_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.cli.app import run
-from trtserve.errors import ConversionError, CorruptFileError, UsageError
+from trtserve.errors import ConversionError, CorruptFileError, MemoryLimitError, UnsupportedModelError, UsageError
 from trtserve.store import Store
 
 ID = "org/tiny"
+TOO_LARGE, UNABLE = MemoryLimitError.code, UnsupportedModelError.code
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,10 @@ def hub(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield server
 
 
-def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def _plan(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    """The plan, which is printed whatever the exit code is."""
     capsys.readouterr()
-    assert run(["plan", *arguments, "--json", "--quiet"]) == 0
+    assert run(["plan", *arguments, "--json", "--quiet"]) == code
     result: dict[str, Any] = json.loads(capsys.readouterr().out)["result"]
     return result
 
@@ -78,7 +80,7 @@ def test_gpus_and_settings(tiny: Path, capsys: pytest.CaptureFixture[str]) -> No
     one = _plan(capsys, str(tiny), "--gpu", "h100-80gb")["gpu"]
     assert one["asked"]["fits"]
     assert one["smallest"]["tp_size"] * one["smallest"]["pp_size"] == 1
-    none = _plan(capsys, str(tiny), "--gpu-memory", "1GB")["gpu"]
+    none = _plan(capsys, str(tiny), "--gpu-memory", "1GB", code=TOO_LARGE)["gpu"]
     assert not none["asked"]["fits"]
     assert none["smallest"] is None
     half = _plan(capsys, str(tiny), "--gpu", "l4", "--tp-size", "2")["gpu"]["asked"]
@@ -139,15 +141,19 @@ def test_calibrated_quantisation_is_planned_without_nvidias_tools(
         convert = need["stages"][1]
         assert convert["memory"] is None
         assert convert["disk"] == pytest.approx(weights, abs=100_000)
-    assert "W8A8_SQ" in _plan(capsys, str(tiny), "--quantize", "int8_sq")["problem"]
+    assert "W8A8_SQ" in _plan(capsys, str(tiny), "--quantize", "int8_sq", code=UNABLE)["problem"]
     assert _plan(capsys, str(tiny), "--quantize", "int4_awq")["engine_bytes"] > 0
 
 
 def test_what_a_gpu_cannot_run(tiny: Path, quantised: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     awq, fp8 = str(quantised["awq"]), str(quantised["fp8"])
-    assert "8.9 or later; a100-80gb has 8.0" in _plan(capsys, fp8, "--gpu", "a100-80gb")["gpu"]["problem"]
-    assert "bfloat16 need" in _plan(capsys, str(tiny), "--gpu", "t4")["gpu"]["problem"]
-    assert "10.0" in _plan(capsys, awq, "--gpu", "b200")["gpu"]["problem"]
+    assert "8.9 or later; a100-80gb has 8.0" in _plan(capsys, fp8, "--gpu", "a100-80gb", code=UNABLE)["gpu"]["problem"]
+    turing = _plan(capsys, str(tiny), "--gpu", "t4", code=UNABLE)["gpu"]
+    assert "bfloat16 need" in turing["problem"]
+    assert "until 0.14" in turing["note"]
+    blackwell = _plan(capsys, awq, "--gpu", "b200", code=UNABLE)["gpu"]
+    assert "10.0" in blackwell["problem"]
+    assert blackwell["note"] == "b200-180gb (Blackwell) is supported by TensorRT-LLM from 0.17 on"
     hopper = _plan(capsys, awq, "--gpu", "h200")["gpu"]
     assert hopper["problem"] is None
     assert "--gpu-sm 90" in hopper["note"]
@@ -161,15 +167,17 @@ def test_the_table_says_what_was_not_measured(tiny: Path, capsys: pytest.Capture
     text = capsys.readouterr().out
     assert text.count("not measured yet") == 4
     assert "sequences of 512" in text
-    assert run(["plan", str(tiny), "--gpu", "t4", "--quiet"]) == 0
-    assert "estimated from shapes" in capsys.readouterr().out
+    assert run(["plan", str(tiny), "--gpu", "t4", "--dtype", "float16", "--quiet"]) == 0
+    text = capsys.readouterr().out
+    assert "estimated from shapes" in text
+    assert "note        t4-16gb (Turing) is supported by TensorRT-LLM until 0.14" in text
 
 
 def test_what_does_not_fit_names_what_would(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trtserve.plan.free_memory", lambda: 2**20)
-    machine = _plan(capsys, str(tiny))["machine"]
+    machine = _plan(capsys, str(tiny), code=TOO_LARGE)["machine"]
     assert not machine["fits"]
     assert machine["tokens"] == 0
     assert "No setting" in machine["hint"]

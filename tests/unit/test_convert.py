@@ -212,6 +212,14 @@ def test_sizes_that_do_not_divide_are_refused_with_numbers(
     assert caught.value.hint.startswith("Sizes that fit: 1")
 
 
+def test_sizes_that_fit_are_all_that_are_accepted(tmp_path: Path) -> None:
+    """Heads of keys and values are repeated where there are more ranks."""
+    folder = write_tiny_model(tmp_path / "hf", num_attention_heads=8, num_key_value_heads=2, head_dim=8)
+    with pytest.raises(UsageError) as caught:
+        convert(folder, tmp_path / "out", tp_size=3)
+    assert caught.value.hint == "Sizes that fit: 1, 2, 4, 8."
+
+
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="it has 2 layers"):
         convert(write_tiny_model(tmp_path / "hf"), tmp_path / "out", pp_size=3)

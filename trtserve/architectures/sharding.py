@@ -156,7 +156,7 @@ def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int, e
     """UsageError, with the numbers and the sizes that work, when the model cannot be split so."""
     problem = _tensor_parallel_problem(config, tp_size, ep_size)
     if problem:
-        sizes = range(ep_size, tp_size * 2, ep_size)
+        sizes = range(ep_size, config["num_attention_heads"] + 1, ep_size)
         working = [size for size in sizes if not _tensor_parallel_problem(config, size, ep_size)]
         raise UsageError(
             f"--tp-size {tp_size} does not fit this model: {problem}.",

@@ -64,7 +64,7 @@ def plan(
 ) -> None:
     """Say what a model will take of memory, disk and time, and what fits; nothing is pulled or made."""
     options = locals()  # before anything else has a name here
-    from trtserve.plan import Question, plan_needs
+    from trtserve.plan import Question, plan_needs, require_fit
 
     chosen = _gpu(gpu, gpu_memory)
     question = Question(
@@ -80,6 +80,7 @@ def plan(
         print_json("plan", _described(needs))
     else:
         _print(needs)
+    require_fit(needs)
 
 
 def _gpu(name: str | None, memory: str | None) -> Gpu | None:
@@ -154,7 +155,7 @@ def _gpu_lines(answer: GpuAnswer) -> list[str]:
         f"per GPU     {parts}",
     ]
     lines += [f"cannot      {answer.problem}"] if answer.problem else []
-    lines += [f"note        {answer.note}"] if answer.note and not answer.problem else []
+    lines += [f"note        {answer.note}"] if answer.note else []
     if answer.longest:
         lines.append(f"shorter     --max-seq-len {answer.longest} would fit")
     if answer.smallest is None:
