@@ -356,6 +356,12 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "cpp",
+        "tokenizer-added",
+        "added tokens beyond the engine's",
+        tokens(lambda t: t.setdefault("added_tokens", []).append({"content": "<tool>", "id": 5000, "special": True})),
+    ),
+    Fault(
+        "cpp",
         "tokenizer-end",
         "another end than the model's",
         content(f"{TOKENIZER}/generation_config.json", "eos_token_id", to=7),

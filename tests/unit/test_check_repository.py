@@ -80,6 +80,14 @@ def test_no_alarm_without_a_manifest(base: str, good: dict[str, Path], tmp_path:
     assert "tensor-dims" in {finding.rule for finding in report_of(copy).findings}
 
 
+def test_added_tokens_beyond_the_vocabulary_are_named(good: dict[str, Path], tmp_path: Path) -> None:
+    copy = broken(next(each for each in FAULTS if each.rule == "tokenizer-added"), good, tmp_path)
+    (finding,) = [each for each in report_of(copy).findings if each.rule.startswith("tokenizer-")]
+    assert (finding.severity, finding.model) == ("warning", "preprocessing")
+    assert "has 1 added token(s) beyond the engine's vocabulary" in finding.what
+    assert "'<tool>' (5000)" in finding.what
+
+
 def test_the_machine(good: dict[str, Path]) -> None:
     def rules(base: str, here: MachineFacts) -> list[str]:
         return [finding.rule for finding in report_of(good[base], here=here).findings]

@@ -310,6 +310,7 @@ _TOKENIZERS = (
         find=tokenizers.large_vocabularies,
         complaints=(7,),
     ),
+    Rule(name="tokenizer-added", about="so are its added tokens", find=tokenizers.large_additions, severity="warning"),
     Rule(
         name="tokenizer-end",
         about="it ends texts as the model does",

@@ -15,6 +15,9 @@ from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.repo.tokenizer import check_tokenizer, require_same_tokens, token_ids, tokenizer_files
 from trtserve.triton.profiles import CORE, POSTPROCESSING, PREPROCESSING
 
+# Tokens that one message names.
+_NAMED = 3
+
 
 class _Heard(SilentProgress):
     def __init__(self) -> None:
@@ -65,13 +68,7 @@ def two_tokenizers(subject: Subject) -> Iterator[Fault]:
 def large_vocabularies(subject: Subject) -> Iterator[Fault]:
     """Every token of the tokenizer is one of the engine's."""
     for model, folder, vocab_size in _with_engine(subject):
-        ids = token_ids(folder) or {}
-        added = (
-            {str(entry.get("content")) for entry in TokenizerFiles(folder).json("tokenizer.json")["added_tokens"]}
-            if ids
-            else set()
-        )
-        beyond = {token: number for token, number in ids.items() if number >= vocab_size and token not in added}
+        beyond = _beyond(folder, vocab_size, added=False)
         if beyond:
             token = max(beyond, key=lambda each: beyond[each])
             yield _fault(
@@ -80,6 +77,31 @@ def large_vocabularies(subject: Subject) -> Iterator[Fault]:
                 f"{token!r} ({beyond[token]}).",
                 "Take the tokenizer of the model that the engine was built from.",
             )
+
+
+def large_additions(subject: Subject) -> Iterator[Fault]:
+    """Every added token is one of the engine's too: a request with another one is refused."""
+    for model, folder, vocab_size in _with_engine(subject):
+        beyond = sorted((number, token) for token, number in _beyond(folder, vocab_size, added=True).items())
+        if beyond:
+            first = ", ".join(f"{token!r} ({number})" for number, token in beyond[:_NAMED])
+            more = f" and {len(beyond) - _NAMED} more" if len(beyond) > _NAMED else ""
+            yield _fault(
+                model,
+                f"The tokenizer has {len(beyond)} added token(s) beyond the engine's vocabulary of {vocab_size}: "
+                f"{first}{more}. A text with one of them cannot be answered.",
+                "Take the tokenizer of the model that the engine was built from, or keep these tokens out of prompts.",
+            )
+
+
+def _beyond(folder: Path, vocab_size: int, *, added: bool) -> dict[str, int]:
+    """Token → id of those beyond the vocabulary, from `added_tokens` or from the model's own list."""
+    ids = token_ids(folder)
+    if not ids:
+        return {}
+    entries = TokenizerFiles(folder).json("tokenizer.json").get("added_tokens", [])
+    additions = {str(entry.get("content")) for entry in entries}
+    return {token: number for token, number in ids.items() if number >= vocab_size and (token in additions) == added}
 
 
 def wrong_ends(subject: Subject) -> Iterator[Fault]:
