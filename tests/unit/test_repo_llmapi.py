@@ -14,6 +14,7 @@ import yaml
 from tests.support.model_modules import load
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, ModelRepository
+from trtserve.check.repository import check_repository
 from trtserve.cli import run
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
@@ -144,6 +145,29 @@ def test_commands(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     assert inspect_repository(ModelRepository(path=tmp_path / "out")).runtime == "llmapi"
     assert run(["repo", str(model.path), *out, "--tokenizer", str(model.path)]) == 2
+
+
+@pytest.mark.parametrize("wrong", ["two", 0, 1.5, True])
+def test_a_size_that_is_no_number_is_told_with_its_file(
+    wrong: object, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assemble_llmapi(plan_llmapi(model, SPEC, out=tmp_path / "out"))
+    file = tmp_path / "out" / "tensorrt_llm" / "1" / "model.yaml"
+    content = settings(tmp_path / "out")
+    file.unlink()
+    file.write_text(yaml.safe_dump({**content, "tensor_parallel_size": wrong, "max_sequence_len": 128}))
+    repository = ModelRepository(path=tmp_path / "out")
+    with pytest.raises(RepositoryError, match=f"tensor_parallel_size is {wrong!r}; expected a whole number") as caught:
+        inspect_repository(repository)
+    assert str(file) in str(caught.value)
+    for more in (["--dry-run"], ["--slurm", "--container", "26.07", "--dry-run"]):
+        assert run(["start", "--model-repository", str(repository.path), *more]) == 22
+        assert "tensor_parallel_size is" in capsys.readouterr().err
+    report = check_repository(repository, tokenizers=False)
+    first, second = (next(each for each in report.findings if key in each.what) for key in ("_parallel_", "_sequence_"))
+    assert (first.rule, first.file, first.fix) == ("core-files", file, "Correct it in model.yaml.")
+    assert (second.rule, second.file) == ("llmapi-keyword", file)
+    assert sum("_parallel_size" in each.what for each in report.findings) == 1
 
 
 def test_gpus_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ Backend = Literal["tensorrtllm", "python", "llmapi"]
 Groups = tuple[tuple[int, ...], ...]
 
 LLMAPI_FILE = "model.yaml"
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Keys of model.yaml whose product is the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ def _found(
 
 def _llmapi(name: str, config: Any, path: Path, instances: int) -> CoreModel:
     settings = read_model_yaml(path)
-    sizes = [int(settings.get(key) or 1) for key in ("tensor_parallel_size", "pipeline_parallel_size")]
+    sizes = _parallel_sizes(settings, path)
     return CoreModel(
         name=name,
         backend="llmapi",
@@ -114,6 +116,18 @@ def _llmapi(name: str, config: Any, path: Path, instances: int) -> CoreModel:
     )
 
 
+def _parallel_sizes(settings: Mapping[str, Any], path: Path) -> list[int]:
+    """Tensor and pipeline parallelism of a model.yaml; RepositoryError with every wrong value."""
+    found = {key: 1 if settings.get(key) is None else settings[key] for key in PARALLEL_SIZES}
+    wrong = [key for key, value in found.items() if type(value) is not int or value < 1]
+    if wrong:
+        told = " and ".join(f"{key} is {found[key]!r}" for key in wrong)
+        raise RepositoryError(
+            f"{path}: {told}; expected a whole number of 1 or more.", hint=f"Correct it in {LLMAPI_FILE}."
+        )
+    return list(found.values())
+
+
 def read_model_yaml(path: Path) -> dict[str, Any]:
     """The content of an llmapi model's model.yaml; RepositoryError when it is no table with a `model`."""
     import yaml
@@ -122,6 +136,8 @@ def read_model_yaml(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise RepositoryError(f"{path} is not YAML: {error}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RepositoryError(f"{path} cannot be read: {error}.") from error
     if not isinstance(content, dict) or not content.get("model"):
         raise RepositoryError(f"{path} names no model.", hint="It needs a line such as: model: /models/llama")
     return content

@@ -11,7 +11,7 @@ from trtserve.check.repository.subject import LLMAPI, ModelFolder, Subject
 from trtserve.errors import TrtserveError
 from trtserve.releases import release_of
 from trtserve.repo.engine import lacking_files, rank_sizes
-from trtserve.triton.core_models import Groups, world_size
+from trtserve.triton.core_models import LLMAPI_FILE, Groups, world_size
 from trtserve.triton.parameters import PARAMETERS
 from trtserve.triton.profiles import CORE
 
@@ -27,7 +27,14 @@ def unreadable(subject: Subject) -> Iterator[Fault]:
     """config.json, model.yaml and lists of GPUs can be read."""
     for model in subject.models.values():
         if model.fault is not None:
-            yield _fault(model, model.fault.message, model.fault.hint or "Take the file over from the engine again.")
+            own = model.role == LLMAPI and LLMAPI_FILE in model.fault.message
+            yield Fault(
+                model=model.name,
+                file=model.version / LLMAPI_FILE if own else model.file,
+                what=model.fault.message,
+                fix=model.fault.hint
+                or (f"Correct {LLMAPI_FILE}." if own else "Take the file over from the engine again."),
+            )
 
 
 def not_there(subject: Subject) -> Iterator[Fault]:

@@ -10,9 +10,10 @@ from typing import Any
 
 from trtserve.check.repository.findings import Fault, refusal
 from trtserve.check.repository.subject import LLMAPI, ModelFolder, Subject
+from trtserve.errors import RepositoryError
 from trtserve.releases import order
 from trtserve.repo.llmapi import KEYWORDS, require_setting, require_weights
-from trtserve.triton.core_models import LLMAPI_FILE
+from trtserve.triton.core_models import LLMAPI_FILE, PARALLEL_SIZES, read_model_yaml
 
 _OWN = frozenset({"model", "tokenizer", "triton_config", "logits_post_processors"})
 _TRITON = frozenset({"max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal"})
@@ -52,8 +53,10 @@ def dropped(subject: Subject) -> Iterator[Fault]:
 def wrong_values(subject: Subject) -> Iterator[Fault]:
     """The values of known keys are of their kind."""
     for model, settings in _settings(subject):
+        # A size that is no number is why the model's files cannot be read, which is told already.
+        told = PARALLEL_SIZES if model.fault is not None else ()
         for key, value in _flat(settings):
-            error = refusal(partial(require_setting, key, value)) if key in KEYWORDS else None
+            error = refusal(partial(require_setting, key, value)) if key in KEYWORDS and key not in told else None
             if error is not None:
                 yield _fault(model, error.message.removeprefix("--set "), "Correct it in model.yaml.")
 
@@ -88,7 +91,7 @@ def other_ranks(subject: Subject) -> Iterator[Fault]:
         facts = subject.member(model.name)
         for key, fact in (("tensor_parallel_size", "tp_size"), ("pipeline_parallel_size", "pp_size")):
             said, told = settings.get(key, 1), facts.get(fact)
-            if told is not None and said != told:
+            if model.fault is None and told is not None and said != told:
                 yield _fault(
                     model,
                     f"model.yaml says {key}: {said}, and the manifest {told}.",
@@ -103,7 +106,7 @@ def other_policy(subject: Subject) -> Iterator[Fault]:
         triton = triton if isinstance(triton, Mapping) else {}
         for what, yaml, pbtxt in (
             ("decoupled", bool(triton.get("decoupled", False)), model.decoupled),
-            ("max_batch_size", int(triton.get("max_batch_size") or 0), model.config.max_batch_size),
+            ("max_batch_size", triton.get("max_batch_size") or 0, model.config.max_batch_size),
         ):
             if yaml != pbtxt:
                 yield _fault(
@@ -115,8 +118,19 @@ def other_policy(subject: Subject) -> Iterator[Fault]:
 
 def _settings(subject: Subject) -> Iterator[tuple[ModelFolder, Mapping[str, Any]]]:
     for model in subject.of(LLMAPI):
-        if model.core is not None and model.core.settings:
-            yield model, model.core.settings
+        settings = _content(model)
+        if settings:
+            yield model, settings
+
+
+def _content(model: ModelFolder) -> Mapping[str, Any]:
+    """The model.yaml of a model, also where a value in it is wrong; empty when it cannot be read at all."""
+    if model.core is not None:
+        return model.core.settings
+    try:
+        return read_model_yaml(_file(model))
+    except RepositoryError:
+        return {}
 
 
 def _fault(model: ModelFolder, what: str, fix: str) -> Fault:
