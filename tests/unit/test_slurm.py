@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from tests.doubles.slurm_options import SBATCH, SRUN, parse, script_options
 from tests.support.double_engines import write_core_model, write_engine_folder
+from tests.support.upstream_repositories import write_upstream_llmapi
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, MachineError, MissingDependencyError, RepositoryError, UsageError
@@ -100,6 +102,20 @@ def test_every_task_has_the_arguments_that_mpirun_would_give_it(container: str, 
         done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
         assert tuple(done.stdout.splitlines()) == wanted[rank]
     assert SHM_PLACEHOLDER not in "".join(job.files.values())
+
+
+@pytest.mark.parametrize("container", ["26.07", None])
+def test_every_task_of_the_llm_api_has_its_own_prefix(container: str | None, tmp_path: Path) -> None:
+    path = write_upstream_llmapi(tmp_path / "llm", "1.2", "acme/llama")
+    file = path / "tensorrt_llm" / "1" / "model.yaml"
+    file.write_text("model: acme/llama\ntensor_parallel_size: 2\n")
+    spec = ServerSpec(container=container, host="0.0.0.0")
+    job = plan_job(ModelRepository(path=path), spec, SlurmSpec(nodes=2), tmp_path / "job")
+    text = "".join(job.files.values())
+    assert not re.search(r"@\w+@", text)
+    task = job.files["task.sh"]
+    assert task.count('shm-region-prefix-name=\'"${prefix}"') == task.count("/opt/tritonserver/bin/tritonserver") == 2
+    assert "pytriton" not in text
 
 
 @pytest.mark.parametrize(

@@ -245,21 +245,24 @@ def _task_script(setup: Setup, groups: Sequence[tuple[str, ...]], environment: M
         exports=exports,
         prefix=_prefix(name),
         repository=shlex.quote(str(setup.repository.absolute())),
-        first=_words(setup, groups[0], 0),
-        others=_words(setup, groups[-1], len(groups) - 1),
+        first=_words(setup, groups[0]),
+        others=_words(setup, groups[-1]),
     )
 
 
-def _words(setup: Setup, group: tuple[str, ...], rank: int) -> str:
-    """Words of a bash array, one on each line, with the variable in the place of the rank's prefix."""
-    own = setup.rank_prefix(rank)
-    return "\n".join(f"        {_word(word, own)}" for word in group)
+def _words(setup: Setup, group: tuple[str, ...]) -> str:
+    """Words of a bash array, one on each line, with the variable in the place of a rank's prefix.
+
+    Of any rank's: tasks of the LLM API all have rank 0's words.
+    """
+    prefix = re.compile(re.escape(setup.shm_prefix) + r"r\d+_")
+    return "\n".join(f"        {_word(prefix.split(word))}" for word in group)
 
 
-def _word(word: str, own: str) -> str:
-    """Commas are quoted too: they separate nothing in an array, as shellcheck warns."""
-    parts = [f"'{part}'" if "," in part and "'" not in part else shlex.quote(part) for part in word.split(own) if part]
-    return '"${prefix}"'.join(parts) + ('"${prefix}"' if word.endswith(own) else "")
+def _word(parts: Sequence[str]) -> str:
+    """What stands around the prefix. Commas are quoted too: they separate nothing in an array, as shellcheck warns."""
+    quoted = [f"'{part}'" if "," in part and "'" not in part else shlex.quote(part) if part else "" for part in parts]
+    return '"${prefix}"'.join(quoted) or "''"
 
 
 def submit(job: Job) -> str:

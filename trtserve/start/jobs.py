@@ -56,8 +56,7 @@ def plan_job(
             "Under Slurm an orchestrator cannot spawn its workers.",
             hint="Add --disable-spawn-processes, with participant_ids in the repository.",
         )
-    # Without a container: what is installed here is expected on the nodes too.
-    triton = CONTAINER_TRITON if spec.container else gpu_triton(served, elsewhere=True)
+    triton = CONTAINER_TRITON if spec.container else _node_triton(served)
     setup = _setup(triton, repository, served, spec, SHM_PLACEHOLDER, spec.host)
     launch = _launch(setup, served, spec)
     groups = launch.groups
@@ -129,6 +128,12 @@ def _inspected(repository: ModelRepository, spec: ServerSpec, flag: str, progres
         there = Installation(tensorrt_llm=found.version, tensorrt=found.tensorrt, sm=None, gpu=None)
         require_matching(served, there, progress)
     return name, served
+
+
+def _node_triton(served: Served) -> Triton:
+    """Without a container what is installed here is expected on the nodes too, but not the wheel of a Python here."""
+    found = gpu_triton(served, elsewhere=True)
+    return found if found.package is None else CONTAINER_TRITON
 
 
 def _setup(
