@@ -33,6 +33,9 @@ _MODEL = (
 )
 _PARALLEL = ("world_size", "tp_size", "pp_size", "cp_size", "moe_tp_size", "moe_ep_size")
 _TOOLS = ("tensorrt_llm", "tensorrt", "cuda", "driver", "openvino")
+# Algorithms whose scales are those of a matrix, of its outputs or of tokens, and not of groups.
+_UNGROUPED = frozenset({"W8A16", "W4A16", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"})
+_SMOOTHED = "W8A8_SQ"
 _ITEM_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "FP8": 8, "INT8": 8, "NVFP4": 4}
 
 
@@ -159,7 +162,7 @@ def _engine(folder: Path, config: Mapping[str, Any]) -> Description:
         runtime=own.get("runtime", "tensorrt_llm"),
         model=_model(pretrained),
         precision=_precision(pretrained, own),
-        quantization=_set(pretrained.get("quantization") or {}),
+        quantization=_quantization(pretrained),
         parallel=_parallel(pretrained),
         limits={name: build[name] for name in _LIMITS if build.get(name) is not None},
         features=tuple(_features(build, plugins)),
@@ -181,7 +184,7 @@ def _checkpoint(folder: Path, config: Mapping[str, Any]) -> Description:
         runtime=None,
         model=_model(pretrained),
         precision=_precision(pretrained, {}),
-        quantization=_set(pretrained.get("quantization") or {}),
+        quantization=_quantization(pretrained),
         parallel=_parallel(pretrained),
         limits={},
         features=(),
@@ -232,6 +235,15 @@ def _precision(pretrained: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return f"{words}, {dtype} arithmetic, {kv or dtype} KV cache"
 
 
+def _quantization(pretrained: Mapping[str, Any]) -> dict[str, Any]:
+    """What its algorithm uses; checkpoints have the defaults of the other algorithms too."""
+    found = _set(pretrained.get("quantization") or {})
+    algorithm = str(found.get("quant_algo"))
+    smoothed = algorithm.startswith(_SMOOTHED)
+    unused = {"group_size": smoothed or algorithm in _UNGROUPED, "smoothquant_val": not smoothed}
+    return {name: value for name, value in found.items() if not unused.get(name)}
+
+
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:
     """What is switched on or has a value."""
     return {name: value for name, value in values.items() if value not in (None, False, "disable", [], {})}
@@ -259,7 +271,8 @@ def _features(build: Mapping[str, Any], plugins: Mapping[str, Any]) -> Iterator[
         modules = " ".join(lora.get("lora_target_modules") or ())
         yield f"adapters of rank {lora.get('max_lora_rank')} on {modules}".removesuffix(" on ")
     if plugins.get("use_paged_context_fmha"):
-        yield "reuse of KV blocks, chunked context"
+        yield "reuse of KV blocks"
+        yield "chunked context"
 
 
 def _mode(number: object) -> str:

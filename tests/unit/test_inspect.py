@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,36 @@ def test_what_decides_the_cache_of_a_token(tmp_path: Path) -> None:
     assert found.kv_cache["bytes_per_token"] == 128
     assert found.precision == "fp8 weights, float16 arithmetic, FP8 KV cache"
     assert found.quantization == quantized
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "used"),
+    [
+        ("W8A16", ()),
+        ("W4A16", ()),
+        ("FP8", ()),
+        ("W4A16_AWQ", ("group_size",)),
+        ("W4A16_GPTQ", ("group_size",)),
+        ("W8A8_SQ_PER_CHANNEL", ("smoothquant_val",)),
+    ],
+)
+def test_of_a_quantisation_only_what_it_uses(algorithm: str, used: tuple[str, ...], tmp_path: Path) -> None:
+    stored = {"quant_algo": algorithm, "group_size": 128, "smoothquant_val": 0.5}
+    (found,) = describe(str(write_plain_engine(tmp_path / "engine", model={"quantization": stored}).path))
+    assert found.quantization == {name: stored[name] for name in ("quant_algo", *used)}
+
+
+def test_small_models_have_millions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    assert run(["convert", str(model), "--out", str(tmp_path / "checkpoint"), "--quiet"]) == 0
+    capsys.readouterr()
+    assert run(["inspect", str(tmp_path / "checkpoint")]) == 0
+    assert re.search(r" 0\.[1-9] M parameters,", capsys.readouterr().out)
+
+
+def test_every_feature_is_a_word_of_its_own(tmp_path: Path) -> None:
+    paged = _built(tmp_path, "25.10", "--use_paged_context_fmha", "enable")
+    assert {"reuse of KV blocks", "chunked context"} <= set(describe(str(paged))[0].features)
 
 
 def test_a_manifest_says_where_it_was_built(tmp_path: Path) -> None:

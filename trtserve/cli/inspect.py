@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_data, print_json
+from trtserve.cli.output import TerminalProgress, count, print_data, print_json
 from trtserve.machine import gibibytes
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _lines(found: Description) -> list[tuple[str, str]]:
 def _model(model: Any) -> str:
     words = [
         str(model.get("architecture")),
-        *([f"{model['parameters'] / 1e9:.2f} B parameters"] if model.get("parameters") else []),
+        *([f"{count(model['parameters'])} parameters"] if model.get("parameters") else []),
         f"{model.get('num_hidden_layers')} layers of {model.get('hidden_size')}",
         f"{model.get('num_attention_heads')} heads, {model.get('num_key_value_heads')} for keys and values",
         f"vocabulary {model.get('vocab_size')}",

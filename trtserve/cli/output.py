@@ -41,6 +41,11 @@ def print_json(command: str, result: object) -> None:
     print_data(json.dumps(envelope, indent=2, default=str))
 
 
+def count(number: int) -> str:
+    """Parameters for people: `8.03 B`, `3.8 M`."""
+    return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
     """Write a table to stdout; plain tab-separated lines when stdout is not a terminal.
 

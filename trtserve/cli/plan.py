@@ -22,7 +22,7 @@ from trtserve.cli.options import (
     RuntimeOption,
     TpSizeOption,
 )
-from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
+from trtserve.cli.output import TerminalProgress, count, print_data, print_json, print_table
 from trtserve.cli.repo_options import KvTokensOption
 from trtserve.errors import UsageError
 from trtserve.machine import gibibytes
@@ -106,7 +106,7 @@ def _described(needs: ModelNeed) -> dict[str, Any]:
 
 def _print(needs: ModelNeed) -> None:
     lines = [
-        f"model       {needs.name}: {needs.architecture}, {_count(needs.parameters)} parameters",
+        f"model       {needs.name}: {needs.architecture}, {count(needs.parameters)} parameters",
         f"weights     {gibibytes(needs.source_bytes)}, {gibibytes(needs.pull_bytes)} to pull; as {needs.dtype}"
         + (f", {needs.quantization}" if needs.quantization else ""),
     ]
@@ -168,10 +168,6 @@ def _gpu_lines(answer: GpuAnswer) -> list[str]:
 def _fit_words(fit: GpuFit) -> str:
     what = f"{fit.tokens} tokens, {fit.sequences} sequences of {fit.limits.max_seq_len}"
     return f"{fit.tp_size} × {fit.pp_size}: {what}" + ("" if fit.fits else ": does not fit")
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"
 
 
 def _duration(seconds: float) -> str:
