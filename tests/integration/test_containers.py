@@ -115,6 +115,15 @@ def test_docker_without_gpus_and_an_unknown_image(host: Doubles, tmp_path: Path)
         start_server(repository, replace(spec(), container="mine", extra_arguments=("--no-such-flag",)))
 
 
+def test_a_container_decides_the_runtime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    assert run(["import", str(model), "--container", TAG, "--tp-size", "2", "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert f"Runtime: tensorrt_llm (the container {TAG} has it)" in told.err
+    assert "openvino" not in told.err
+    assert "trtllm-build" in told.out
+
+
 def test_an_engine_is_built_in_a_container(host: Doubles, tmp_path: Path) -> None:
     checkpoint = Checkpoint(path=write_checkpoint(tmp_path / "checkpoint", tp=2))
     engine = build_engine(checkpoint, BuildSpec(container=TAG, max_batch_size=4), out=tmp_path / "engine")

@@ -52,7 +52,7 @@ class LlmapiImportPlan:
 
 def for_llmapi(spec: ImportSpec, progress: Progress = SILENT) -> bool:
     """Whether the runtime that `spec` means has no engines."""
-    return choose_runtime(spec.build.runtime, progress).NAME == llmapi.NAME
+    return choose_runtime(spec.build.runtime, progress, container=spec.build.container).NAME == llmapi.NAME
 
 
 def plan_llmapi_import(

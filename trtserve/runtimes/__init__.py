@@ -35,6 +35,7 @@ def choose_runtime(name: RuntimeName, progress: Progress = SILENT, *, container:
             hint="Leave --container out, or take --runtime tensorrt_llm.",
         )
     if container is not None and name == "auto":
+        progress.step(f"Runtime: {tensorrt_llm.NAME} (the container {container} has it)")
         return RUNTIMES[tensorrt_llm.NAME]
     if name != "auto":
         return RUNTIMES[name]
