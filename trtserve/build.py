@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.architectures.checkpoint import read_config
+from trtserve.architectures.checkpoint import read_config, require_files
 from trtserve.architectures.quantized import quant_algo
 from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint
 from trtserve.capacity.rates import TimedStage, expected_seconds, read_rates, timed
@@ -95,6 +95,8 @@ def build_engine(
     """
     runtime = choose_runtime(spec.runtime, progress, container=spec.container)
     plan = _plan(checkpoint, spec, runtime, name=name, out=out, store=store)
+    if not plan.reused:
+        require_whole(checkpoint)
     for note in plan.engine.notes:
         progress.step(note)
     if plan.reused:
@@ -111,6 +113,11 @@ def build_engine(
         return replace(manifest, facts={**manifest.facts, **measured})
 
     return publish(Engine, plan.path, manifest, produce)
+
+
+def require_whole(checkpoint: Checkpoint) -> None:
+    """ArtifactError or CorruptFileError when a rank's file is missing or cut off; no weight is read."""
+    require_files(checkpoint.path, read_config(checkpoint.path))
 
 
 def _manifest(plan: Plan, checkpoint: Checkpoint, name: str) -> Manifest:

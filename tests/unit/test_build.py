@@ -416,6 +416,23 @@ def test_damaged_weights_leave_no_engine_behind(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir() if "engine" in entry.name] == []
 
 
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_files_of_ranks_are_looked_at_before_the_work(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _convert(tmp_path, tp_size=2)
+    command = ["build", str(source.path), "--max-seq-len", "64", "--out", str(tmp_path / "engine"), *flags]
+    monkeypatch.setattr("trtserve.build._require_room", None)  # never reached: the first thing that a build does
+    last = source.path / "rank1.safetensors"
+    with last.open("r+b") as file:
+        file.truncate(last.stat().st_size - 1000)
+    assert run(command) == CorruptFileError.code
+    assert "rank1.safetensors is damaged" in capsys.readouterr().err
+    last.unlink()
+    assert run(command) == ArtifactError.code
+    assert "rank1.safetensors is missing; the checkpoint has 2 ranks" in capsys.readouterr().err
+
+
 def test_weights_that_overflow_are_refused(tmp_path: Path) -> None:
     source = _convert(tmp_path)
     path = source.path / "rank0.safetensors"

@@ -23,6 +23,7 @@ from trtserve.convert import checkpoint_config, convert_model
 from trtserve.errors import (
     ArtifactError,
     CheckError,
+    CorruptFileError,
     MemoryLimitError,
     MissingDependencyError,
     ModelNotFoundError,
@@ -250,6 +251,22 @@ def test_the_original_is_the_recorded_one_unless_another_is_named(tmp_path: Path
     folder.rename(tmp_path / "moved")
     with pytest.raises(ModelNotFoundError, match="which is gone"):
         check.find_original(made, None)
+
+
+def test_files_come_before_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    made = convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "made")
+    monkeypatch.setattr(original, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError):
+        check.check_checkpoint(made.path, folder)
+    rank = made.path / "rank0.safetensors"
+    with rank.open("r+b") as file:
+        file.truncate(rank.stat().st_size - 100)
+    with pytest.raises(CorruptFileError, match=r"rank0\.safetensors is damaged"):
+        check.check_checkpoint(made.path, folder)
+    rank.unlink()
+    with pytest.raises(ArtifactError, match="is missing"):
+        check.check_checkpoint(made.path, folder)
 
 
 def test_a_folder_of_another_kind_is_named(tmp_path: Path) -> None:

@@ -132,6 +132,27 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def require_files(folder: Path, config: Mapping[str, Any]) -> None:
+    """ArtifactError when the file of a rank is missing, CorruptFileError when a header and its file do not agree.
+
+    Only the headers are read, so that this costs nothing beside what the weights are wanted for.
+    """
+    mapping = config.get("mapping") or {}
+    ranks = int(mapping.get("tp_size", 1)) * int(mapping.get("pp_size", 1))
+    for rank in range(ranks):
+        _rank_file(folder, rank, ranks)
+
+
+def _rank_file(folder: Path, rank: int, ranks: int) -> TensorFile:
+    path = folder / f"rank{rank}.safetensors"
+    if not path.is_file():
+        raise ArtifactError(
+            f"{path} is missing; the checkpoint has {ranks} ranks.",
+            hint="Copy every file of the checkpoint, or convert the model again.",
+        )
+    return TensorFile(path)
+
+
 class CheckpointReader:
     """The tensors of the whole model in a checkpoint folder, whoever wrote it; ranks are merged while reading."""
 
@@ -257,10 +278,7 @@ class CheckpointReader:
     def _file(self, target: Target, tp_rank: int) -> TensorFile:
         rank = stage_of(target, self._stages) * self.tp_size + tp_rank
         if rank not in self._files:
-            path = self.folder / f"rank{rank}.safetensors"
-            if not path.is_file():
-                raise ArtifactError(f"{path} is missing; the checkpoint has {self.tp_size * self.pp_size} ranks.")
-            self._files[rank] = TensorFile(path)
+            self._files[rank] = _rank_file(self.folder, rank, self.tp_size * self.pp_size)
         return self._files[rank]
 
 

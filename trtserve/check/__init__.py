@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.architectures.checkpoint import CheckpointReader
+from trtserve.architectures.checkpoint import CheckpointReader, require_files
 from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, ModelRepository, looks_like
 from trtserve.capacity.needs import check_memory
 from trtserve.capacity.room import require_memory
@@ -189,10 +189,13 @@ def check_checkpoint(
 ) -> CheckReport:
     """Run a checkpoint and its original on the same prompts and compare their logits.
 
-    Raises what `plan_check` raises, CorruptFileError for damaged files, and CheckError when the vocabularies differ.
+    Files and headers come first: ArtifactError for a missing rank, CorruptFileError for a damaged one. Then it raises
+    what `plan_check` raises, CorruptFileError for damaged tensors, and CheckError when the vocabularies differ.
     Figures beyond their bounds are in the report: see `require_passed`.
     """
-    plan = plan_check(CheckpointReader(checkpoint).config, model, spec, progress=progress)
+    config = CheckpointReader(checkpoint).config
+    require_files(checkpoint, config)
+    plan = plan_check(config, model, spec, progress=progress)
     return run_check(plan, checkpoint, progress=progress)
 
 

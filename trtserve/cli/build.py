@@ -106,7 +106,7 @@ def build(
 ) -> None:
     """Build an engine from a checkpoint and print its path; for NVIDIA GPUs with their `trtllm-build`."""
     options = locals()  # before anything else has a name here; each option has the name of the field that it fills
-    from trtserve.build import build_engine, find_checkpoint, plan_build
+    from trtserve.build import build_engine, find_checkpoint, plan_build, require_whole
 
     lists = {"builder_flags": tuple(builder_flags or ()), "container_flags": tuple(container_flags or ())}
     given = {**options, **lists}
@@ -115,6 +115,8 @@ def build(
     source = find_checkpoint(checkpoint, progress=progress)
     plan = plan_build(source, spec, name=name, out=out)
     facts: dict[str, object] = {}
+    if dry_run and not plan.reused:
+        require_whole(source)  # as a build does
     if not dry_run:
         engine = build_engine(source, spec, name=name, out=out, progress=progress)
         facts = dict(engine.manifest.facts) if engine.manifest else {}
