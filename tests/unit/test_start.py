@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trtserve.artifacts import Manifest, ModelRepository
+from trtserve.artifacts import Manifest, Model, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import (
     MachineError,
@@ -82,6 +82,17 @@ def test_without_an_import_it_is_said_how_to_import(tmp_path: Path) -> None:
         find_repository(store=Store(tmp_path))
     assert caught.value.hint is not None
     assert "trtserve import demo" in caught.value.hint
+
+
+@pytest.mark.parametrize(("source", "words"), [("fast", "fast"), ("acme/fast", "acme/fast --name fast")])
+def test_a_model_that_was_only_downloaded(source: str, words: str, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    folder = store.folder(Model) / "fast-1"
+    folder.mkdir(parents=True)
+    Manifest(kind="model", name="fast", fingerprint="1" * 64, spec={"source": source}).write(folder)
+    with pytest.raises(ModelNotFoundError, match="fast was only downloaded") as caught:
+        find_repository("fast", store=store)
+    assert caught.value.hint == f"Import it: trtserve import {words}"
 
 
 def test_a_name_and_a_path_contradict_each_other(repository: ModelRepository) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from trtserve.artifacts import ModelRepository, load_artifact
+from trtserve.artifacts import Model, ModelRepository, load_artifact
 from trtserve.errors import ModelNotFoundError, UsageError
 from trtserve.store import NameRecord, Store
 
@@ -30,6 +30,9 @@ def find_repository(
     made = store.made(ModelRepository)
     if name in made:
         return _open(made[name].path)
+    downloaded = store.made(Model).get(name or "")
+    if downloaded is not None:
+        raise _only_downloaded(downloaded)
     if name is not None and (os.sep in name or Path(name).is_dir()):
         raise _folder_for_name(name)
     what = "Nothing has been imported yet." if name is None else f"Nothing was imported under the name {name}."
@@ -66,6 +69,16 @@ def _folder_for_name(folder: str) -> ModelNotFoundError:
     else:
         hint = f"Serve a model repository by its path: trtserve start --model-repository {folder}"
     return ModelNotFoundError(f"{folder} is a path, not the name of an import.", hint=hint)
+
+
+def _only_downloaded(model: Model) -> ModelNotFoundError:
+    """A name of `import --download-only`, with the import that makes the rest."""
+    source = model.name if model.manifest is None else str(model.manifest.spec.get("source", model.name))
+    named = "" if source == model.name else f" --name {model.name}"
+    return ModelNotFoundError(
+        f"{model.name} was only downloaded; it has no model repository yet.",
+        hint=f"Import it: trtserve import {source}{named}",
+    )
 
 
 def _open(path: Path) -> ModelRepository:
