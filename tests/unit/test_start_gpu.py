@@ -11,6 +11,7 @@ import pytest
 from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.doubles import Doubles
 from tests.support.servers import free_spec
+from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import MachineError, RepositoryError, UsageError
@@ -136,6 +137,37 @@ def test_dry_run_prints_every_instance(tmp_path: Path, capsys: pytest.CaptureFix
     result = json.loads(capsys.readouterr().out)["result"]
     assert (result["mode"], result["processes"], len(result["commands"])) == ("leader", 4, 2)
     assert all(command.endswith(" :") for command in result["commands"])
+
+
+def test_dry_run_tells_what_a_start_would_add_and_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtserve.start.plan.needs_oversubscription", lambda ranks: ranks == 4)
+    line = ["start", "--model-repository", str(repository_of(tmp_path).path), "--instances", "2", "--dry-run"]
+    assert run(line) == 0
+    said = capsys.readouterr().err
+    assert "mpirun is told to --oversubscribe" in said
+    assert "writes the reverse proxy's configuration" in said
+    assert "nginx.conf" in said
+    assert run([*line, "--oversubscribe"]) == 0
+    assert "is told to" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["container", "tokenizer", "model.yaml"])
+def test_dry_run_refuses_what_a_start_refuses(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, more, words = repository_of(tmp_path).path, list[str](), ""
+    if fault == "container":
+        more, words = ["--container", "25.12"], "0.18"
+    elif fault == "tokenizer":
+        folder = write_upstream(tmp_path / "up", "0.18", engine=tmp_path / "engine", tokenizer=tmp_path / "nowhere")
+        path, words = folder, "tokenizer_dir"
+    else:
+        path, words = write_upstream_llmapi(tmp_path / "llm", "1.2", "acme/llama"), "There is no model.yaml"
+        (path / "tensorrt_llm" / "1" / "model.yaml").unlink()
+    assert run(["start", "--model-repository", str(path), *more, "--dry-run"]) == RepositoryError.code
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert not printed.out
 
 
 def test_fewer_gpus_than_ranks(tmp_path: Path, doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:

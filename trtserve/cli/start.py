@@ -225,12 +225,14 @@ def _dry_run(
 ) -> None:
     """What `start` would do: for another --world-size the stages of the import first."""
     from trtserve.pipeline.world_size import plan_rebuild, planned_stages, repository_for
-    from trtserve.start import plan_server
+    from trtserve.start import plan_server, rehearse
 
     again = plan_rebuild(repository, spec)
     if again is None or not rebuild:
         fitting = repository_for(repository, spec, rebuild=False)
-        _print_plan(plan_server(fitting, spec, elsewhere=True), [], json=json)
+        plan = plan_server(fitting, spec, elsewhere=True)
+        rehearse(plan, fitting, spec, progress)
+        _print_plan(plan, [], json=json)
         return
     progress.step(f"World size {spec.world_size}: {again.reason}; first these stages are run with {again.size}.")
     stages, made = planned_stages(again, progress=progress)

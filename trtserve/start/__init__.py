@@ -1,7 +1,7 @@
 """The life of a server: checked before it is launched, explained when it does not come up, stopped without a trace."""
 
 from trtserve.servers import Server, condition, find_server, list_servers, recorded_servers
-from trtserve.start.checks import transaction_policy
+from trtserve.start.checks import rehearse, transaction_policy
 from trtserve.start.ending import stop_server
 from trtserve.start.life import require_startable, serve_foreground, start_server
 from trtserve.start.logs import find_log, follow_log
@@ -21,6 +21,7 @@ __all__ = [
     "list_servers",
     "plan_server",
     "recorded_servers",
+    "rehearse",
     "require_startable",
     "serve_foreground",
     "start_server",

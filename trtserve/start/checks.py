@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from trtserve.artifacts import ModelRepository
+from trtserve.check.repository import require_sound
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
 from trtserve.errors import PortInUseError, RepositoryError, ServerStartError
 from trtserve.launch.container import require_docker
@@ -21,6 +23,7 @@ from trtserve.start.repositories import chosen_by, import_again
 from trtserve.start.world import installed_for
 from trtserve.store import Store
 from trtserve.triton.engine_match import Installation, require_matching
+from trtserve.triton.preflight import Served
 from trtserve.triton.server import SHARED_MEMORY, Address
 
 
@@ -96,6 +99,28 @@ def require_fitting_engine(plan: Plan, spec: ServerSpec, store: Store, progress:
     require_matching(plan.served, installation, progress, again=import_again(plan.repository, store))
 
 
+def require_release(served: Served, spec: ServerSpec, progress: Progress) -> None:
+    """RepositoryError for an engine of another TensorRT-LLM than the container's, or, without one, this machine's."""
+    found = installed_for(spec)
+    if found is not None:
+        there = Installation(tensorrt_llm=found.version, tensorrt=found.tensorrt, sm=None, gpu=None)
+        require_matching(served, there, progress)
+
+
+def rehearse(plan: Plan, repository: ModelRepository, spec: ServerSpec, progress: Progress) -> None:
+    """What a start checks in the files alone, and what it would add and write, for a dry run.
+
+    RepositoryError as the start has it. GPUs, ports and the environment may be another machine's.
+    """
+    if spec.container is None:  # a container sees other paths
+        require_sound(repository, progress)
+    if plan.needs_gpus:
+        require_release(plan.served, spec, progress)
+        _announce_oversubscription(plan, spec, progress)
+    if plan.proxy is not None:
+        progress.step(f"A start writes the reverse proxy's configuration: {plan.proxy.file}")
+
+
 def require_environment(plan: Plan, store: Store, progress: Progress) -> None:
     """The checks of `doctor` that a start needs: all for the wheel's Triton, docker for a container, else memory to
     share.
@@ -140,10 +165,14 @@ def _announce_ranks(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
     launch = plan.instances[0].launch
     each = f"{launch.ranks} rank(s)"
     progress.step(f"Mode: {plan.mode}, {f'{len(plan.instances)} instances of ' if spec.instances > 1 else ''}{each}")
-    if "--oversubscribe" in launch.command.argv and not spec.oversubscribe:
-        progress.step("More ranks than cores: mpirun is told to --oversubscribe.")
+    _announce_oversubscription(plan, spec, progress)
     for instance in plan.instances:
         progress.step(f"Command: {instance.launch.command}")
+
+
+def _announce_oversubscription(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
+    if "--oversubscribe" in plan.command.argv and not spec.oversubscribe:
+        progress.step("More ranks than cores: mpirun is told to --oversubscribe.")
 
 
 def _owner(port: int, store: Store) -> str:

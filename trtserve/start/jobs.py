@@ -17,11 +17,11 @@ from trtserve.ports import ipv4_address
 from trtserve.progress import SILENT, Progress
 from trtserve.releases.containers import containers_of
 from trtserve.specs import ServerSpec
+from trtserve.start.checks import require_release
 from trtserve.start.mentions import named_paths
 from trtserve.start.plan import EMBEDDED, gpu_triton, server_name, server_setup
-from trtserve.start.world import installed_for, ranks_of, require_engine_mode, require_world_size
+from trtserve.start.world import ranks_of, require_engine_mode, require_world_size
 from trtserve.store import writing
-from trtserve.triton.engine_match import Installation, require_matching
 from trtserve.triton.preflight import Served, inspect_repository, require_loadable
 from trtserve.triton.server import CONTAINER_TRITON, Address, Triton
 
@@ -123,10 +123,7 @@ def _inspected(repository: ModelRepository, spec: ServerSpec, flag: str, progres
         raise UsageError("--instances does not go with --slurm: one job is one server.", hint="Submit several jobs.")
     require_engine_mode(served, spec)
     require_world_size(served, spec, repository)
-    found = installed_for(spec)
-    if found is not None:
-        there = Installation(tensorrt_llm=found.version, tensorrt=found.tensorrt, sm=None, gpu=None)
-        require_matching(served, there, progress)
+    require_release(served, spec, progress)
     return name, served
 
 

@@ -341,7 +341,7 @@ _TOKENIZERS = (
     ),
 )
 _LLMAPI = (
-    Rule(name="llmapi-settings", about="there is a model.yaml", find=llmapi.no_settings),
+    Rule(name="llmapi-settings", about="there is a model.yaml", find=llmapi.no_settings, stops=True),
     Rule(
         name="llmapi-keyword",
         about="no keyword is misspelt",
