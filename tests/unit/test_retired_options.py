@@ -40,6 +40,15 @@ GUIDES = [
     ("convert m --load_by_shard", "convert_checkpoint.py", "stream"),
     ("convert m --use_embedding_sharing", "until TensorRT-LLM 0.15", "Leave it out"),
     ("convert m --world_size 2", "convert_checkpoint.py", "--tp-size"),
+    ("convert m --int8_kv_cache", "option of convert_checkpoint.py", "--converter upstream"),
+    ("import m --int8_kv_cache", "option of convert_checkpoint.py", "--converter upstream"),
+    ("convert m --qformat fp8", "option of quantize.py", "--quantize"),
+    ("convert m --kv_cache_dtype int8", "option of quantize.py", "behind `--`"),
+    ("repo e --gpu_device_ids 0", "fill_template.py", "trtserve repo … --set gpu_device_ids=VALUE"),
+    ("repo e --decoding_mode top_k", "fill_template.py", "--set decoding_mode=VALUE"),
+    ("repo e --logits_datatype TYPE_FP16", "fill_template.py", "--set logits_datatype=VALUE"),
+    ("repo e --add_special_tokens true", "fill_template.py", "--set preprocessing.add_special_tokens=VALUE"),
+    ("import m --decoding-mode top_k", "fill_template.py", "trtserve import … --set decoding_mode=VALUE"),
     ("repo e --tokenizer_type llama", "until TensorRT-LLM 0.8", "files of the tokenizer"),
     ("repo e --engine_dir e", "fill_template.py", "trtserve repo ENGINE"),
     ("repo e --decoupled_mode True", "fill_template.py", "--streaming"),
@@ -79,6 +88,14 @@ def test_what_guides_type(tree: Any, typed: str, was: str, instead: str) -> None
     assert instead in str(error.hint)
     option = next(word for word in typed.split() if word.startswith("-")).partition("=")[0]
     assert option in error.message
+
+
+@pytest.mark.parametrize("command", ["build c", "import m"])
+@pytest.mark.parametrize("option", ["--lora_target_modules ", "--lora-target-modules="])
+def test_modules_are_separated_by_commas(tree: Any, command: str, option: str) -> None:
+    error = _error(tree, f"{command} {option}attn_q attn_k attn_v --max-lora-rank 8".split())
+    assert "3 words" in error.message
+    assert "attn_q,attn_k,attn_v" in str(error.hint)
 
 
 def _taken(tree: Any, command: str) -> set[str]:

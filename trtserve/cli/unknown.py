@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,10 @@ from trtserve.errors import UsageError
 
 if TYPE_CHECKING:
     from trtserve.releases.build_flags import BuildFlag
+
+
+# Attention, MLPs and experts: how names of modules that adapters change begin.
+_MODULE = re.compile(r"(cross_)?(attn|mlp|moe)_\w+")
 
 
 def answer_unknown_options(tree: Any) -> None:
@@ -38,6 +44,7 @@ def _answer(node: Any, names: tuple[str, ...], owners: Mapping[str, Sequence[str
 
     def parse_or_explain(context: Any, arguments: list[str]) -> Any:
         typed = list(arguments)
+        _refuse_blanks(typed)
         try:
             return parse(context, arguments)
         except Exception as error:
@@ -48,6 +55,21 @@ def _answer(node: Any, names: tuple[str, ...], owners: Mapping[str, Sequence[str
             raise explain(names, _as_typed(option, typed), _options(node), owners) from None
 
     node.parse_args = parse_or_explain
+
+
+def _refuse_blanks(arguments: Sequence[str]) -> None:
+    """UsageError for modules that blanks separate, which is how trtllm-build takes them."""
+    for place, argument in enumerate(arguments):
+        name, sign, first = argument.partition("=")
+        if name.replace("_", "-") != "--lora-target-modules":
+            continue
+        words = [*([first] if sign else []), *arguments[place + 1 :]]
+        modules = list(itertools.takewhile(_MODULE.fullmatch, words))
+        if len(modules) > 1:
+            raise UsageError(
+                f"{name} has {len(modules)} words: {' '.join(modules)}.",
+                hint=f"Separate them with commas: {name} {','.join(modules)}.",
+            )
 
 
 def _as_typed(option: str, arguments: Sequence[str]) -> str:
@@ -72,10 +94,14 @@ def _hint(names: tuple[str, ...], option: str, known: Sequence[str], owners: Map
     from trtserve.releases import NEWEST
     from trtserve.releases.build_flags import build_flags
     from trtserve.releases.retired import retired_in
+    from trtserve.triton.settings import settable
 
     old = retired_in(names[0] if names else "", option)
     if old is not None:
         return old.answer
+    key = settable(option.lstrip("-").replace("-", "_")) if names[:1] in (("repo",), ("import",)) else None
+    if key is not None:
+        return f"It is a key of fill_template.py: `trtserve {names[0]} … --set {key}=VALUE`."
     spelled = option.replace("_", "-")
     flag = build_flags(NEWEST).get("--" + option.lstrip("-").replace("-", "_"))
     if names[:1] in (("build",), ("import",)) and flag is not None:

@@ -106,7 +106,8 @@ per_token                        -     It is part of --quantize int8_sq.
 use_fp8                          -     It is --quantize fp8.
 enable_fp8                       -     It is --quantize fp8.
 use_fp8_rowwise                  -     Rowwise FP8 is read from a model that has it.
-qformat                          -     It is --quantize.
+int8_kv_cache                    -     `trtserve convert --converter upstream` passes it on, written behind `--`.
+fp8_kv_cache                     -     `trtserve convert --converter upstream` passes it on, written behind `--`.
 quant_ckpt_path                  -     Convert the quantised Hugging Face model itself.
 ammo_quant_ckpt_path             0.9   Convert the quantised Hugging Face model itself.
 group_size                       -     It is read from the quantised model.
@@ -128,6 +129,11 @@ hf_lora_dir                      0.8   `trtserve lora FOLDER` converts an adapte
 use_prompt_tuning                0.8   Give --max_prompt_embedding_table_size when the engine is built.
 max_prompt_embedding_table_size  0.7   Give it when the engine is built: `trtserve build`.
 log_level                        -     Leave it out: `trtserve --debug convert` says more.
+"""
+
+QUANTIZE = """
+qformat         -  It is `trtserve convert --quantize`, which runs quantize.py where a format needs calibration.
+kv_cache_dtype  -  `trtserve convert --quantize int8_sq` (int4_awq, fp8) passes it on, written behind `--`.
 """
 
 LORA = """
@@ -230,6 +236,7 @@ TABLES = {
     "trtllm-build": TRTLLM_BUILD,
     "build.py": BUILD_PY,
     "convert_checkpoint.py": CONVERT,
+    "quantize.py": QUANTIZE,
     "launch_triton_server.py": LAUNCH,
     "fill_template.py": TEMPLATE,
     "inflight_batcher_llm_client.py": CLIENT,
@@ -240,9 +247,9 @@ TABLES = {
 }
 
 TOOLS_OF = {
-    "import": ("trtllm-build", "build.py", "convert_checkpoint.py", "fill_template.py"),
-    "convert": ("convert_checkpoint.py", "build.py", "trtllm-build"),
-    "build": ("trtllm-build", "build.py", "convert_checkpoint.py"),
+    "import": ("trtllm-build", "convert_checkpoint.py", "quantize.py", "build.py", "fill_template.py"),
+    "convert": ("convert_checkpoint.py", "quantize.py", "build.py", "trtllm-build"),
+    "build": ("trtllm-build", "build.py", "convert_checkpoint.py", "quantize.py"),
     "repo": ("fill_template.py",),
     "start": ("launch_triton_server.py",),
     "lora": ("hf_lora_convert.py",),

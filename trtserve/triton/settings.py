@@ -47,6 +47,16 @@ def resolve_settings(given: Mapping[str, str], table: Profile) -> Settings:
     return Settings(parameters=parameters, variables=variables)
 
 
+def settable(name: str) -> str | None:
+    """The key by which --set sets a parameter of this name, of any release; None when no model has it."""
+    if name in _FIELDS or name in _RENAMED:
+        return name
+    models = [model for model, rows in PARAMETERS.items() if any(row.name == name for row in rows)]
+    if not models:
+        return None
+    return name if CORE in models else f"{models[0]}.{name}"
+
+
 def parse_assignments(texts: list[str]) -> dict[str, str]:
     """`["key=value", …]` as a dict; UsageError for a text without `=` and for a key given twice."""
     result: dict[str, str] = {}
