@@ -32,6 +32,7 @@ from trtserve.errors import (
 )
 from trtserve.executor.paged_model import PagedModel
 from trtserve.progress import SilentProgress
+from trtserve.releases.containers import CONTAINERS
 from trtserve.releases.installed import installed
 from trtserve.runtimes import openvino
 from trtserve.runtimes.base import longest_sequence
@@ -330,6 +331,7 @@ def test_a_tensorrt_llm_that_is_not_here_is_named(checkpoint: Checkpoint) -> Non
     with pytest.raises(MissingDependencyError, match="TensorRT-LLM, which is not installed here") as caught:
         plan_build(checkpoint, BuildSpec(runtime="tensorrt_llm"))
     assert "nvcr.io/nvidia/tritonserver:" in str(caught.value.hint)
+    assert f"--container {CONTAINERS[-1].tag}," in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

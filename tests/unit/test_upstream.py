@@ -18,6 +18,7 @@ from trtserve.artifacts import Model
 from trtserve.cli.app import run
 from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import ConversionError, MissingDependencyError, ModelOptMissingError, UsageError
+from trtserve.releases.containers import CONTAINERS
 from trtserve.specs import ConvertSpec
 
 VERSIONS = {"0.12": "0.12.0", "0.16": "0.16.0", "0.18": "0.18.2", "0.20": "0.20.0", "1.0": "1.0.0", "1.2": "1.2.1"}
@@ -249,8 +250,11 @@ def test_without_tensorrt_llm(models: dict[str, Path], monkeypatch: pytest.Monke
     with pytest.raises(MissingDependencyError, match="TensorRT-LLM is not installed") as caught:
         plan_conversion(Model(path=models["llama"]), ConvertSpec(converter="upstream"))
     assert "--converter own" in str(caught.value.hint)
-    with pytest.raises(ModelOptMissingError, match="NVIDIA ModelOpt"):
+    newest = f"--container {CONTAINERS[-1].tag},"
+    assert newest in str(caught.value.hint)
+    with pytest.raises(ModelOptMissingError, match="NVIDIA ModelOpt") as calibrated:
         plan_conversion(Model(path=models["llama"]), ConvertSpec(quantize="fp8"))
+    assert newest in str(calibrated.value.hint)
 
 
 def test_without_examples(

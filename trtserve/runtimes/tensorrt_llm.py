@@ -217,7 +217,8 @@ def _require_installed(version: str | None) -> Installed:
     if found is None:
         raise MissingDependencyError(
             "The tensorrt_llm runtime builds with TensorRT-LLM, which is not installed here.",
-            hint=f"Run in NVIDIA's container {CONTAINERS[-1].image}, or name the version with {OPTION} to see the "
+            hint=f"Add --container {CONTAINERS[-1].tag}, which runs it in NVIDIA's container ({CONTAINERS[-1].image}), "
+            f"work in that container, or name the version with {OPTION} to see the "
             "command (--dry-run). --runtime openvino builds for CPUs.",
         )
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from trtserve.errors import MissingDependencyError, ModelOptMissingError
 from trtserve.launch.container import known_container, require_installed_in
 from trtserve.releases import release_of
+from trtserve.releases.containers import CONTAINERS
 from trtserve.releases.converters import QUANTIZE_SCRIPT, converter_script
 from trtserve.releases.installed import Installed, installed, interpreter, require_engine_path
 from trtserve.releases.launcher import launcher_facts
@@ -155,11 +156,11 @@ def _not_installed(*, calibrated: bool) -> MissingDependencyError:
     if calibrated:
         return ModelOptMissingError(
             "Calibrated quantisation runs NVIDIA ModelOpt with TensorRT-LLM, and neither is installed here.",
-            hint="Run in a container nvcr.io/nvidia/tritonserver:<tag>-trtllm-python-py3 on a GPU, or choose "
+            hint=f"Add --container {CONTAINERS[-1].tag}, which runs them in NVIDIA's container on a GPU, or choose "
             "--quantize int8, which needs neither.",
         )
     return MissingDependencyError(
         "--converter upstream runs NVIDIA's converter, and TensorRT-LLM is not installed here.",
-        hint="pip install tensorrt_llm (or a container nvcr.io/nvidia/tritonserver:<tag>-trtllm-python-py3), or "
-        "--converter own.",
+        hint=f"Add --container {CONTAINERS[-1].tag}, which runs it in NVIDIA's container, pip install tensorrt_llm, or "
+        "take --converter own.",
     )
