@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.repositories_to_check import Kitchen, bases, others
-from tests.support.repository_changes import edit
+from tests.support.repository_changes import TOKENIZER, Change, both, edit, parameter, remove, replaced, text
 from tests.support.repository_faults import FAULTS, Fault
 from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.check.repository import RULES, RepositoryReport, check_repository, require_sound
@@ -86,6 +86,46 @@ def test_added_tokens_beyond_the_vocabulary_are_named(good: dict[str, Path], tmp
     assert (finding.severity, finding.model) == ("warning", "preprocessing")
     assert "has 1 added token(s) beyond the engine's vocabulary" in finding.what
     assert "'<tool>' (5000)" in finding.what
+
+
+def _told(good: dict[str, Path], folder: Path, change: Change) -> tuple[str, str | None, str, str]:
+    """Rule, model, sentence and advice of the only finding after `change`."""
+    copy = folder / "repository"
+    shutil.copytree(good["cpp"], copy)
+    change(copy)
+    (finding,) = report_of(copy, tokenizers=True).findings
+    return finding.rule, finding.model, finding.what, finding.fix
+
+
+def test_a_line_that_cannot_be_read_is_told_once(good: dict[str, Path], tmp_path: Path) -> None:
+    file = "preprocessing/config.pbtxt"
+    rule, _, what, fix = _told(good, tmp_path, text(file, "parameters {", "parameters "))
+    assert rule == "config-syntax"
+    assert what.startswith("config.pbtxt is not a Triton model configuration: ")
+    assert what.endswith('Expected "{".')
+    assert fix.startswith("Mend the line, or make the repository again: ")
+
+
+def test_a_parameter_that_is_missing_is_explained_once(good: dict[str, Path], tmp_path: Path) -> None:
+    rule, _, _, fix = _told(good, tmp_path, parameter("tensorrt_llm", "gpt_model_type", None))
+    assert (rule, fix) == ("parameter-missing", "Set it: batching strategy (`batching_strategy`).")
+
+
+def test_a_missing_tokenizer_json_is_told_whole_by_the_model_that_encodes(
+    good: dict[str, Path], tmp_path: Path
+) -> None:
+    rule, model, what, _ = _told(good, tmp_path, remove(f"{TOKENIZER}/tokenizer.json"))
+    assert (rule, model) == ("tokenizer-load", "preprocessing")
+    assert "\n" not in what
+    assert not what.rstrip().endswith(":")
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_broken_tokenizer_config_is_one_error(template: bool, good: dict[str, Path], tmp_path: Path) -> None:
+    broken_file = replaced(f"{TOKENIZER}/tokenizer_config.json", '{"version": ')
+    change = broken_file if template else both(remove(f"{TOKENIZER}/chat_template.jinja"), broken_file)
+    rule, model, _, _ = _told(good, tmp_path, change)
+    assert (rule, model) == ("tokenizer-load", "preprocessing")
 
 
 def test_the_machine(good: dict[str, Path]) -> None:

@@ -44,3 +44,18 @@ def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with output.TerminalProgress(quiet=True).task("Pulling", total=1) as task:
         task.advance(1)
     assert capsys.readouterr().err == ""
+
+
+def test_findings_are_broken_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "error: model [rule]\n  " + "seven " * 20 + "/a/path\n"
+    output.print_block(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    output.print_block(text)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "error: model [rule]"
+    assert len(lines) == 3
+    assert all(line.startswith("  seven") and len(line) <= 80 for line in lines[1:])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, print_table
 from trtserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -120,12 +120,12 @@ def _print_findings(report: RepositoryReport) -> None:
     """One block for each finding, errors first, then how many there are."""
     for finding in report.findings:
         place = "" if finding.file is None else f"  {finding.file}\n"
-        print_data(
+        print_block(
             f"{finding.severity}: {finding.model or report.path.name} [{finding.rule}]\n{place}  {finding.what}\n"
             + (f"  {finding.fix}\n" if finding.fix else "")
         )
     release = "" if report.release is None else f" (TensorRT-LLM {report.release})"
-    print_data(
+    print_block(
         f"{report.path}{release}: {len(report.models)} models, {len(report.rules)} rules, "
         f"{len(report.errors)} error(s), {len(report.warnings)} warning(s)"
     )

@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import TrtserveError
@@ -33,6 +34,18 @@ def print_data(text: str) -> None:
     """Write one piece of data to stdout."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
     sys.stdout.flush()
+
+
+def print_block(text: str) -> None:
+    """Write lines to stdout; on a terminal each is broken between words, under its own indent, and no word is cut."""
+    if sys.stdout.isatty():
+        text = "\n".join(part for line in text.splitlines() for part in _indented(line, get_terminal_size().columns))
+    print_data(text)
+
+
+def _indented(line: str, width: int) -> list[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    return [indent + part for part in wrapped(line.strip(), max(20, width - len(indent)))]
 
 
 def print_json(command: str, result: object) -> None:

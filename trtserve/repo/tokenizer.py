@@ -44,9 +44,8 @@ def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = S
         ids = tokenizer.encode(_PROBE)
         text = tokenizer.decode(ids, skip_special_tokens=True)
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RepositoryError(
-            f"The tokenizer cannot be loaded: {first}",
+            f"The tokenizer cannot be loaded: {_sentence(error)}",
             hint="Check the tokenizer files of the model; --tokenizer takes another folder.",
         ) from error
     if not ids or not re.sub(r"\W", "", text):
@@ -58,6 +57,12 @@ def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = S
         )
     if text.strip() != _PROBE:
         progress.warn(f"The tokenizer does not give back the text it was given: {_PROBE!r} became {text.strip()!r}.")
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of a message; all of it where that line only begins a list."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
 
 
 def require_same_tokens(target: Path, draft: Path) -> None:

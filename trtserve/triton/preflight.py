@@ -184,12 +184,12 @@ def read_config(path: Path) -> Any:
     try:
         return parse_config(text)
     except ValueError as error:
-        raise RepositoryError(f"{path} is not a Triton model configuration: {error}.") from error
+        raise RepositoryError(f"{path} is not a Triton model configuration: {str(error).rstrip('.')}.") from error
     except Exception as error:
         # text_format's ParseError is no ValueError in every protobuf release, and protobuf is not imported here.
         if type(error).__name__ != "ParseError":
             raise
-        raise RepositoryError(f"{path} is not a Triton model configuration: {error}.") from error
+        raise RepositoryError(f"{path} is not a Triton model configuration: {str(error).rstrip('.')}.") from error
 
 
 def require_program(folder: Path, config: Any) -> None:

@@ -50,7 +50,12 @@ def unparsed(subject: Subject) -> Iterator[Fault]:
     for name, error in subject.unread.items():
         file = subject.path / name / "config.pbtxt"
         if next(placeholders(_text(file)), None) is None:
-            yield Fault(model=name, file=file, what=error.message, fix=error.hint or "Mend the line, or: " + _AGAIN)
+            yield Fault(
+                model=name,
+                file=file,
+                what=error.message.replace(str(file), file.name),
+                fix=error.hint or f"Mend the line, or m{_AGAIN[1:]}",
+            )
 
 
 def _text(file: Path) -> str:

@@ -109,7 +109,7 @@ def lacking_parameters(subject: Subject) -> Iterator[Fault]:
                     file=model.file,
                     what=f"The parameter {row.name} is {'missing' if absent else 'empty'}; the model does not load "
                     "without it.",
-                    fix=f"Set it ({row.meaning})." if row.required else "Add the key; its value may be empty.",
+                    fix=f"Set it: {row.meaning}." if row.required else "Add the key; its value may be empty.",
                 )
 
 

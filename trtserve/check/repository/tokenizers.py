@@ -158,8 +158,12 @@ def _probed(subject: Subject) -> Iterator[tuple[Fault, bool]]:
 
 def broken_templates(subject: Subject) -> Iterator[Fault]:
     """The chat template can be read and takes a question."""
+    seen: set[Path] = set()
     for model, folder in _folders(subject):
         files = TokenizerFiles(folder)
+        if folder.resolve() in seen or refusal(partial(files.json, "tokenizer_config.json")) is not None:
+            continue  # told where the tokenizer is loaded
+        seen.add(folder.resolve())
         try:
             template = find_chat_template(files)
             if template is not None and model.role == PREPROCESSING:
@@ -175,7 +179,8 @@ def broken_templates(subject: Subject) -> Iterator[Fault]:
 
 
 def _folders(subject: Subject) -> Iterator[tuple[ModelFolder, Path]]:
-    for model in subject.of(PREPROCESSING, POSTPROCESSING):
+    """Every model with the folder of its tokenizer; those that encode come first and answer for a folder of both."""
+    for model in (*subject.of(PREPROCESSING), *subject.of(POSTPROCESSING)):
         text = model.parameters.get("tokenizer_dir", "")
         if text and (folder := subject.located(text, model.name)).is_dir():
             yield model, folder
