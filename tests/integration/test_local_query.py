@@ -15,7 +15,9 @@ import pytest
 from tests.support.engine_folders import write_engine
 from tests.support.in_process import END_ID, InProcess
 from tests.support.tiny_models import write_tiny_model
+from trtserve import process
 from trtserve.cli import run
+from trtserve.process import Command
 from trtserve.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +126,17 @@ def test_a_runtime_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.Capt
     error = capsys.readouterr().err
     assert "cannot be imported: No module named 'tensorrt_llm'" in error
     assert "in NVIDIA's container" in error
+
+
+def test_several_ranks_without_their_runtime_are_not_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Command] = []
+    monkeypatch.setattr(process, "become", started.append)
+    engine = write_engine(tmp_path / "engine", version="1.2.0", tp_size=2).path
+    assert run(["query", "--engine", str(engine), "--local", "--input-tokens-csv", "5,6"]) == 3
+    assert capsys.readouterr().err.count("error:") == 1
+    assert not started
 
 
 def test_ctrl_c_stops_it(store: Store) -> None:

@@ -312,6 +312,7 @@ def _local_engine(engine: str | None, tokenizer: Path | None, *, dry_run: bool) 
         if dry_run:
             output.print_data(str(command))
             raise typer.Exit
+        found.require_runtime()
         become(command)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 from trtserve.artifacts import Engine, ModelRepository, looks_like
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.process import Command
+from trtserve.releases.installed import PACKAGE
 from trtserve.repo.engine import is_embedded, read_engine, require_engine_files
 from trtserve.repo.options import resolve_options
 from trtserve.specs import RepositorySpec
@@ -45,6 +47,15 @@ class LocalEngine:
     def needs_mpi(self) -> bool:
         """Whether its ranks are still to be started."""
         return self.ranks > 1 and _WORLD not in os.environ
+
+    def require_runtime(self) -> None:
+        """MissingDependencyError when this Python, which every rank runs, has no TensorRT-LLM; nothing is imported."""
+        if importlib.util.find_spec(PACKAGE) is None:
+            raise MissingDependencyError(
+                f"The engine has {self.ranks} ranks, each of which needs TensorRT-LLM, which {sys.executable} cannot "
+                "import.",
+                hint="Run this in NVIDIA's container, or serve the engine (`trtserve repo`, `trtserve start`).",
+            )
 
     def works_for_leader(self) -> bool:
         """Whether this process is a rank that is asked nothing."""
