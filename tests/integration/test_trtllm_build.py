@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -264,6 +265,13 @@ def test_options_that_a_release_lacks_name_those_that_have_them(
     assert "It takes one of draft_tokens_external" in capsys.readouterr().err
     assert build("--", "--monitor_memory") == 2
     assert "Releases that have it: 0.15" in capsys.readouterr().err
+
+
+def test_the_expected_memory_is_told_and_not_the_least(build: Builder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build("--dry-run", "--trtllm-version", "1.2.1", "--workers", "1") == 0
+    assert re.search(r"needs +about 3\.0 GiB of memory \(an estimate\), for 1 rank", capsys.readouterr().out)
+    assert build("--dry-run", "--trtllm-version", "1.2.1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["result"]["memory_bytes"] > 3 * 2**30
 
 
 def test_a_machine_without_gpu_is_told_before_the_build(late: Builder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import UsageError
+from trtserve.machine import gibibytes
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
@@ -59,6 +60,15 @@ class EnginePlan(ABC):
     serving_bytes: int = 0
     kv_bytes_per_token: int = 0
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of memory that the build is expected to take; `memory_bytes` are those without which it cannot work."""
+        return self.memory_bytes
+
+    def memory_words(self) -> str:
+        """Memory of the build in words."""
+        return f"{gibibytes(self.peak_memory)} of memory"
 
     @property
     def weights_precision(self) -> str:

@@ -152,6 +152,17 @@ class TensorrtPlan(EnginePlan):
         """Bytes of memory that building one rank may take, by estimate."""
         return _PROCESS + 2 * (self.rank.loaded + self.rank.kept) if self.rank else 0
 
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of memory that the ranks which are built at once may take, by estimate."""
+        return self.workers * self.expected_memory
+
+    def memory_words(self) -> str:
+        """Memory of the build in words, an estimate; of families that are not known here nobody knows it."""
+        if not self.rank:
+            return "memory that is not known here"
+        return f"about {gibibytes(self.peak_memory)} of memory (an estimate), for {self.workers} rank(s) at a time"
+
 
 def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
     """Arguments and limits of the engine; the memory and disk it needs.
