@@ -1,8 +1,11 @@
 """Entry point of the `trtserve` command."""
 
 import os
+import signal
 import sys
 from pathlib import Path
+
+_SIGNALLED = 128
 
 
 def main() -> None:
@@ -19,6 +22,9 @@ def main() -> None:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # while the command line itself is being imported
         code = 130
+    if code > _SIGNALLED:  # one more signal on the way out changes nothing
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 

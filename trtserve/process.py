@@ -220,11 +220,11 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def one_interrupt() -> Iterator[Callable[[], int]]:
+def one_interrupt() -> Iterator[Callable[[], int | None]]:
     """Make a KeyboardInterrupt of SIGINT, SIGTERM and SIGHUP, and ignore those that come while one is on its way out.
 
-    What is begun can then be cleared away in peace. Yields a function that returns the number of the first signal,
-    SIGINT before there was one. Signals that are ignored stay so; only the main thread receives any.
+    What is begun can then be cleared away in peace. Yields a function that returns the number of the first signal, None
+    before there was one. Signals that are ignored stay so; only the main thread receives any.
     """
     received: list[int] = []
 
@@ -235,7 +235,7 @@ def one_interrupt() -> Iterator[Callable[[], int]]:
             raise KeyboardInterrupt
 
     with _handled(interrupt):
-        yield lambda: received[0] if received else signal.SIGINT
+        yield lambda: received[0] if received else None
 
 
 def _interrupt_under_way() -> bool:

@@ -20,8 +20,8 @@ def slow(*arguments):
     time.sleep(0.05)
     return read(*arguments)
 os.preadv = slow
-from trtserve.cli import run
-sys.exit(run(sys.argv[1:]))
+from trtserve.__main__ import main
+main()
 """
 
 

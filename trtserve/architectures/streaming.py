@@ -135,6 +135,15 @@ def carry_out(
     run_all(_jobs(moves, dtype), worker, advance)
 
 
+def load_types(moves: Sequence[Move], dtype: str) -> None:
+    """Load what changed numbers need, before any thread does.
+
+    An interrupted import leaves its lock taken (CPython 3.11), and another thread would wait for it for ever.
+    """
+    if any(not _unchanged(move, move.dtype or dtype) for move in moves):
+        numpy_dtype(CODES[dtype])
+
+
 def buffered_bytes(move: Move, dtype: str) -> int:
     """Bytes of memory that `carry_out` holds at most for such a tensor, in all threads together.
 

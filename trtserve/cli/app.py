@@ -92,13 +92,17 @@ def command(
 
     @functools.wraps(function)
     def body(*arguments: Any, **options: Any) -> None:
-        with one_interrupt() if clears else nullcontext(lambda: signal.SIGINT) as received:
+        with one_interrupt() if clears else nullcontext(lambda: None) as received:
             try:
                 function(*arguments, **options)
             except KeyboardInterrupt:
-                raise typer.Exit(SIGNALLED + received()) from None
+                raise typer.Exit(SIGNALLED + (received() or signal.SIGINT)) from None
             except BrokenPipeError:
                 _discard_stdout()
+            except ImportError:  # what NumPy makes of an interrupt while it is loaded
+                if (number := received()) is None:
+                    raise
+                raise typer.Exit(SIGNALLED + number) from None
 
     group.command(name=name or function.__name__, **settings)(body)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trtserve.architectures.repacking import repack
 from trtserve.architectures.source import read_hf_config
-from trtserve.architectures.streaming import carry_out, created
+from trtserve.architectures.streaming import carry_out, created, load_types
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import Checkpoint, Manifest, Model
 from trtserve.capacity.rates import timed
@@ -101,6 +101,7 @@ def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
     text = f"Converting to {plan.spec.dtype}, {len(plan.sizes)} rank(s), {gibibytes(plan.total_bytes)}"
     if plan.spec.quantize != "none":
         text += f" ({plan.spec.quantize} weights are made when the engine is built)"
+    load_types(plan.moves, plan.spec.dtype)
     with (
         timed(store, "convert", plan.source_bytes),
         created(folder, plan.headers, plan.sizes) as files,

@@ -260,7 +260,7 @@ def wrong_kind(subject: Subject) -> Iterator[Fault]:
             yield _kind(model, said, "platform: ensemble")
         elif expected is not None and config.backend not in expected:
             yield _kind(model, said, " or ".join(f"backend: {each}" for each in expected if each))
-        elif model.name in MODELS and model.role not in (model.name, LLMAPI if model.name == CORE else ""):
+        elif model.name in MODELS and model.role not in ("", model.name, LLMAPI if model.name == CORE else ""):
             yield _kind(model, model.role, f"the model {model.name}, whose name is reserved")
         elif not said:
             yield _kind(model, "none", "a backend")

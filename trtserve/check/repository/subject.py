@@ -276,12 +276,17 @@ def _role(folder: Path, config: Any) -> str:
         (PREPROCESSING, {"QUERY"} <= inputs or {"INPUT_ID"} <= outputs),
         (POSTPROCESSING, {"TOKENS_BATCH"} <= inputs),
         (BLS, {"text_input"} <= inputs and {"text_output"} <= outputs),
-        (
-            CORE,
-            folder.name.startswith(CORE) or config.backend == "tensorrtllm" or "gpt_model_type" in config.parameters,
-        ),
+        (CORE, _is_core(folder, config)),
     )
     return next((role for role, fits in signs if fits), "")
+
+
+def _is_core(folder: Path, config: Any) -> bool:
+    """Whether a model runs an engine; a Python program may have the core model's name and be something else."""
+    if config.backend == "tensorrtllm" or {"gpt_model_type", "gpt_model_path"} & set(config.parameters):
+        return True
+    foreign = config.backend == "python" and not (folder / "1" / "core_settings.py").is_file()
+    return folder.name.startswith(CORE) and not foreign
 
 
 @cache
