@@ -77,7 +77,10 @@ def test_streams_come_in_pieces(features: ModelServer, proxied: ModelServer) -> 
 def test_a_client_that_goes_away_is_noticed(features: ModelServer, proxied: ModelServer) -> None:
     """The proxy closes the call of the instance, which stops the request: `stop` is the other way, to one instance."""
     wait_until(lambda: is_idle(features))
+    before = features.metric("nv_llm_output_token_len_sum")
     with proxied.stream() as stream:
-        stream.send("tensorrt_llm", NEWEST.core(PROMPT, 3500, streaming=True, end_id=-1))
+        # So much that it would be under way for seconds.
+        stream.send("tensorrt_llm", NEWEST.core(PROMPT, 3500, streaming=True, end_id=-1, num_return_sequences=8))
         stream.next()
     wait_until(lambda: is_idle(features))
+    assert features.metric("nv_llm_output_token_len_sum") - before < 8 * 3500
