@@ -31,7 +31,7 @@ from trtserve.ports import free_ports, is_free
 from trtserve.process import program
 from trtserve.servers import Server, condition, find_server, list_servers, recorded_server, state_file
 from trtserve.specs import ServerSpec
-from trtserve.start import life, plan_server, readiness, serve_foreground, start_server, stop_server
+from trtserve.start import checks, life, plan_server, readiness, serve_foreground, start_server, stop_server
 from trtserve.store import Store
 from trtserve.triton.server import is_ready, shared_memory_regions
 
@@ -203,7 +203,8 @@ def test_another_world_size_needs_another_engine(tmp_path: Path, store: Store) -
 
 
 def test_orchestrator(tmp_path: Path, store: Store, doubles: Doubles) -> None:
-    repository = repository_of(tmp_path, a="gpu_device_ids=0,1", b="gpu_device_ids=2,3")
+    worker = f"executor_worker_path={doubles.worker}"
+    repository = repository_of(tmp_path, a=f"gpu_device_ids=0,1 {worker}", b=f"gpu_device_ids=2,3 {worker}")
     with started(repository, store, multi_model=True) as server:
         (call,) = doubles.calls("tritonserver")
         assert call.environment["TRTLLM_ORCHESTRATOR"] == call.environment["TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] == "1"
@@ -228,10 +229,24 @@ def test_models_that_claim_the_same_gpu(tmp_path: Path, store: Store, doubles: D
         plan_server(repository, ServerSpec(multi_model=True), store=store)
 
 
-def test_workers_that_are_not_there(tmp_path: Path, store: Store, doubles: Doubles) -> None:
-    repository = repository_of(tmp_path, a="gpu_device_ids=0,1 executor_worker_path=/opt/nowhere/trtllmExecutorWorker")
-    with pytest.raises(RepositoryError, match="The workers of a are /opt/nowhere/trtllmExecutorWorker"):
+@pytest.mark.parametrize(
+    ("parameter", "words"),
+    [
+        (" executor_worker_path=/opt/nowhere/trtllmExecutorWorker", r"are /opt/nowhere/trtllmExecutorWorker \("),
+        (
+            "",
+            r"are .*/trtllmExecutorWorker \(executor_worker_path, which is not set\), not on this machine",
+        ),
+    ],
+)
+def test_workers_that_are_not_there(
+    parameter: str, words: str, tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "WORKER", str(tmp_path / "opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"))
+    repository = repository_of(tmp_path, a=f"gpu_device_ids=0,1{parameter}")
+    with pytest.raises(RepositoryError, match=f"The workers of a {words}") as caught:
         start_server(repository, replace(free_spec(), multi_model=True), store=store)
+    assert str(doubles.worker) in str(caught.value.hint)
 
 
 def test_two_instances_behind_a_proxy(tmp_path: Path, store: Store, doubles: Doubles) -> None:

@@ -68,6 +68,9 @@ class Doubles:
         (folder / "scratch").mkdir()
         for backend in ("tensorrtllm", "python"):  # as beside NVIDIA's /opt/tritonserver/bin
             (folder / "backends" / backend).mkdir(parents=True)
+        # No product may need NVIDIA's own: it is where executor_worker_path has to lead to on this machine.
+        self.worker = folder / "backends" / "tensorrtllm" / "trtllmExecutorWorker"
+        self.worker.write_bytes(b"")
         for name, (module, function) in TOOLS.items():
             self._write(self.bin / name, module, function)
         self.configure(**settings)

@@ -117,22 +117,21 @@ def test_what_no_converter_takes() -> None:
 @pytest.mark.parametrize("release", RELEASES)
 def test_launcher(release: str) -> None:
     facts = launcher_facts(release)
-    assert facts.ports_twice == facts.log_after_ports == facts.no_mpi == (order(release) >= (0, 19))
+    assert facts.ports_twice == facts.no_mpi == (order(release) >= (0, 19))
     assert facts.exit_timeout == facts.llmapi_launch == (order(release) >= (1, 0))
     assert facts.spawn_switch == facts.memory_pools == (release != "0.12")
 
 
 @pytest.mark.parametrize(
-    ("release", "script", "examples"),
+    ("release", "examples"),
     [
-        ("0.16", "/tensorrtllm_backend/scripts", "/tensorrtllm_backend/tensorrt_llm/examples"),
-        ("0.18", "/app/scripts", "/app/examples"),
-        ("0.19", "/app/scripts", "/app/tensorrt_llm/examples"),
+        ("0.16", "/tensorrtllm_backend/tensorrt_llm/examples"),
+        ("0.18", "/app/examples"),
+        ("0.19", "/app/tensorrt_llm/examples"),
     ],
 )
-def test_folders_in_containers(release: str, script: str, examples: str) -> None:
-    facts = launcher_facts(release)
-    assert (facts.scripts, facts.examples) == (script, examples)
+def test_folders_in_containers(release: str, examples: str) -> None:
+    assert launcher_facts(release).examples == examples
 
 
 def test_the_option_is_read_from_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,28 @@ def test_engines_of_different_sizes_need_an_orchestrator(tmp_path: Path) -> None
     assert planned(repository, tmp_path, multi_model=True, spawn_processes=True).processes == 1
 
 
+@pytest.mark.parametrize(
+    ("models", "spec", "words"),
+    [
+        ({"a": "gpu_device_ids=0,1", "b": "gpu_device_ids=2,3"}, {}, r"\(a 0,1; b 2,3\), which leader mode cannot do"),
+        ({"a": "gpu_device_ids=0,1;2,3"}, {}, r"\(a 0,1;2,3\), which leader mode cannot do"),
+        ({"a": "gpu_device_ids=2,3"}, {"gpus": (2, 3)}, "a wants GPU 2; --gpus shows the launch 2, numbered 0 … 1"),
+        ({"a": "gpu_device_ids=2,3"}, {"instances": 2}, "a wants GPU 2; --gpus shows the launch 2"),
+        ({"a": "gpu_device_ids=0"}, {}, r"gpu_device_ids of a has 1 number\(s\) in a group; its engine has 2 rank"),
+    ],
+)
+def test_gpus_that_leader_mode_cannot_give(
+    models: dict[str, str], spec: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RepositoryError, match=words):
+        planned(repository_of(tmp_path, tp=2, manifest=None, **models), tmp_path, **spec)
+
+
+def test_models_on_the_same_gpus_are_one_leader(tmp_path: Path) -> None:
+    repository = repository_of(tmp_path, a="gpu_device_ids=0,1", b="gpu_device_ids=0,1", c="")
+    assert [f"--load-model={name}" in planned(repository, tmp_path).command.argv for name in "abc"] == [True] * 3
+
+
 def test_an_engine_that_is_not_here_has_no_known_size(tmp_path: Path) -> None:
     path = write_core_model(tmp_path / "repository", "tensorrt_llm", "/no/such/engine")
     with pytest.raises(RepositoryError, match="is not on this machine"):

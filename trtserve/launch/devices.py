@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from trtserve.errors import RepositoryError
 from trtserve.triton.core_models import CoreModel, Groups
@@ -36,6 +37,26 @@ def require_own_devices(models: Sequence[CoreModel], gpus: int) -> None:
         owners[device] = name
 
 
+def require_leader_devices(models: Sequence[CoreModel], visible: int) -> None:
+    """RepositoryError for gpu_device_ids that leader mode cannot give: a rank has one GPU for every model.
+
+    `visible` is the number of GPUs that --gpus shows to the launch, 0 when it shows all; they are numbered from 0 then.
+    """
+    chosen = {model.name: model.gpu_device_ids for model in models if model.gpu_device_ids}
+    if len(set(chosen.values())) > 1 or any(len(groups) > 1 for groups in chosen.values()):
+        words = "; ".join(f"{name} {_text(groups)}" for name, groups in chosen.items())
+        raise RepositoryError(
+            f"gpu_device_ids place models or instances on GPUs of their own ({words}), which leader mode cannot do.",
+            hint="Serve them in orchestrator mode: --multi-model. Or take gpu_device_ids out, and choose with --gpus.",
+        )
+    for model in models:
+        if model.gpu_device_ids:
+            (group,) = model.gpu_device_ids
+            _require_groups("gpu_device_ids", (group,), replace(model, instances=1))
+            for device in group:
+                _require_there(device, model.name, visible, "--gpus shows the launch")
+
+
 def require_own_ranks(models: Sequence[CoreModel]) -> None:
     """RepositoryError unless the participant_ids of all models are the ranks 1 … ΣN, each once."""
     for model in models:
@@ -66,10 +87,14 @@ def _claims(models: Sequence[CoreModel]) -> Iterator[tuple[int, str]]:
             yield from ((device, model.name) for device in group)
 
 
-def _require_there(device: int, name: str, gpus: int) -> None:
+def _text(groups: Groups) -> str:
+    return ";".join(",".join(map(str, group)) for group in groups)
+
+
+def _require_there(device: int, name: str, gpus: int, shown: str = "this machine has") -> None:
     if gpus and device >= gpus:
         raise RepositoryError(
-            f"{name} wants GPU {device}; this machine has {gpus}, numbered 0 … {gpus - 1}.",
+            f"{name} wants GPU {device}; {shown} {gpus}, numbered 0 … {gpus - 1}.",
             hint=f"Set {name}.gpu_device_ids to GPUs that are there.",
         )
 

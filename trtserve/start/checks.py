@@ -15,6 +15,7 @@ from trtserve.machine import differences
 from trtserve.ports import is_free, owner
 from trtserve.process import arguments
 from trtserve.progress import Progress
+from trtserve.releases.launcher import WORKER
 from trtserve.servers import list_servers, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.start.ending import end_server
@@ -71,16 +72,34 @@ def require_devices(plan: Plan, spec: ServerSpec) -> None:
     require_gpus(wanted, count_gpus(), spec.gpus)
 
 
-def require_workers(plan: Plan, spec: ServerSpec) -> None:
-    """RepositoryError when an orchestrator is to spawn a program that is not on this machine."""
-    if not (spec.multi_model and spec.spawn_processes) or spec.container is not None:
+def require_workers(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
+    """RepositoryError when an orchestrator is to spawn a program that is not on this machine.
+
+    What is in a container is not seen from here, which is said.
+    """
+    if not (spec.multi_model and spec.spawn_processes):
         return
     for model in plan.served.core_models:
-        if model.worker and not Path(model.worker).is_file():
-            raise RepositoryError(
-                f"The workers of {model.name} are {model.worker} (executor_worker_path), which is not on this machine.",
-                hint="Take the parameter out, for the worker beside Triton's backend, or correct it.",
-            )
+        worker = model.worker or (WORKER if model.backend == "tensorrtllm" else "")
+        if spec.container is not None and worker:
+            progress.step(f"Workers of {model.name}: {worker} of the image, which cannot be seen from here.")
+        elif not (worker and Path(worker).is_file()):
+            raise _without_worker(plan, model.name, worker, default=not model.worker)
+
+
+def _without_worker(plan: Plan, model: str, worker: str, *, default: bool) -> RepositoryError:
+    told = f"The workers of {model} are {worker or 'not named'}"
+    key = "executor_worker_path" + (", which is not set" if default else "")
+    beside = plan.triton.backends / "tensorrtllm" / Path(WORKER).name
+    if beside.is_file():
+        hint = f"It is beside the backend: set the parameter to {beside}."
+    elif not default:
+        hint = f"Correct the parameter, or take it out: then they are {WORKER}."
+    else:
+        hint = "Set the parameter to where the program trtllmExecutorWorker is, or start in NVIDIA's --container."
+    return RepositoryError(
+        f"{told} ({key}), " + ("not on this machine." if worker else "an orchestrator spawns them."), hint=hint
+    )
 
 
 def require_fitting_engine(plan: Plan, spec: ServerSpec, store: Store, progress: Progress) -> None:

@@ -116,7 +116,7 @@ def _launch(
         announce(plan, spec, progress)
         require_servable(plan.served, plan.name, progress)
         require_devices(plan, spec)
-        require_workers(plan, spec)
+        require_workers(plan, spec, progress)
         require_fitting_engine(plan, spec, store, progress)
         require_environment(plan, store, progress)
         prepare_backends(plan.triton, store)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.errors import ArtifactError, RepositoryError, UsageError
 from trtserve.launch.container import installed_in
-from trtserve.launch.devices import world_of
+from trtserve.launch.devices import require_leader_devices, world_of
 from trtserve.releases import NEWEST, order
 from trtserve.releases.installed import Installed, installed, require_engine_path
-from trtserve.specs import ServerSpec
+from trtserve.repo.placement import VERSION, model_names
+from trtserve.specs import ConvertSpec, RepositorySpec, ServerSpec
 from trtserve.triton.engine_match import rebuild_command
 from trtserve.triton.preflight import Served
+from trtserve.triton.profiles import DRAFT, PREPROCESSING
+from trtserve.wording import option_words, spec_of, wishes
 
 _LLMAPI_SINCE = "0.19"
 
@@ -71,6 +76,8 @@ def require_engine_mode(served: Served, spec: ServerSpec) -> None:
             f"The engines of this repository have different world sizes ({words}); leader mode starts one number.",
             hint="Serve them in orchestrator mode: --multi-model, with gpu_device_ids of each model.",
         )
+    if not spec.multi_model:
+        require_leader_devices(served.core_models, served.world_size if spec.instances > 1 else len(spec.gpus))
 
 
 def require_world_size(served: Served, spec: ServerSpec, repository: ModelRepository) -> None:
@@ -90,7 +97,7 @@ def require_world_size(served: Served, spec: ServerSpec, repository: ModelReposi
         )
     raise UsageError(
         f"--world-size is {spec.world_size}; the engine was built for {served.world_size} rank(s).",
-        hint=rebuild_commands(served, repository, int(spec.world_size or 1)),
+        hint=rebuild_commands(served, repository, spec),
     )
 
 
@@ -100,8 +107,9 @@ def wants_rebuild(served: Served, spec: ServerSpec) -> bool:
     return not fixed and spec.world_size not in (None, served.world_size)
 
 
-def rebuild_commands(served: Served, repository: ModelRepository, world_size: int) -> str:
-    """The commands that make an engine for `world_size` ranks, in the words of whoever made the one that is there."""
+def rebuild_commands(served: Served, repository: ModelRepository, spec: ServerSpec) -> str:
+    """The commands that make an engine for --world-size, in the words of whoever made the one that is there."""
+    world_size = int(spec.world_size or 1)
     if served.runtime == "llmapi":
         return f"Set tensor_parallel_size: {world_size} in model.yaml, or leave --world-size out."
     if repository.manifest is None:
@@ -111,18 +119,36 @@ def rebuild_commands(served: Served, repository: ModelRepository, world_size: in
         )
     other, core = f"{repository.name}-tp{world_size}", served.core_models[0]
     checkpoint = _checkpoint(served.facts.get("core_models", {}).get(core.name, {}).get("built_as"))
-    spec = checkpoint.spec if checkpoint is not None else {}
+    convert = _conversion(checkpoint, served, world_size)
     model = checkpoint.facts.get("model") if checkpoint is not None else None
-    dtype = spec.get("dtype") or served.engine.get("pretrained_config", {}).get("dtype")
-    kept = {"dtype": dtype, "quantize": spec.get("quantize")}
-    weights = "".join(f" --{name} {value}" for name, value in kept.items() if value not in (None, "none"))
-    tokenizer = repository.path / "preprocessing" / "1" / "tokenizer"
     return (
-        f"trtserve convert {_word(model)} --tp-size {world_size}{weights} --name {other} && "
-        f"{rebuild_command(core, other)} && "
-        f"trtserve repo {other} --tokenizer {_word(tokenizer if tokenizer.is_dir() else None)} && "
+        f"trtserve convert {_word(model)} {' '.join(option_words(wishes(convert)))} --name {other} && "
+        f"{rebuild_command(core, other, container=spec.container)} && "
+        f"trtserve repo {other} {' '.join(option_words(_assembly(repository)))} && "
         f"trtserve start {other}"
     )
+
+
+def _conversion(checkpoint: Manifest | None, served: Served, world_size: int) -> ConvertSpec:
+    """That of the checkpoint, for other ranks; where it is gone, what the engine tells of it."""
+    made = dict(checkpoint.spec) if checkpoint is not None else {}
+    made.setdefault("dtype", served.engine.get("pretrained_config", {}).get("dtype") or "auto")
+    sizes = {"tp_size": world_size, "pp_size": 1, "moe_tp_size": None, "moe_ep_size": None}
+    return spec_of(ConvertSpec, {**made, **sizes})
+
+
+def _assembly(repository: ModelRepository) -> dict[str, object]:
+    """Options of `trtserve repo` with which the repository was made; its tokenizer and draft engine lie in it."""
+    made: Mapping[str, Any] = {} if repository.manifest is None else repository.manifest.spec
+    facts: Mapping[str, Any] = {} if repository.manifest is None else repository.manifest.facts
+    names = model_names(str(made.get("suffix") or ""))
+    tokenizer = repository.path / names[PREPROCESSING] / VERSION / "tokenizer"
+    options: dict[str, object] = {"tokenizer": tokenizer if tokenizer.is_dir() else "MODEL"}
+    if made:
+        options |= wishes(spec_of(RepositorySpec, made))
+    if facts.get("draft"):
+        options["draft_engine"] = repository.path / names[DRAFT] / VERSION
+    return options
 
 
 def _checkpoint(folder: str | None) -> Manifest | None:

@@ -6,6 +6,7 @@ whose values changed has one row for each form. Their order is that of config.pb
 
 from __future__ import annotations
 
+from trtserve.releases.launcher import WORKER
 from trtserve.triton.parameter_values import (
     CHOICE,
     DEVICES,
@@ -21,7 +22,6 @@ from trtserve.triton.parameter_values import (
 )
 from trtserve.triton.tables.rows import EFFECTIVE, ConfigField, Fate, Parameter, refused, without_meaning
 
-_WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 _MODES = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa")
 _LATER_MODES = ("redrafter", "lookahead", "eagle")
 
@@ -142,7 +142,7 @@ CORE = (
         _modes_refused("medusa", *_LATER_MODES),
         default="by the beam width",
     ),
-    _row("executor_worker_path", "0.10", FOLDER, "program of the workers", _NO_ORCHESTRATOR, text=_WORKER),
+    _row("executor_worker_path", "0.10", FOLDER, "program of the workers", _NO_ORCHESTRATOR, text=WORKER),
     _row("lookahead_window_size", "0.19", integer(1), "lookahead W", _NO_LOOKAHEAD),
     _row("lookahead_ngram_size", "0.19", integer(1), "lookahead N", _NO_LOOKAHEAD),
     _row("lookahead_verification_set_size", "0.19", integer(0), "lookahead G", _NO_LOOKAHEAD),
