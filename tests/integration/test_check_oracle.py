@@ -220,6 +220,22 @@ def test_convert_verifies_before_it_publishes(
     assert list(store.iterdir()) == []
 
 
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_conversions_are_verified_as_the_engine_will_hold_them(
+    quantize: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    model = write_tiny_model(tmp_path / "model", dtype="float16", gain=GAIN)
+    arguments = ["convert", str(model), "--quantize", quantize, "--verify", "--json", "--quiet", "--out"]
+    assert run([*arguments, str(tmp_path / "good")]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["verified"] is True
+    check = json.loads((tmp_path / "good" / "manifest.json").read_text())["facts"]["check"]
+    stages = [stage["stage"] for stage in check["stages"]]
+    assert (check["passed"], check["precision"], stages) == (True, quantize, ["conversion", "precision"])
+    request.getfixturevalue("faulty_converter")
+    assert run([*arguments, str(tmp_path / "bad")]) == 25
+    assert not (tmp_path / "bad").exists()
+
+
 @pytest.mark.usefixtures("faulty_converter")
 def test_what_lies_there_already_is_verified_too(tmp_path: Path) -> None:
     model = Model(path=write_tiny_model(tmp_path / "model"))

@@ -1,0 +1,107 @@
+"""int4 engines of every family against transformers: with the weights of the engine, and with those of the model.
+
+Weights of an engine are rounded to 4 bits in groups of inputs. The first comparison leaves only what float16 and the
+int8 output head cost; the second tells what 4 bits cost random weights, which have no redundancy to lose.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.support.paged_steps import PagedSteps
+from tests.support.tiny_models import write_tiny_model
+from trtserve.architectures.quantized import group_size
+from trtserve.artifacts import Model
+from trtserve.build import build_engine
+from trtserve.convert import convert_model
+from trtserve.executor.int4 import quantize_in_groups
+from trtserve.executor.paged_model import PagedModel
+from trtserve.specs import BuildSpec, ConvertSpec
+
+pytestmark = pytest.mark.oracle
+
+Logits = npt.NDArray[np.float32]
+
+# A family, what its config has beside the defaults, and how far 4 bits may take logits from those of the model: the
+# root mean square of the difference as a share of the standard deviation, of the median token. Norms behind attention
+# and MLP (gemma2, gemma3) pass on all of an error that others damp.
+FAMILIES: dict[str, tuple[dict[str, Any], float]] = {
+    "llama": ({"attention_bias": True, "mlp_bias": True}, 0.3),
+    "mistral": ({"sliding_window": 24}, 0.3),
+    "mixtral": ({}, 0.35),
+    "qwen2": ({}, 0.3),
+    "qwen2_moe": ({}, 0.3),
+    "qwen3": ({"tie_word_embeddings": False}, 0.3),
+    "qwen3_moe": ({}, 0.3),
+    "gemma": ({"tie_word_embeddings": False}, 0.3),
+    "gemma2": ({"attn_logit_softcapping": None, "tie_word_embeddings": False}, 0.5),
+    "gemma3": ({"tie_word_embeddings": False}, 0.5),
+    "gpt2": ({}, 0.3),
+    "gptj": ({}, 0.3),
+    "gpt_neox": ({}, 0.3),
+    "opt": ({}, 0.3),
+    "phi": ({}, 0.3),
+    "phi3": ({}, 0.3),
+    "starcoder2": ({}, 0.3),
+    "bloom": ({}, 0.3),
+    "falcon_new": ({}, 0.3),
+}
+OF_THE_SAME_WEIGHTS = 0.045
+# Matrices of GPT-2, which are stored [in, out].
+CONV1D = re.compile(r"\.h\.\d+\.(attn|mlp)\.c_(attn|proj|fc)\.weight$")
+SEQUENCE = [int(token) for token in np.random.default_rng(11).integers(3, 259, 90)]
+SCHEDULE = [{"a": 40}, {"a": 34}, *[{"a": 1}] * 4, {"a": 12}]
+
+
+def rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """A matrix [..., out, in] as 4 bits hold it."""
+    rows = values.astype(np.float16).reshape(-1, values.shape[-1])
+    whole: npt.NDArray[np.float32] = quantize_in_groups(rows, group_size(rows.shape[-1])).dequantized()
+    return whole.reshape(values.shape)
+
+
+def originals(folder: Path) -> tuple[Logits, Logits]:
+    """Logits [tokens, vocab] of transformers with the model's weights, and with those of an int4 engine."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    # The eager attention of its Falcon adds alibi twice.
+    kind = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind).eval()
+    ids = torch.tensor([SEQUENCE])
+    with torch.inference_mode():
+        plain = model(ids, use_cache=False).logits[0].numpy()
+        for name, values in model.named_parameters():
+            # Embeddings, output head, norms and routers stay as they are.
+            if re.search(r"\.\d+\.", name) and values.ndim > 1 and not name.endswith("gate.weight"):
+                stored = values.T if CONV1D.search(name) else values
+                stored.copy_(torch.from_numpy(rounded(stored.numpy())))
+        return plain, model(ids, use_cache=False).logits[0].numpy()
+
+
+def shares(ours: Logits, theirs: Logits) -> Logits:
+    """Root mean square of each token's difference, as a share of the standard deviation of all logits."""
+    found: Logits = np.sqrt(np.square(ours - theirs).mean(axis=-1)) / theirs.std()
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_int4_engines(name: str, tmp_path: Path) -> None:
+    overrides, bound = FAMILIES[name]
+    folder = write_tiny_model(tmp_path / "model", name, gain=1.0, **overrides)
+    spec = ConvertSpec(dtype="float16", quantize="int4", tp_size=2)
+    checkpoint = convert_model(Model(path=folder), spec, out=tmp_path / "checkpoint")
+    engine = build_engine(checkpoint, BuildSpec(max_seq_len=128, runtime="openvino"), out=tmp_path / "engine")
+    ours = PagedSteps(PagedModel(engine.path, threads=1), {"a": SEQUENCE}).run(SCHEDULE)["a"]
+    plain, same = originals(folder)
+    assert np.median(shares(ours, same)) < OF_THE_SAME_WEIGHTS
+    # A router that hesitates sends a token to another expert.
+    assert (shares(ours, same) > 0.2).mean() < 0.05
+    assert 0.05 < np.median(shares(ours, plain)) < bound
