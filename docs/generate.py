@@ -25,6 +25,7 @@ from trtserve.releases.containers import (
     shares_engines,
     source_build,
 )
+from trtserve.releases.installed import engine_route
 from trtserve.triton.parameters import PARAMETERS
 from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, profile
 from trtserve.triton.tables.parameters import FIELDS
@@ -168,9 +169,12 @@ An engine is made for one TensorRT, one TensorRT-LLM and one kind of GPU; elsewh
 serve: in the same image, on the same kind of GPU. Release and TensorRT are the same in the containers of one row here,
 so that an engine of one should load in the others:
 
-| Containers | Release | TensorRT |
-|---|---|---|
+| Containers | Release | TensorRT | Class that builds engines from Python |
+|---|---|---|---|
 {groups}
+
+`trtserve build` runs `trtllm-build`, which all of them have. From 1.0 on a plain `tensorrt_llm.LLM` builds no engine: it
+serves the model with PyTorch.
 
 ## How to build an image from source
 
@@ -248,7 +252,9 @@ def _engine_groups() -> list[list[Container]]:
 
 
 def _engine_group_line(group: list[Container]) -> str:
-    return f"| {', '.join(each.tag for each in group)} | {group[0].release} | {group[0].tensorrt} |"
+    release = group[0].release
+    tags = ", ".join(each.tag for each in group)
+    return f"| {tags} | {release} | {group[0].tensorrt} | `{engine_route(release)}` |"
 
 
 def _source_builds() -> str:
