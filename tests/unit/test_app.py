@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import typer
 
-from trtserve.cli.app import app, run
+from trtserve.cli.app import run
+from trtserve.cli.whole import app
 
 
 def _commands() -> dict[str, Any]:

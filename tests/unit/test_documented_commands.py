@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from trtserve.cli.app import app
+from trtserve.cli.whole import app
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

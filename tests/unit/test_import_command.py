@@ -12,8 +12,9 @@ import pytest
 import typer
 
 from tests.support.tiny_models import write_tiny_model
-from trtserve.cli.app import app, run
+from trtserve.cli.app import run
 from trtserve.cli.import_ import _import_spec
+from trtserve.cli.whole import app
 from trtserve.errors import ModelNotFoundError, RepositoryError, UnsupportedModelError, UsageError
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 

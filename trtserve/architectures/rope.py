@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -65,12 +66,8 @@ def inverse_frequencies(size: int, base: float, scaling: Mapping[str, Any] | Non
     original_max_position_embeddings / high_freq_factor are kept, those between are interpolated (Meta's
     `apply_scaling` of Llama 3.1; transformers `_compute_llama3_parameters`).
     """
-    import numpy as np
-
-    exponents = (np.arange(0, size, 2) / np.float32(size)).astype(np.float32)
-    frequencies = np.float32(1) / np.power(np.float64(base), exponents).astype(np.float32)
+    values = [_inverse(_float32(base ** _float32(number / size))) for number in range(0, size, 2)]
     kind = scaling_type(scaling)
-    values = [float(value) for value in frequencies]
     if scaling is None or kind in ("default", "dynamic"):
         return tuple(values)
     if kind == "linear":
@@ -79,6 +76,16 @@ def inverse_frequencies(size: int, base: float, scaling: Mapping[str, Any] | Non
     if kind == "llama3":
         return tuple(_llama3(value, scaling) for value in values)
     raise UnsupportedModelError(f"Rotary scaling {kind!r} has no frequencies here; supported: {', '.join(SCALINGS)}.")
+
+
+def _float32(value: float) -> float:
+    """The nearest float32; without NumPy, which a conversion that only copies never loads."""
+    return ctypes.c_float(value).value
+
+
+def _inverse(power: float) -> float:
+    """1 / power as float32; infinite for one that float32 cannot tell from 0."""
+    return _float32(1.0 / power) if power else math.inf
 
 
 def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:

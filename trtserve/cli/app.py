@@ -1,121 +1,28 @@
-"""The table of commands, and the one place where errors become messages and exit codes."""
+"""One command line from its words to its exit code: the one place where errors become messages and codes."""
 
 from __future__ import annotations
 
 import functools
 import os
-import signal
-import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from trtserve import __version__
-from trtserve.cli import (
-    bench,
-    build,
-    check,
-    convert,
-    doctor,
-    import_,
-    inspect,
-    list_,
-    logs,
-    lora,
-    metrics,
-    plan,
-    query,
-    remove,
-    repo,
-    start,
-    status,
-    stop,
-)
+from trtserve.cli.commands import COMMANDS, application
 from trtserve.cli.output import print_error
+from trtserve.cli.plain_values import take_plain_values
 from trtserve.cli.unknown import answer_unknown_options
 from trtserve.errors import MemoryLimitError, TrtserveError
-from trtserve.process import one_interrupt
 from trtserve.store import file_error
-
-# What shells say of a process that a signal ended is this and the number of the signal.
-SIGNALLED = 128
-STAGES = "Stages, in order (import runs the first four)"
-UPKEEP = "Servers, store and machine"
-
-app = typer.Typer(
-    name="trtserve",
-    help="From a Hugging Face checkpoint to a served and measured endpoint on Triton Inference Server.",
-    epilog="Every option is also read from the environment, as TRTSERVE_COMMAND_OPTION: TRTSERVE_START_HTTP_PORT=9000.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={
-        "help_option_names": ["-h", "--help"],
-        "auto_envvar_prefix": "TRTSERVE",
-        # TensorRT-LLM's own spelling of its flags is --max_batch_size.
-        "token_normalize_func": lambda token: token.replace("_", "-"),
-    },
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        sys.stdout.write(f"trtserve {__version__}\n")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
-    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
-) -> None:
-    if debug:
-        os.environ["TRTSERVE_DEBUG"] = "1"
-
-
-def command(
-    function: Callable[..., None],
-    *,
-    name: str | None = None,
-    group: typer.Typer = app,
-    clears: bool = False,
-    **settings: Any,
-) -> None:
-    """Register `function` as a command.
-
-    Ctrl-C in it ends the process with code 130, a reader of its output that goes away with 0; neither with a traceback.
-    One that `clears` away what it began does so after SIGTERM and SIGHUP (codes 143 and 129) too, and in peace.
-    """
-
-    @functools.wraps(function)
-    def body(*arguments: Any, **options: Any) -> None:
-        with one_interrupt() if clears else nullcontext(lambda: None) as received:
-            try:
-                function(*arguments, **options)
-            except KeyboardInterrupt:
-                raise typer.Exit(SIGNALLED + (received() or signal.SIGINT)) from None
-            except BrokenPipeError:
-                _discard_stdout()
-            except ImportError:  # what NumPy makes of an interrupt while it is loaded
-                if (number := received()) is None:
-                    raise
-                raise typer.Exit(SIGNALLED + number) from None
-
-    group.command(name=name or function.__name__, **settings)(body)
-
-
-def _discard_stdout() -> None:
-    """The reader of our stdout went away (`| head`): nothing is wrong. Keeps the interpreter's own flush quiet."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     try:
-        _command_line()(args=list(arguments), prog_name="trtserve")
+        _command_line(_named(arguments))(args=list(arguments), prog_name="trtserve")
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else 0
     except Exception as error:  # noqa: BLE001 - the one place where every error becomes a message
@@ -127,11 +34,18 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _command_line() -> Any:
+def _named(arguments: Sequence[str]) -> Collection[str]:
+    """The one command that a command line names; all commands where it does not begin with one."""
+    first = next((word for word in arguments if word != "--debug"), "")
+    return (first,) if first in COMMANDS else tuple(COMMANDS)
+
+
+def _command_line(names: Collection[str] = tuple(COMMANDS)) -> Any:
     """The command tree; its help does not repeat the name of an environment variable for every option."""
-    tree = typer.main.get_command(app)
+    tree = typer.main.get_command(application(names))
     _simplify_help(tree)
-    answer_unknown_options(tree)
+    take_plain_values(tree)
+    answer_unknown_options(tree, lambda: typer.main.get_command(application()))
     return tree
 
 
@@ -177,25 +91,3 @@ def _unexpected(error: Exception) -> TrtserveError:
         f"Unexpected {type(error).__name__}: {error}",
         hint="This is a defect of trtserve. Run the command again as `trtserve --debug …` and report the traceback.",
     )
-
-
-# In the order in which a model goes through them.
-command(import_.import_, name="import", clears=True, rich_help_panel=STAGES)
-command(convert.convert, clears=True, rich_help_panel=STAGES)
-command(build.build, clears=True, rich_help_panel=STAGES)
-command(repo.repo, clears=True, rich_help_panel=STAGES)
-command(start.start, rich_help_panel=STAGES)
-command(query.query, rich_help_panel=STAGES)
-app.add_typer(bench.group, name="bench", help="Measure a served model.", rich_help_panel=STAGES)
-command(bench.token_norm_dist, name="token-norm-dist", group=bench.group)
-command(plan.plan, rich_help_panel=UPKEEP)
-command(check.check, rich_help_panel=UPKEEP)
-command(inspect.inspect, rich_help_panel=UPKEEP)
-command(lora.lora, clears=True, rich_help_panel=UPKEEP)
-command(stop.stop, rich_help_panel=UPKEEP)
-command(status.status, rich_help_panel=UPKEEP)
-command(logs.logs, rich_help_panel=UPKEEP)
-command(metrics.metrics, rich_help_panel=UPKEEP)
-command(list_.list_models, name="list", rich_help_panel=UPKEEP)
-command(remove.remove, rich_help_panel=UPKEEP)
-command(doctor.doctor, rich_help_panel=UPKEEP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import UsageError
@@ -18,15 +18,22 @@ if TYPE_CHECKING:
 _MODULE = re.compile(r"(cross_)?(attn|mlp|moe)_\w+")
 
 
-def answer_unknown_options(tree: Any) -> None:
-    """Let every command of a tree answer unknown options with a UsageError of ours; its help stays as it is."""
-    commands = list(_commands(tree, ()))
+def answer_unknown_options(tree: Any, whole: Callable[[], Any]) -> None:
+    """Let every command of a tree answer unknown options with a UsageError of ours; its help stays as it is.
+
+    `whole` makes the tree of all commands, in which such options are looked for.
+    """
+    for names, node in _commands(tree, ()):
+        _answer(node, names, whole)
+
+
+def _owners(tree: Any) -> dict[str, list[str]]:
+    """Options → the commands of a tree that have them."""
     owners: dict[str, list[str]] = {}
-    for names, node in commands:
+    for names, node in _commands(tree, ()):
         for option in _options(node):
             owners.setdefault(option, []).append(" ".join(("trtserve", *names)))
-    for names, node in commands:
-        _answer(node, names, owners)
+    return owners
 
 
 def _commands(node: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -39,7 +46,7 @@ def _options(node: Any) -> list[str]:
     return [option for each in node.params for option in (*each.opts, *each.secondary_opts) if option.startswith("--")]
 
 
-def _answer(node: Any, names: tuple[str, ...], owners: Mapping[str, Sequence[str]]) -> None:
+def _answer(node: Any, names: tuple[str, ...], whole: Callable[[], Any]) -> None:
     parse = node.parse_args
 
     def parse_or_explain(context: Any, arguments: list[str]) -> Any:
@@ -52,7 +59,7 @@ def _answer(node: Any, names: tuple[str, ...], owners: Mapping[str, Sequence[str
             if not hasattr(error, "possibilities"):
                 raise
             option = str(getattr(error, "option_name", ""))
-            raise explain(names, _as_typed(option, typed), _options(node), owners) from None
+            raise explain(names, _as_typed(option, typed), _options(node), _owners(whole())) from None
 
     node.parse_args = parse_or_explain
 
