@@ -17,6 +17,7 @@ from trtserve.runtimes import EnginePlan, Runtime, choose_runtime
 from trtserve.runtimes.base import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8
 from trtserve.specs import BuildSpec
 from trtserve.store import Store, publish, reusable
+from trtserve.wording import PLACE, wishes
 
 SCHEMA = 5
 
@@ -101,7 +102,7 @@ def build_engine(
         progress.step(note)
     if plan.reused:
         progress.step(f"Engine {plan.path} is reused")
-    manifest = _manifest(plan, checkpoint, name or checkpoint.name)
+    manifest = _manifest(plan, checkpoint, spec, name or checkpoint.name)
 
     def produce(folder: Path) -> Manifest:
         _require_room(plan.engine, spec, runtime, folder)
@@ -120,7 +121,7 @@ def require_whole(checkpoint: Checkpoint) -> None:
     require_files(checkpoint.path, read_config(checkpoint.path))
 
 
-def _manifest(plan: Plan, checkpoint: Checkpoint, name: str) -> Manifest:
+def _manifest(plan: Plan, checkpoint: Checkpoint, spec: BuildSpec, name: str) -> Manifest:
     engine = plan.engine
     return Manifest(
         kind="engine",
@@ -129,7 +130,11 @@ def _manifest(plan: Plan, checkpoint: Checkpoint, name: str) -> Manifest:
         inputs={checkpoint.name: checkpoint.fingerprint},
         spec={"runtime": engine.runtime, **asdict(engine.limits), **engine.settings()},
         tools=engine.versions(),
-        facts={"checkpoint": str(checkpoint.path.absolute()), **engine.facts()},
+        facts={
+            "checkpoint": str(checkpoint.path.absolute()),
+            "built_with": wishes(spec, without=PLACE),
+            **engine.facts(),
+        },
     )
 
 

@@ -14,7 +14,7 @@ from trtserve.architectures.checkpoint import with_defaults
 from trtserve.artifacts import Checkpoint, Engine, Manifest, ModelRepository, looks_like
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from trtserve.progress import SILENT, Progress
-from trtserve.releases.engine_config import SPECULATIVE_MODES
+from trtserve.releases.engine_config import speculative_mode
 from trtserve.runtimes.base import weights_precision
 from trtserve.runtimes.openvino_memory import kv_bytes_per_token
 from trtserve.runtimes.plan_header import tensorrt_version
@@ -260,7 +260,7 @@ def _features(build: Mapping[str, Any], plugins: Mapping[str, Any]) -> Iterator[
     if int(build.get("max_beam_width") or 1) > 1:
         yield f"{build['max_beam_width']} beams"
     if build.get("max_draft_len"):
-        yield f"{build['max_draft_len']} draft tokens ({_mode(build.get('speculative_decoding_mode'))})"
+        yield f"{build['max_draft_len']} draft tokens ({_drafted(build)})"
     if build.get("max_prompt_embedding_table_size"):
         yield f"prompt tables of {build['max_prompt_embedding_table_size']} rows"
     if build.get("gather_context_logits"):
@@ -275,11 +275,9 @@ def _features(build: Mapping[str, Any], plugins: Mapping[str, Any]) -> Iterator[
         yield "chunked context"
 
 
-def _mode(number: object) -> str:
-    """The name of a speculative decoding mode, which is a number with one bit set."""
-    if isinstance(number, int) and number > 0 and number.bit_length() <= len(SPECULATIVE_MODES):
-        return SPECULATIVE_MODES[number.bit_length() - 1]
-    return f"mode {number}"
+def _drafted(build: Mapping[str, Any]) -> str:
+    number = build.get("speculative_decoding_mode")
+    return speculative_mode(number) or f"mode {number}"
 
 
 def _kv_cache(

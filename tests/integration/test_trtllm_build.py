@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.support.doubles import Doubles
 from trtserve.artifacts import Engine, Manifest, load_artifact
 from trtserve.cli import run
 from trtserve.store import Store
+from trtserve.triton.core_models import CoreModel
+from trtserve.triton.engine_match import rebuild_command
 
 # Container and version of TensorRT-LLM: the oldest, one with other defaults, the first with new ones, both ends of 1.x.
 RELEASES = (
@@ -319,3 +323,53 @@ def test_a_signal_ends_the_builder_too(number: int, late: Builder) -> None:
     assert not Path(f"/proc/{call.pid}").exists()
     assert not late.out.exists()
     assert not list(late.out.parent.glob(".*"))
+
+
+def _core(engine: Path) -> CoreModel:
+    config, facts = json.loads((engine / "config.json").read_text()), Manifest.read(engine).facts
+    return CoreModel(name="tiny", backend="python", engine=engine, config=config, built_with=facts["built_with"])
+
+
+def _planned(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    words = shlex.split(command)[1:]
+    behind = words.index("--") if "--" in words else len(words)
+    assert run([*words[:behind], "--dry-run", "--json", *words[behind:]]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)["result"]
+    return result
+
+
+WISHES = (
+    (),
+    ("--max-draft-len", "3", "--speculative-decoding-mode", "medusa", "--kv-cache-type", "continuous"),
+    ("--logits-dtype", "float16", "--opt-num-tokens", "32", "--max-beam-width", "2", "--profiling-verbosity", "none"),
+    ("--lora-plugin", "float16", "--lora-target-modules", "attn_q,attn_v", "--max-lora-rank", "8"),
+    ("--gather-all-token-logits", "--use-paged-context-fmha", "disable", "--remove-input-padding", "disable"),
+    ("--", "--moe_plugin", "disable", "--weight_sparsity", "--user_buffer", "enable"),
+)
+
+
+@pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: " ".join(wishes[:2]) or "nothing")
+def test_the_rebuild_command_makes_the_same_engine(
+    wishes: tuple[str, ...], late: Builder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = ("--max-batch-size", "4", "--max-seq-len", "64")
+    assert late(*limits, *wishes) == 0
+    core, wanted = _core(late.out), Manifest.read(late.out)
+    own = rebuild_command(core, str(late.checkpoint))
+    assert _planned(own, capsys)["fingerprint"] == wanted.fingerprint
+    # What its config.json alone tells, as of an engine that somebody else built.
+    told = _planned(rebuild_command(replace(core, built_with=None), str(late.checkpoint)), capsys)
+    assert set(told["arguments"]) == set(wanted.spec["arguments"])
+
+
+def test_the_rebuild_command_keeps_the_limits_of_the_engine(build: Builder, capsys: pytest.CaptureFixture[str]) -> None:
+    build.install("24.08", "0.12.0")  # whose trtllm-build has other defaults
+    assert build("--reduce-fusion", "enable") == 0
+    core, old = _core(build.out), Manifest.read(build.out)
+    build.install("26.07", "1.2.1")
+    again = _planned(rebuild_command(core, str(build.checkpoint)), capsys)
+    assert again["tools"]["tensorrt_llm"] == "1.2.1"
+    assert again["fingerprint"] != old.fingerprint
+    assert again["arguments"] == old.spec["arguments"]
+    assert "--container 25.12" in rebuild_command(core, container="25.12")

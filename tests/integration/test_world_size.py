@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -173,7 +174,13 @@ def test_without_rebuilding_it_is_refused(
     assert run(["start", ALIAS, "--world-size", "4", "--no-rebuild", *more]) == 2
     told = capsys.readouterr().err
     assert "--world-size 4 needs it converted and built again (tp 4)" in told
-    assert f"trtserve import meta-llama/Llama-2-7b-hf --name {ALIAS} --tp-size 4" in told
+    command = told[told.index("trtserve import hf:meta-llama/Llama-2-7b-hf@") :]
+    assert " --tp-size 4 " in command
+    # It makes what `start` would make by itself.
+    assert run([*shlex.split(command)[1:], "--dry-run", "--json"]) == 0
+    by_hand = _result(capsys)["stages"]
+    assert run(["start", ALIAS, "--world-size", "4", "--dry-run", "--json"]) == 0
+    assert by_hand == _result(capsys)["stages"]
 
 
 def test_what_fits_or_was_not_imported_is_left_to_start(imported: ModelRepository, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tests.doubles.flags import Flag
 from trtserve.errors import UsageError
 from trtserve.releases import RELEASES, order
 from trtserve.releases.build_flags import build_flags, build_notes, check_build_arguments
-from trtserve.releases.engine_config import build_config_keys, plugin_config_keys
+from trtserve.releases.engine_config import SPECULATIVE_MODES, speculative_mode
 
 TAKEN = [
     ("0.12", "--max_batch_size 8 --max_input_len 1024 --max_seq_len 2048 --gemm_plugin float16 --workers 2"),
@@ -144,12 +144,6 @@ def test_the_strict_double_knows_no_other_flag(release: str) -> None:
             assert str(double.default) == flag.default, double.names
 
 
-def test_keys_of_an_engine_config() -> None:
-    assert {"max_seq_len", "plugin_config", "builder_opt"} <= set(build_config_keys("0.12"))
-    assert {"kv_cache_type", "monitor_memory", "use_mrope"} <= set(build_config_keys("0.16"))
-    assert "kv_cache_type" not in build_config_keys("0.12")
-    assert "auto_parallel_config" not in build_config_keys("1.2")
-    assert {"dtype", "gemm_plugin", "paged_kv_cache", "manage_weights"} <= set(plugin_config_keys("1.2"))
-    assert "enable_xqa" in plugin_config_keys("0.15")
-    assert "enable_xqa" not in plugin_config_keys("0.16")
-    assert "max_batch_size" not in plugin_config_keys("1.2")
+def test_modes_of_speculative_decoding_are_bits() -> None:
+    assert [speculative_mode(1 << place) for place in range(len(SPECULATIVE_MODES))] == list(SPECULATIVE_MODES)
+    assert [speculative_mode(number) for number in (0, 64, None, "medusa")] == [None] * 4

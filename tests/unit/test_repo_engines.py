@@ -257,6 +257,7 @@ def test_facts(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
             "gpu_device_ids": "",
             "origin": {"tensorrt_llm": "0.18.2"},
             "built_as": None,
+            "built_with": None,
             "files": {"rank0.engine": 8},
         }
     }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trtserve.artifacts import Engine, load_artifact
 from trtserve.errors import ArtifactError, UsageError
@@ -15,8 +14,7 @@ from trtserve.import_.sources import DEMO
 from trtserve.pipeline.spec import ImportSpec
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import NameRecord
-
-S = TypeVar("S", ConvertSpec, BuildSpec, RepositorySpec)
+from trtserve.wording import spec_of
 
 # Fields of the stages' specs that hold a path.
 _SPEC_PATHS = frozenset({"trtllm_examples"})
@@ -24,14 +22,19 @@ _PATHS = ("tokenizer", "draft_tokenizer", "engine_out", "out")
 
 
 def recordable(spec: ImportSpec, model: ModelPlan) -> dict[str, Any]:
-    """`spec` in the types of JSON, for any working directory; what cannot be repeated (a check, a removal) is left out.
+    """`spec` as it is kept beside its name.
 
     Its source is what `model` was: the same commit, also when the hub's branch has moved or the hub is out of reach.
     """
+    return {**as_json(spec), "source": _pinned(model)}
+
+
+def as_json(spec: ImportSpec) -> dict[str, Any]:
+    """`spec` in the types of JSON, for any working directory, without what cannot be repeated (a check, a removal)."""
     paths = {key: _text(getattr(spec, key)) for key in _PATHS}
     convert = asdict(spec.convert)
     return {
-        "source": _pinned(model),
+        "source": spec.source,
         "convert": {**convert, **{key: _text(convert[key]) for key in _SPEC_PATHS}},
         "build": asdict(spec.build),
         "repository": {
@@ -48,13 +51,11 @@ def recorded_spec(record: NameRecord) -> ImportSpec | None:
     content = record.spec
     with suppress(ArtifactError, UsageError, KeyError, TypeError):
         draft = content["draft"]
-        repository = content["repository"]
-        lora = {name: Path(folder) for name, folder in repository["lora"].items()}
         return ImportSpec(
             source=content["source"],
-            convert=_filled(ConvertSpec, content["convert"]),
-            build=_filled(BuildSpec, content["build"]),
-            repository=_filled(RepositorySpec, {**repository, "lora": lora}),
+            convert=spec_of(ConvertSpec, content["convert"]),
+            build=spec_of(BuildSpec, content["build"]),
+            repository=spec_of(RepositorySpec, content["repository"]),
             draft=None
             if draft is None
             else Engine(path=Path(draft), manifest=load_artifact(Engine, Path(draft)).manifest),
@@ -82,16 +83,3 @@ def _text(path: Path | None) -> str | None:
 
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
-
-
-def _filled(spec: type[S], content: Mapping[str, Any]) -> S:
-    """Fields that a newer version dropped are passed over; those that it added have their defaults."""
-    known = {field.name for field in fields(spec)}
-    return spec(**{key: _typed(key, value) for key, value in content.items() if key in known})
-
-
-def _typed(key: str, value: Any) -> Any:
-    """JSON has neither tuples nor paths."""
-    if key in _SPEC_PATHS and value is not None:
-        return Path(value)
-    return tuple(value) if isinstance(value, list) else value

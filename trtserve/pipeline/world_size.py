@@ -10,13 +10,14 @@ from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.errors import UsageError
 from trtserve.pipeline import ImportPlan, ImportSpec, import_to_repository, plan_import
 from trtserve.pipeline.llmapi import LlmapiImportPlan, for_llmapi, plan_llmapi_import
-from trtserve.pipeline.recorded import recorded_spec
+from trtserve.pipeline.recorded import as_json, recorded_spec
 from trtserve.pipeline.stages import Stage
 from trtserve.progress import SILENT, Progress
 from trtserve.specs import RuntimeName, ServerSpec
 from trtserve.start import require_startable, wants_rebuild
 from trtserve.store import NameRecord, Store
 from trtserve.triton.preflight import Served, inspect_repository
+from trtserve.wording import import_command
 
 # What stands for the rest of a folder's name where that follows from an engine that is not built.
 _NOT_MADE = "FINGERPRINT"
@@ -98,9 +99,10 @@ def repository_for(
     if wanted is None:
         return repository
     if not rebuild:
+        command = import_command(wanted.record.name, wanted.record.source, as_json(wanted.spec))
         raise UsageError(
             f"{wanted.reason}; --world-size {spec.world_size} needs it {wanted.work} again ({wanted.size}).",
-            hint=f"Leave --no-rebuild out, or do it by hand: {import_command(wanted.record, wanted.spec)}",
+            hint=f"Leave --no-rebuild out, or do it by hand: {command}",
         )
     if not elsewhere:
         require_startable(repository, spec, wanted.served, store=store)
@@ -123,11 +125,3 @@ def with_ranks(served: Served, world_size: int) -> Served:
     """What the repository will hold: its first core model has other ranks, a draft model keeps its own."""
     first, *others = served.core_models
     return replace(served, core_models=(replace(first, world_size=world_size), *others))
-
-
-def import_command(record: NameRecord, spec: ImportSpec) -> str:
-    """The command that imports the model again with these sizes."""
-    stages = f" --pp-size {spec.convert.pp_size}" if spec.convert.pp_size > 1 else ""
-    return (
-        f"trtserve import {record.source} --name {record.name} --tp-size {spec.convert.tp_size}{stages} (and its flags)"
-    )

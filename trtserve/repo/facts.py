@@ -64,6 +64,7 @@ def core_facts(
         "gpu_device_ids": options.parameters[CORE].get("gpu_device_ids", ""),
         "origin": engine_origin(engine, config),
         "built_as": _checkpoint_of(engine),
+        "built_with": engine.manifest.facts.get("built_with") if engine.manifest is not None else None,
         "files": rank_sizes(engine.path),
     }
 

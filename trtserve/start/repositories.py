@@ -9,6 +9,9 @@ from pathlib import Path
 from trtserve.artifacts import Model, ModelRepository, load_artifact
 from trtserve.errors import ModelNotFoundError, UsageError
 from trtserve.store import NameRecord, Store
+from trtserve.wording import import_command
+
+_VERSION = ("trtllm_version",)
 
 
 def find_repository(
@@ -48,7 +51,8 @@ def chosen_by(repository: Path, store: Store) -> str:
 def import_again(repository: Path, store: Store) -> str | None:
     """The command that makes an import's repository again, whose name then leads to the new one; None for others."""
     record = _record(repository, store)
-    return None if record is None else f"trtserve import {record.source} --name {record.name} (and its flags)"
+    # The version is to be another one.
+    return None if record is None else import_command(record.name, record.source, record.spec, without=_VERSION)
 
 
 def _record(repository: Path, store: Store) -> NameRecord | None:

@@ -13,7 +13,6 @@ from trtserve.launch.container import installed_in
 from trtserve.launch.devices import require_leader_devices, world_of
 from trtserve.releases import NEWEST, order
 from trtserve.releases.installed import Installed, installed, require_engine_path
-from trtserve.repo.placement import VERSION, model_names
 from trtserve.specs import ConvertSpec, RepositorySpec, ServerSpec
 from trtserve.triton.engine_match import rebuild_command
 from trtserve.triton.preflight import Served
@@ -141,13 +140,13 @@ def _assembly(repository: ModelRepository) -> dict[str, object]:
     """Options of `trtserve repo` with which the repository was made; its tokenizer and draft engine lie in it."""
     made: Mapping[str, Any] = {} if repository.manifest is None else repository.manifest.spec
     facts: Mapping[str, Any] = {} if repository.manifest is None else repository.manifest.facts
-    names = model_names(str(made.get("suffix") or ""))
-    tokenizer = repository.path / names[PREPROCESSING] / VERSION / "tokenizer"
+    suffix = made.get("suffix") or ""
+    tokenizer = repository.path / f"{PREPROCESSING}{suffix}" / "1" / "tokenizer"
     options: dict[str, object] = {"tokenizer": tokenizer if tokenizer.is_dir() else "MODEL"}
     if made:
         options |= wishes(spec_of(RepositorySpec, made))
     if facts.get("draft"):
-        options["draft_engine"] = repository.path / names[DRAFT] / VERSION
+        options["draft_engine"] = repository.path / f"{DRAFT}{suffix}" / "1"
     return options
 
 

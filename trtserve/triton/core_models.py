@@ -27,7 +27,7 @@ class CoreModel:
     tensor × pipeline parallel. `gpu_device_ids` and `participant_ids` have one group for each instance, and are empty
     when the parameter is not set; `worker` is executor_worker_path, "" when that is not set. `origin` says where the
     engine was built, as far as a manifest tells: versions of `tensorrt_llm`, `tensorrt`, `cuda`, `driver`, and the
-    `gpu` with its `sm`.
+    `gpu` with its `sm`. `built_with` are the wishes of `trtserve build`; None for the engine of somebody else's.
     """
 
     name: str
@@ -41,6 +41,7 @@ class CoreModel:
     participant_ids: Groups = ()
     worker: str = ""
     origin: Mapping[str, str] = field(default_factory=dict)
+    built_with: Mapping[str, Any] | None = None
 
     @property
     def version(self) -> str | None:
@@ -83,7 +84,8 @@ def _found(
 ) -> Iterator[CoreModel]:
     for name, config in configs.items():
         instances = sum(group.count or 1 for group in config.instance_group) or 1
-        origin = (known.get(name) or {}).get("origin") or {}
+        entry = known.get(name) or {}
+        origin = entry.get("origin") or {}
         if (yaml := repository / name / "1" / LLMAPI_FILE).is_file() and config.backend == "python":
             yield _llmapi(name, config, yaml, instances)
         elif config.backend == "tensorrtllm" or (config.backend == "python" and "gpt_model_type" in config.parameters):
@@ -100,6 +102,7 @@ def _found(
                 participant_ids=_groups(name, config, "participant_ids"),
                 worker=_parameter(config, "executor_worker_path"),
                 origin=origin,
+                built_with=entry.get("built_with"),
             )
 
 
