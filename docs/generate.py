@@ -173,8 +173,8 @@ so that an engine of one should load in the others:
 |---|---|---|---|
 {groups}
 
-`trtserve build` runs `trtllm-build`, which all of them have. From 1.0 on a plain `tensorrt_llm.LLM` builds no engine: it
-serves the model with PyTorch.
+`trtserve build` runs `trtllm-build`, which all of them have. From 1.0 on a plain `tensorrt_llm.LLM` builds no engine:
+it serves the model with PyTorch.
 
 ## How to build an image from source
 

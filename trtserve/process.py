@@ -7,17 +7,15 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from trtserve.errors import MissingDependencyError
+from trtserve.orphans import end_with_parent
 
 if TYPE_CHECKING:
     import psutil
@@ -123,10 +121,11 @@ class Identity:
         return _process(self) is not None
 
 
-def spawn(command: Command, *, log: Path) -> Identity:
+def spawn(command: Command, *, log: Path, bound: bool = False) -> Identity:
     """Start a process in a session of its own that outlives us; both its outputs replace the content of `log`.
 
-    Output goes to a file because a pipe that nobody reads stops the writer when it is full.
+    Output goes to a file because a pipe that nobody reads stops the writer when it is full. A `bound` process gets a
+    SIGTERM from the kernel when we end without having ended it, killed for instance: see `orphans`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -138,6 +137,7 @@ def spawn(command: Command, *, log: Path) -> Identity:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent() if bound else None,  # noqa: PLW1509 - two calls of the system, no locks
         )
     _children[child.pid] = child
     # A child that is already dead stays a zombie until it is reaped, so its start time can still be read.
@@ -214,64 +214,6 @@ def stop_all(
 
 def _trees(roots: Collection[Identity]) -> set[Identity]:
     return {member for root in roots for member in tree(root)}
-
-
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@contextmanager
-def one_interrupt() -> Iterator[Callable[[], int | None]]:
-    """Make a KeyboardInterrupt of SIGINT, SIGTERM and SIGHUP, and ignore those that come while one is on its way out.
-
-    What is begun can then be cleared away in peace. Yields a function that returns the number of the first signal, None
-    before there was one. Signals that are ignored stay so; only the main thread receives any.
-    """
-    received: list[int] = []
-
-    def interrupt(number: int, _frame: object) -> None:
-        received.append(number)
-        # One that was raised where Python drops exceptions (a weak reference's callback) is not on its way.
-        if not _interrupt_under_way():
-            raise KeyboardInterrupt
-
-    with _handled(interrupt):
-        yield lambda: received[0] if received else None
-
-
-def _interrupt_under_way() -> bool:
-    """Whether the code at work handles a KeyboardInterrupt, in a `finally` or an `except`, itself or further out."""
-    handled = sys.exc_info()[1]
-    while handled is not None and not isinstance(handled, KeyboardInterrupt):
-        handled = handled.__context__
-    return handled is not None
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], int]]:
-    """Count SIGINT, SIGTERM and SIGHUP instead of being ended by them; yields a function that returns the count.
-
-    The handlers do nothing else, so that a second signal cannot re-enter a stop that is under way. What our parent
-    made us ignore (nohup, a shell's background job) stays ignored. Only the main thread receives signals: in any other
-    the count stays 0.
-    """
-    received: list[int] = []
-    with _handled(lambda caught, _frame: received.append(caught)):
-        yield lambda: len(received)
-
-
-@contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have the signals that end a process handled; those that are ignored stay so. Nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    wanted = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 def program(name: str, path: str | None = None) -> Path | None:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +59,35 @@ class Instance:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunningProxy:
+    """The reverse proxy of several instances: its configuration, log and ports.
+
+    `pid` and `started` identify nginx; None where it is not installed, so that nothing listens on the ports.
+    """
+
+    file: Path
+    log: Path
+    http_port: int
+    grpc_port: int
+    pid: int | None = None
+    started: float | None = None
+
+    @property
+    def identity(self) -> Identity | None:
+        """nginx, where `start` runs it."""
+        return None if self.pid is None or self.started is None else Identity(pid=self.pid, started=self.started)
+
+    def dead(self) -> bool:
+        """Whether it was started and has ended."""
+        return self.identity is not None and not self.identity.alive()
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> RunningProxy:
+        """The proxy of a state file's content."""
+        return cls(**{**content, "file": Path(content["file"]), "log": Path(content["log"])})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Server:
     """One server, as its state file `$TRTSERVE_HOME/servers/<name>.json` has it.
 
@@ -67,7 +96,7 @@ class Server:
     their order. `model` is the text model that is asked by default, `streaming` says whether core and BLS are
     decoupled. `shm_prefix` begins the names of all its shared-memory regions. `mode` is that of its launch,
     `exit_timeout` the seconds that Triton has to end in order, `container` the container it is in. `more` are the
-    further instances of the same model, whose reverse proxy has its configuration in the file `proxy`.
+    further instances of the same model, `proxy` the one endpoint of them all.
     """
 
     name: str
@@ -89,7 +118,7 @@ class Server:
     exit_timeout: int = triton_server.EXIT_TIMEOUT
     container: str | None = None
     more: tuple[Instance, ...] = ()
-    proxy: Path | None = None
+    proxy: RunningProxy | None = None
 
     @property
     def identity(self) -> Identity:
@@ -113,13 +142,26 @@ class Server:
             host=self.host, http_port=self.http_port, grpc_port=self.grpc_port, metrics_port=self.metrics_port
         )
 
+    @property
+    def endpoint(self) -> triton_server.Address:
+        """Where clients ask: at the reverse proxy, where one runs. The metrics are those of the first instance."""
+        if self.proxy is None or self.proxy.identity is None:
+            return self.address
+        return replace(self.address, http_port=self.proxy.http_port, grpc_port=self.proxy.grpc_port)
+
+    @property
+    def roots(self) -> tuple[Identity, ...]:
+        """The processes that were started for it, of which all others come."""
+        proxy = None if self.proxy is None else self.proxy.identity
+        return (*(instance.identity for instance in self.instances), *(() if proxy is None else (proxy,)))
+
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Server:
         """The server of a state file's content."""
         paths = {key: Path(content[key]) for key in ("log", "repository")}
         processes = {key: _processes(content[key]) for key in ("stubs", "ranks")}
         more = tuple(Instance.from_json(each) for each in content["more"])
-        proxy = None if content["proxy"] is None else Path(content["proxy"])
+        proxy = None if content["proxy"] is None else RunningProxy.from_json(content["proxy"])
         return cls(**{**content, **paths, **processes, "more": more, "proxy": proxy})
 
 
@@ -170,6 +212,8 @@ def condition(server: Server) -> tuple[Condition, str]:
             return "failed", f"rank {', '.join(map(str, lost))} of {len(instance.ranks)} has ended"
         if stubs := dead_stubs(instance):
             return "failed", f"{stubs} of {len(instance.stubs)} Python stubs have ended; requests to their models fail"
+    if server.proxy is not None and server.proxy.dead():
+        return "failed", "its reverse proxy (nginx) has ended"
     if server.phase == "running" or triton_server.is_ready(server.address):
         return "running", ""
     return "starting", ""
@@ -222,8 +266,7 @@ def forget(server: Server, store: Store) -> None:
     recorded = recorded_server(server.name, store)
     if recorded is None or recorded.identity.matches(server.identity):
         state_file(server.name, store).unlink(missing_ok=True)
-        if server.proxy is not None:
-            shutil.rmtree(server.proxy.parent, ignore_errors=True)
+        shutil.rmtree(store.servers / f"{server.name}.proxy", ignore_errors=True)
 
 
 def recorded_server(name: str, store: Store) -> Server | None:
@@ -252,7 +295,7 @@ def _read(path: Path) -> Server | None:
 def _not_found(name: str, living: list[Server], store: Store) -> ServerNotFoundError:
     dead = recorded_server(name, store)
     if dead is not None:
-        if not any(tree(instance.identity) for instance in dead.instances):
+        if not any(root.alive() or tree(root) for root in dead.roots):
             forget(dead, store)
         return ServerNotFoundError(
             f"The server {name} has ended without being stopped. Its last lines:\n{last_words(dead.log)}",

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.doubles import Doubles
-from tests.support.servers import HOST, free_spec
+from tests.support.launches import (
+    assert_gone,
+    command,
+    repository_of,
+    running_rank,
+    start_flags,
+    started,
+)
+from tests.support.servers import free_spec
 from trtserve.artifacts import ModelRepository
-from trtserve.errors import PortInUseError, RepositoryError, ServerDiedError, ServerStartError, UsageError
-from trtserve.launch.ranks import rank_processes
-from trtserve.ports import free_ports, is_free
-from trtserve.process import program
-from trtserve.servers import Server, condition, find_server, list_servers, recorded_server, state_file
+from trtserve.errors import RepositoryError, ServerDiedError, ServerStartError, UsageError
+from trtserve.servers import Server, condition, list_servers
 from trtserve.specs import ServerSpec
-from trtserve.start import checks, life, plan_server, readiness, serve_foreground, start_server, stop_server
+from trtserve.start import checks, life, plan_server, readiness, serve_foreground, start_server
 from trtserve.store import Store
 from trtserve.triton.server import is_ready, shared_memory_regions
 
@@ -43,68 +41,6 @@ KILLS = int(os.environ.get("TRTSERVE_KILLS", "2"))
 def store(tmp_path: Path) -> Store:
     """The store that commands use too."""
     return Store(tmp_path / "home")
-
-
-def repository_of(tmp_path: Path, *, tp: int = 2, **models: str) -> ModelRepository:
-    """Core models, each with parameters such as `gpu_device_ids=0,1`, around one engine."""
-    path, engine = tmp_path / "repository", tmp_path / "engine"
-    for name, text in (models or {"tensorrt_llm": ""}).items():
-        parameters = dict(pair.split("=") for pair in text.split())
-        write_core_model(path, name, str(engine), **parameters)
-    write_engine_folder(engine, tp=tp)
-    return ModelRepository(path=path)
-
-
-@contextmanager
-def started(repository: ModelRepository, store: Store, **changes: Any) -> Iterator[Server]:
-    """A ready server, stopped at the end, of which nothing may be left."""
-    spec = replace(free_spec("launched"), oversubscribe=True, **changes)
-    server = start_server(repository, spec, store=store)
-    try:
-        yield server
-    finally:
-        if recorded_server(server.name, store) is not None:
-            stop_server(server.name, store=store)
-        assert_gone(server, store)
-
-
-def assert_gone(server: Server, store: Store) -> None:
-    """No process, port, shared memory, session folder of mpirun or state file is left; the logs are."""
-    assert not [process for process in psutil.process_iter() if mentions(process, server)]
-    for instance in server.instances:
-        for port in (instance.http_port, instance.grpc_port, instance.metrics_port):
-            assert is_free(server.host, port)
-        assert not (Path(tempfile.gettempdir()) / f"ompi.{instance.pid}").exists()
-        assert instance.log.exists()
-    assert not shared_memory_regions(server.shm_prefix)
-    assert not state_file(server.name, store).exists()
-
-
-def mentions(process: psutil.Process, server: Server) -> bool:
-    """Whether a process belongs to a server: the prefix of its shared memory is in every command line of it."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and any(server.shm_prefix in word for word in process.cmdline())
-    except psutil.Error:
-        return False
-
-
-def eventually(wanted: Callable[[], object], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not wanted():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "trtserve", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=180, check=False)
-
-
-def start_flags(spec: ServerSpec) -> list[str]:
-    ports = {"--http-port": spec.http_port, "--grpc-port": spec.grpc_port, "--metrics-port": spec.metrics_port}
-    return [f"{flag}={port}" for flag, port in ports.items()]
 
 
 def test_leader(tmp_path: Path, store: Store, doubles: Doubles) -> None:
@@ -249,48 +185,6 @@ def test_workers_that_are_not_there(
     assert str(doubles.worker) in str(caught.value.hint)
 
 
-def test_two_instances_behind_a_proxy(tmp_path: Path, store: Store, doubles: Doubles) -> None:
-    repository = repository_of(tmp_path)
-    proxy_port = free_ports(HOST, 1)[0]
-    with started(repository, store, instances=2, proxy_port=proxy_port, auto_ports=True) as server:
-        assert condition(server) == ("running", "")
-        devices = {call.environment["CUDA_VISIBLE_DEVICES"] for call in doubles.calls("tritonserver")}
-        assert devices == {"0,1", "2,3"}
-        assert len(doubles.calls("tritonserver")) == 4
-        (shown,) = json.loads(command("status", "--json").stdout)["result"]
-        assert len(shown["server"]["more"]) == 1
-        assert f"{server.http_port},{server.more[0].http_port}" in command("status").stdout
-        assert server.proxy is not None
-        check_proxy(server, proxy_port)
-        with pytest.raises(PortInUseError, match="taken by trtserve's server launched"):
-            start_server(repository, replace(free_spec("b"), http_port=server.more[0].http_port), store=store)
-        os.kill(server.more[0].ranks[0][0], signal.SIGKILL)
-        assert eventually(lambda: condition(find_server(store=store))[0] == "failed")
-
-
-def check_proxy(server: Server, port: int) -> None:
-    """The configuration through a real nginx where there is one: both instances answer through its port."""
-    assert server.proxy is not None
-    text = server.proxy.read_text()
-    assert all(f"server {HOST}:{instance.http_port} " in text for instance in server.instances)
-    nginx = program("nginx", os.environ["PATH"] + ":/usr/sbin")
-    # .ci/run installs it.
-    assert nginx is not None or os.environ.get("TRTSERVE_ORACLE") != "required"
-    if nginx is None:
-        return
-    line = [str(nginx), "-e", "stderr", "-p", str(server.proxy.parent), "-c", str(server.proxy)]
-    checked = subprocess.run([*line, "-t"], capture_output=True, text=True, timeout=30, check=False)
-    assert checked.returncode == 0, checked.stderr
-    with subprocess.Popen(line, stderr=subprocess.DEVNULL) as process:
-        try:
-            assert eventually(lambda: not is_free(HOST, port))
-            for _ in range(4):
-                with urllib.request.urlopen(f"http://{HOST}:{port}/v2/health/ready", timeout=10) as answer:
-                    assert answer.status == 200
-        finally:
-            process.terminate()
-
-
 def llmapi_repository(tmp_path: Path, world_size: int) -> ModelRepository:
     folder = tmp_path / "repository" / "tensorrt_llm" / "1"
     folder.mkdir(parents=True)
@@ -337,14 +231,3 @@ def test_ranks_killed_at_random_moments_leave_nothing(tmp_path: Path, store: Sto
         assert one.returncode in (32, 35), words
         assert f"Rank {rank} was killed" in errors, words
         assert_gone(server, store)
-
-
-def running_rank(name: str, rank: int, store: Store) -> tuple[Server, int]:
-    """The server of this name and the process of one of its ranks, as soon as there is one."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        server = recorded_server(name, store)
-        if server is not None and (process := rank_processes(server.identity).get(rank)) is not None:
-            return server, process.pid
-        time.sleep(0.02)
-    raise AssertionError(f"{name} never had a rank {rank}")

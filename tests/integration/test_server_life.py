@@ -203,7 +203,7 @@ def test_killed_server_is_explained_and_replaced(repository: Path, store: Store)
         assert eventually(lambda: condition(server)[0] == "failed")
         status = command("status", "probe")
         assert status.returncode == 35
-        assert status.stdout.startswith("probe\tfailed\t")
+        assert "\nprobe\tfailed\t" in status.stdout
         with running_server(repository, home=store.root) as replacement:
             assert replacement.pid != server.pid
             assert not shared_memory_regions(server.shm_prefix)
@@ -250,7 +250,7 @@ def test_port_taken_between_check_and_bind(repository: Path, store: Store, monke
     monkeypatch.setattr("trtserve.start.checks.is_free", lambda _host, _port: True)
     with socket.create_server((HOST, 0)) as taken:
         spec = ServerSpec(http_port=free_spec().http_port, grpc_port=taken.getsockname()[1])
-        with pytest.raises(ServerStartError, match="already in use"):
+        with pytest.raises(PortInUseError, match="already in use"):
             start_server(ModelRepository(path=repository), spec, store=store)
 
 
@@ -260,7 +260,7 @@ def test_two_starts_that_found_the_same_ports_free(
     monkeypatch.setattr("trtserve.start.checks.is_free", lambda _host, _port: True)
     with running_server(repository, home=store.root) as first:
         spec = replace(free_spec("second"), http_port=first.http_port)
-        with pytest.raises(ServerStartError, match="already in use"):
+        with pytest.raises(PortInUseError, match="already in use"):
             start_server(ModelRepository(path=repository), spec, store=store)
         assert condition(first) == ("running", "")
     assert recorded_server("second", store) is None

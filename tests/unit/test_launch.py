@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.errors import ServerStartError
+from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.process import Command, Identity, spawn, stop
 from trtserve.triton import launch
 from trtserve.triton.server import Address
@@ -57,6 +57,6 @@ def test_a_port_that_was_lost_is_told(tmp_path: Path) -> None:
     line = f'E1120 12:17:16.145471 9428 main.cc:245] "{reason}"'
     identity = spawn(Command(argv=(sys.executable, "-c", f"import sys; sys.exit({line!r})")), log=tmp_path / "log")
     nobody = Address(host="127.0.0.1", http_port=1, grpc_port=2, metrics_port=3)
-    with pytest.raises(ServerStartError, match="already in use") as caught:
+    with pytest.raises(PortInUseError, match="already in use") as caught:
         launch.wait_until_ready(identity, nobody, tmp_path / "log", timeout=10)
     assert "--auto-ports" in str(caught.value.hint)

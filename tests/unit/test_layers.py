@@ -38,8 +38,8 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"architectures", "runtimes", "triton", "executor", "launch"}),
-    frozenset({"releases", "artifacts", "store", "process", "ports"}),
-    frozenset({"specs", "wording", "progress", "errors", "machine", "__init__"}),
+    frozenset({"releases", "artifacts", "store", "process", "ports", "interrupts"}),
+    frozenset({"specs", "wording", "progress", "errors", "machine", "orphans", "__init__"}),
 )
 
 # Third-party modules and the only parts of the package that may import them.

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from trtserve.errors import MissingDependencyError
-from trtserve.process import Command, Identity, one_interrupt, run, stop_signals
+from trtserve.interrupts import one_interrupt, stop_signals
+from trtserve.process import Command, Identity, run
 
 
 def test_command_prints_as_a_shell_line_that_runs(tmp_path: Path) -> None:

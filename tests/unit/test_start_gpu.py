@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from tests.support.upstream_repositories import write_upstream, write_upstream_l
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import MachineError, RepositoryError, UsageError
-from trtserve.servers import Instance, Server
+from trtserve.servers import Instance, RunningProxy, Server
 from trtserve.specs import ServerSpec
 from trtserve.start import plan_server, start_server
 from trtserve.start.plan import Plan
@@ -242,8 +242,11 @@ def test_all_instances_are_one_server() -> None:
         phase="running",
         shm_prefix="p",
         more=(more,),
-        proxy=Path("c"),
+        proxy=RunningProxy(file=Path("c"), log=Path("d"), http_port=10, grpc_port=11, pid=12, started=3.0),
     )
+    assert (server.endpoint.http_port, server.endpoint.grpc_port, server.endpoint.metrics_port) == (10, 11, 3)
+    assert [root.pid for root in server.roots] == [7, 8, 12]
+    assert Server.from_json(json.loads(json.dumps(asdict(server), default=str))) == server
     assert [instance.http_port for instance in server.instances] == [1, 4]
     assert server.instances[0] == replace(more, **{k: getattr(server, k) for k in Instance.__dataclass_fields__})
     assert not server.alive()

@@ -91,7 +91,7 @@ def start(
         int,
         typer.Option(
             "--instances",
-            help="Servers of this model, each with its own GPUs and ports, and a reverse proxy's configuration.",
+            help="Servers of this model, each with its own GPUs and ports, behind one reverse proxy (nginx).",
             rich_help_panel=_GPUS,
         ),
     ] = 1,
@@ -270,7 +270,7 @@ def _described(plan: Plan) -> dict[str, Any]:
 def _print_server(server: Server, *, json: bool, quiet: bool, detached: bool) -> None:
     from trtserve.triton.server import client_host
 
-    url = f"http://{client_host(server.host)}:{server.http_port}"
+    url = f"http://{client_host(server.host)}:{server.endpoint.http_port}"
     if json:
         print_json("start", {**asdict(server), "url": url})
     else:
@@ -282,6 +282,8 @@ def _print_server(server: Server, *, json: bool, quiet: bool, detached: bool) ->
 def _print_hints(server: Server, *, detached: bool) -> None:
     from trtserve.start import list_servers
 
+    if server.endpoint != server.address:
+        say(f"{server.name}: nginx hands requests to all instances, gRPC on {server.host}:{server.endpoint.grpc_port}")
     for instance in server.instances:
         ports = f"gRPC {server.host}:{instance.grpc_port}, metrics {server.host}:{instance.metrics_port}"
         also = f"HTTP {server.host}:{instance.http_port}, " if server.more else ""

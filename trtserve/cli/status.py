@@ -12,6 +12,7 @@ from trtserve.cli.output import TerminalProgress, print_json, print_table
 from trtserve.errors import ServerDiedError
 
 if TYPE_CHECKING:
+    from trtserve.servers import Server
     from trtserve.status import Status
 
 _COLUMNS = ("name", "state", "model", "http", "grpc", "metrics", "pid", "policy", "engine", "kv cache")
@@ -58,7 +59,7 @@ def _row(one: Status) -> tuple[object, ...]:
         server.name,
         one.condition,
         server.model,
-        f"{server.host}:{','.join(str(instance.http_port) for instance in server.instances)}",
+        f"{server.host}:{_through_proxy(server)}{','.join(str(instance.http_port) for instance in server.instances)}",
         *(
             ",".join(str(getattr(each, key)) for each in server.instances)
             for key in ("grpc_port", "metrics_port", "pid")
@@ -67,6 +68,10 @@ def _row(one: Status) -> tuple[object, ...]:
         ", ".join(f"{key.removesuffix('_precision')} {value}" for key, value in one.precision.items()) or "-",
         _kv_text(one) or "-",
     )
+
+
+def _through_proxy(server: Server) -> str:
+    return "" if server.endpoint == server.address else f"{server.endpoint.http_port} → "
 
 
 def _kv_text(one: Status) -> str:

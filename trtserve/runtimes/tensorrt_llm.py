@@ -21,6 +21,7 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from trtserve.interrupts import stop_signals
 from trtserve.launch.container import (
     Box,
     container_name,
@@ -327,8 +328,8 @@ def build(
 
 def _run(command: Command, follow: BuildLog, log: Path, box: Box | None) -> int | None:
     """The exit code; Ctrl-C, SIGTERM and SIGHUP end the program with us."""
-    with process.stop_signals() as signals:
-        builder = process.spawn(command, log=log)
+    with stop_signals() as signals:
+        builder = process.spawn(command, log=log, bound=True)
         try:
             while builder.alive():
                 if signals():

@@ -16,10 +16,11 @@ from trtserve.ports import is_free, owner
 from trtserve.process import arguments
 from trtserve.progress import Progress
 from trtserve.releases.launcher import WORKER
-from trtserve.servers import list_servers, recorded_server
+from trtserve.servers import Server, list_servers, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.start.ending import end_server
 from trtserve.start.plan import Plan
+from trtserve.start.proxy import Proxy
 from trtserve.start.repositories import chosen_by, import_again
 from trtserve.start.world import installed_for
 from trtserve.store import Store
@@ -42,8 +43,11 @@ def refuse_running(name: str, repository: Path, store: Store) -> None:
     end_server(server, store)
 
 
-def require_ports(addresses: Sequence[Address], store: Store) -> None:
-    """Triton itself loads all models first and then names only the first port that is taken."""
+def require_ports(addresses: Sequence[Address], store: Store, proxy: Proxy | None = None) -> None:
+    """Triton itself loads all models first and then names only the first port that is taken.
+
+    Those of a `proxy` that `start` will not run are not asked for.
+    """
     several = len(addresses) > 1
     lines, flags = [], []
     for number, address in enumerate(addresses, start=1):
@@ -52,6 +56,11 @@ def require_ports(addresses: Sequence[Address], store: Store) -> None:
                 which = f" of instance {number}" if several else ""
                 lines.append(f"{flag} {port}{which} is taken by {_owner(port, store)}")
                 flags.append(flag)
+    if proxy is not None and proxy.executable is not None:
+        for port, what in ((proxy.http_port, "--proxy-port"), (proxy.grpc_port, "--proxy-port (for gRPC)")):
+            if not is_free(proxy.host, port):
+                lines.append(f"{what} {port} is taken by {_owner(port, store)}")
+                flags.append("--proxy-port")
     if lines:
         others = " ".join(f"{flag} PORT" for flag in dict.fromkeys(flags))
         raise PortInUseError(
@@ -138,6 +147,7 @@ def rehearse(plan: Plan, repository: ModelRepository, spec: ServerSpec, progress
         _announce_oversubscription(plan, spec, progress)
     if plan.proxy is not None:
         progress.step(f"A start writes the reverse proxy's configuration: {plan.proxy.file}")
+        announce_proxy(plan.proxy, progress)
 
 
 def require_environment(plan: Plan, store: Store, progress: Progress) -> None:
@@ -189,15 +199,29 @@ def _announce_ranks(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
         progress.step(f"Command: {instance.launch.command}")
 
 
+def announce_proxy(proxy: Proxy, progress: Progress) -> None:
+    """Whether the proxy is run, or what to run."""
+    if proxy.executable is not None:
+        progress.step(f"Reverse proxy: {proxy.command}")
+        return
+    progress.warn("nginx is not installed, so nothing answers for all instances together; each has ports of its own.")
+    progress.step(f"Install it (apt-get install nginx-light) and run: {proxy.command}")
+
+
 def _announce_oversubscription(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
     if "--oversubscribe" in plan.command.argv and not spec.oversubscribe:
         progress.step("More ranks than cores: mpirun is told to --oversubscribe.")
 
 
+def _ports(server: Server) -> set[int]:
+    own = {port for each in server.instances for port in (each.http_port, each.grpc_port, each.metrics_port)}
+    return own if server.proxy is None else own | {server.proxy.http_port, server.proxy.grpc_port}
+
+
 def _owner(port: int, store: Store) -> str:
     identity, words = owner(port)
     server = next(
-        (s for s in list_servers(store) for i in s.instances if port in (i.http_port, i.grpc_port, i.metrics_port)),
+        (server for server in list_servers(store) if port in _ports(server)),
         None,
     )
     if server is not None:

@@ -32,11 +32,11 @@ def stop_server(name: str | None = None, *, store: Store | None = None, progress
 
 
 def end_server(server: Server, store: Store, *, urgent: Callable[[], bool] = lambda: False) -> None:
-    """End every instance of a server, remove its shared memory, mpirun's folders and its state file.
+    """End every instance of a server and their proxy, remove its shared memory, mpirun's folders and its state file.
 
     ServerStopError when a process survives.
     """
-    roots = [instance.identity for instance in server.instances]
+    roots = server.roots
     grace = STOP_GRACE - EXIT_TIMEOUT + server.exit_timeout
     try:
         stop_triton(

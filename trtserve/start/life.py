@@ -11,13 +11,15 @@ from trtserve.artifacts import ModelRepository
 from trtserve.capacity.rates import timed
 from trtserve.capacity.serving import require_servable
 from trtserve.check.repository import require_sound
-from trtserve.errors import ServerDiedError
+from trtserve.errors import PortInUseError, ServerDiedError, ServerStartError
+from trtserve.interrupts import stop_signals
 from trtserve.launch.ranks import rank_processes, serving_process
-from trtserve.process import Identity, children, spawn, stop_signals
+from trtserve.process import Identity, children, spawn
 from trtserve.progress import SILENT, Progress
 from trtserve.servers import (
     Instance,
     Processes,
+    RunningProxy,
     Server,
     dead_ranks,
     dead_stubs,
@@ -29,6 +31,7 @@ from trtserve.servers import (
 from trtserve.specs import ServerSpec
 from trtserve.start.checks import (
     announce,
+    announce_proxy,
     refuse_running,
     require_devices,
     require_environment,
@@ -37,9 +40,10 @@ from trtserve.start.checks import (
     require_workers,
 )
 from trtserve.start.ending import end_server
-from trtserve.start.plan import InstancePlan, Plan, Proxy, plan_server
+from trtserve.start.plan import InstancePlan, Plan, plan_server, with_free_ports
+from trtserve.start.proxy import start_proxy, write_proxy
 from trtserve.start.readiness import wait_for_all
-from trtserve.store import Store, locked, writing
+from trtserve.store import Store, locked
 from trtserve.triton import rank_log, server_log
 from trtserve.triton.preflight import Served
 from trtserve.triton.server import kv_blocks, prepare_backends
@@ -47,6 +51,7 @@ from trtserve.triton.server import kv_blocks, prepare_backends
 _SUPERVISION_INTERVAL = 0.25
 # mpirun says within this time which rank it ended the job for.
 _EXPLANATION = 5.0
+_PORT_ATTEMPTS = 3
 
 
 def start_server(
@@ -58,7 +63,7 @@ def start_server(
     SIGTERM and SIGHUP meanwhile stop it again and end in KeyboardInterrupt.
     """
     with stop_signals() as signals:
-        return _launch(repository, spec, store or Store(), progress, signals)
+        return _launch(repository, spec, store or Store(), progress, signals, bound=False)
 
 
 def serve_foreground(
@@ -71,11 +76,13 @@ def serve_foreground(
 ) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP, then stop in order; a second signal kills at once.
 
+    A server in the foreground does not outlive this process, even when that is killed.
+
     ServerDiedError with the last lines when the server, one of its ranks or one of its stubs ends by itself.
     """
     store = store or Store()
     with stop_signals() as signals:
-        server = _launch(repository, spec, store, progress, signals)
+        server = _launch(repository, spec, store, progress, signals, bound=True)
         try:
             on_ready(server)
             _supervise(server, store, signals)
@@ -102,60 +109,95 @@ def _free_place(plan: Plan, store: Store) -> Iterator[None]:
     """The server's name and its ports are free, and no other `start` takes the name meanwhile."""
     with locked(store.root / "locks" / f"server-{plan.name}.lock", wait=False):
         refuse_running(plan.name, plan.repository, store)
-        require_ports([instance.address for instance in plan.instances], store)
+        require_ports([instance.address for instance in plan.instances], store, plan.proxy)
         yield
 
 
 def _launch(
-    repository: ModelRepository, spec: ServerSpec, store: Store, progress: Progress, interrupted: Callable[[], int]
+    repository: ModelRepository,
+    spec: ServerSpec,
+    store: Store,
+    progress: Progress,
+    interrupted: Callable[[], int],
+    *,
+    bound: bool,
+    attempts: int = _PORT_ATTEMPTS,
+) -> Server:
+    """A ready server; with --auto-ports, one that lost a port after the check is launched again, on others."""
+    try:
+        return _launch_once(repository, spec, store, progress, interrupted, bound=bound)
+    except PortInUseError as error:
+        if not spec.auto_ports or attempts == 1:
+            raise
+        progress.warn(f"{error.message} Starting again on other ports.")
+    others = with_free_ports(spec)
+    return _launch(repository, others, store, progress, interrupted, bound=bound, attempts=attempts - 1)
+
+
+def _launch_once(
+    repository: ModelRepository,
+    spec: ServerSpec,
+    store: Store,
+    progress: Progress,
+    interrupted: Callable[[], int],
+    *,
+    bound: bool,
 ) -> Server:
     plan = plan_server(repository, spec, store=store)
     with _free_place(plan, store):
-        if spec.container is None:  # a container sees other paths
-            require_sound(repository, progress)
-        announce(plan, spec, progress)
-        require_servable(plan.served, plan.name, progress)
-        require_devices(plan, spec)
-        require_workers(plan, spec, progress)
-        require_fitting_engine(plan, spec, store, progress)
-        require_environment(plan, store, progress)
-        prepare_backends(plan.triton, store)
-        server = _spawn_all(plan, spec, store, progress)
+        _prepare(plan, repository, spec, store, progress)
+        server = _spawn_all(plan, spec, store, progress, bound=bound)
         try:
             with timed(store, "start", plan.served.engine_bytes):
                 wait_for_all(server, plan, timeout=spec.ready_timeout, interrupted=interrupted)
+            _require_proxy(server)
             ready = _with_members(replace(server, phase="running"))
             write_state(ready, store)
             # The gauges know what memory left of the cache, which no file does.
             for warning in plan.served.cache_warnings(kv_blocks(plan.address)):
                 progress.warn(warning)
-            if plan.proxy is not None:
-                progress.step(f"Reverse proxy for all instances: nginx -e stderr -c {plan.proxy.file}")
         except BaseException:
             end_server(server, store, urgent=lambda: interrupted() > 1)
             raise
     return ready
 
 
-def _spawn_all(plan: Plan, spec: ServerSpec, store: Store, progress: Progress) -> Server:
-    """All instances as processes; each is in the state file before the next one starts."""
+def _prepare(plan: Plan, repository: ModelRepository, spec: ServerSpec, store: Store, progress: Progress) -> None:
+    """What stands in the way of the launch is raised; what it needs is written."""
+    if spec.container is None:  # a container sees other paths
+        require_sound(repository, progress)
+    announce(plan, spec, progress)
+    require_servable(plan.served, plan.name, progress)
+    require_devices(plan, spec)
+    require_workers(plan, spec, progress)
+    require_fitting_engine(plan, spec, store, progress)
+    require_environment(plan, store, progress)
+    prepare_backends(plan.triton, store)
     if plan.proxy is not None:
-        _write_proxy(plan.proxy)
+        write_proxy(plan.proxy)
+        announce_proxy(plan.proxy, progress)
+
+
+def _spawn_all(plan: Plan, spec: ServerSpec, store: Store, progress: Progress, *, bound: bool) -> Server:
+    """All instances as processes, then their proxy; each is in the state file before the next one starts."""
     server: Server | None = None
-    for planned in plan.instances:
-        progress.step(f"Starting Triton, log: {planned.log}")
-        try:
-            identity = spawn(planned.launch.command, log=planned.log)
-        except BaseException:
-            if server is not None:
-                end_server(server, store, urgent=lambda: True)
-            raise
-        if server is None:
-            server = _server(plan, spec, identity)
-        else:
-            server = replace(server, more=(*server.more, _instance(planned, identity)))
-        write_state(server, store)
-    assert server is not None  # a plan has an instance
+    try:
+        for planned in plan.instances:
+            progress.step(f"Starting Triton, log: {planned.log}")
+            identity = spawn(planned.launch.command, log=planned.log, bound=bound)
+            if server is None:
+                server = _server(plan, spec, identity)
+            else:
+                server = replace(server, more=(*server.more, _instance(planned, identity)))
+            write_state(server, store)
+        assert server is not None  # a plan has an instance
+        if plan.proxy is not None:
+            server = replace(server, proxy=start_proxy(plan.proxy, bound=bound))
+            write_state(server, store)
+    except BaseException:
+        if server is not None:
+            end_server(server, store, urgent=lambda: True)
+        raise
     return server
 
 
@@ -177,7 +219,6 @@ def _server(plan: Plan, spec: ServerSpec, identity: Identity) -> Server:
         mode=plan.mode,
         exit_timeout=spec.exit_timeout,
         container=_container(plan.instances[0]),
-        proxy=None if plan.proxy is None else plan.proxy.file,
     )
 
 
@@ -195,12 +236,6 @@ def _instance(planned: InstancePlan, identity: Identity) -> Instance:
 
 def _container(planned: InstancePlan) -> str | None:
     return None if planned.box is None else planned.box.name
-
-
-def _write_proxy(proxy: Proxy) -> None:
-    with writing(proxy.file):
-        proxy.folder.mkdir(parents=True, exist_ok=True)
-        proxy.file.write_text(proxy.content, encoding="utf-8")
 
 
 def _with_members(server: Server) -> Server:
@@ -233,11 +268,27 @@ def _supervise(server: Server, store: Store, signals: Callable[[], int]) -> None
         for instance in server.instances:
             problem = _problem(instance)
             if problem:
-                recorded = recorded_server(server.name, store)
-                if recorded is None or recorded.phase == "stopping":
+                if _wanted_to_end(server, store):
                     return
                 raise _died(server, instance, problem)
+        if server.proxy is not None and server.proxy.dead() and not _wanted_to_end(server, store):
+            raise ServerDiedError(f"{server.name}: {_proxy_ended(server.proxy)}", log=server.proxy.log)
         time.sleep(_SUPERVISION_INTERVAL)
+
+
+def _require_proxy(server: Server) -> None:
+    if server.proxy is not None and server.proxy.dead():
+        raise ServerStartError(_proxy_ended(server.proxy), log=server.proxy.log)
+
+
+def _wanted_to_end(server: Server, store: Store) -> bool:
+    """Whether `trtserve stop` is ending it."""
+    recorded = recorded_server(server.name, store)
+    return recorded is None or recorded.phase == "stopping"
+
+
+def _proxy_ended(proxy: RunningProxy) -> str:
+    return f"the reverse proxy (nginx) has ended by itself. Last lines:\n{last_words(proxy.log)}"
 
 
 def _problem(instance: Instance) -> str:

@@ -13,13 +13,13 @@ from trtserve.launch import Launch, Mode, Setup, leader, llmapi, orchestrator
 from trtserve.launch.container import SHM_GIB, Box, container_name, image_of, in_container, with_targets
 from trtserve.launch.gpus import count_gpus, split_gpus
 from trtserve.launch.instances import instance_addresses
-from trtserve.launch.nginx import proxy_config
 from trtserve.ports import ipv4_address, is_free, next_free
 from trtserve.process import Command
 from trtserve.servers import log_file
 from trtserve.specs import ServerSpec
 from trtserve.start.mentions import hub_cache, named_paths
 from trtserve.start.mpi import mpirun_program, needs_oversubscription
+from trtserve.start.proxy import Proxy, free_pair, plan_proxy
 from trtserve.start.world import launch_release, ranks_of, require_engine_mode, require_world_size
 from trtserve.store import Store
 from trtserve.triton.preflight import Served, inspect_repository, require_loadable
@@ -46,15 +46,6 @@ class InstancePlan:
     log: Path
     launch: Launch
     box: Box | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proxy:
-    """The configuration of a reverse proxy, before it is written to `file`; nginx works in `folder`."""
-
-    file: Path
-    folder: Path
-    content: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,16 +134,18 @@ def plan_server(
             InstancePlan(address=address, log=log_file(name, store, number), launch=_boxed(launch, box), box=box)
             for number, (address, launch, box) in enumerate(zip(addresses, launches, boxes, strict=True), start=1)
         ),
-        proxy=_proxy(name, addresses, spec, store) if spec.instances > 1 else None,
+        proxy=plan_proxy(name, addresses, spec, store) if spec.instances > 1 else None,
     )
 
 
 def with_free_ports(spec: ServerSpec) -> ServerSpec:
-    """The spec with each taken port replaced by the next free one, for further instances too."""
-    taken: list[int] = []
+    """The spec with each taken port replaced by the next free one, for further instances and their proxy too."""
+    host, taken = ipv4_address(spec.host), list[int]()
     for port in (spec.http_port, spec.grpc_port, spec.metrics_port):
-        taken.append(next_free(ipv4_address(spec.host), port, taken=taken))
-    return replace(spec, http_port=taken[0], grpc_port=taken[1], metrics_port=taken[2], auto_ports=True)
+        taken.append(next_free(host, port, taken=taken))
+    proxy = free_pair(host, spec.proxy_port, taken) if spec.instances > 1 else spec.proxy_port
+    changed = replace(spec, http_port=taken[0], grpc_port=taken[1], metrics_port=taken[2], proxy_port=proxy)
+    return replace(changed, auto_ports=True)
 
 
 def _embedded(
@@ -268,16 +261,3 @@ def _gpu_launch(setup: Setup, served: Served, spec: ServerSpec) -> Launch:
         # The instances of one model.yaml start workers of their own, which needs a server without MPI.
         return llmapi(setup, 1 if served.core_models[0].instances > 1 else served.world_size)
     return leader(setup, served.world_size)
-
-
-def _proxy(name: str, addresses: Sequence[Address], spec: ServerSpec, store: Store) -> Proxy:
-    used = {port for address in addresses for port in address.ports.values()}
-    if not used.isdisjoint((spec.proxy_port, spec.proxy_port + 1)):
-        raise UsageError(
-            f"--proxy-port {spec.proxy_port} (and {spec.proxy_port + 1} for gRPC) meets a port of an instance.",
-            hint=f"Choose --proxy-port {max(used) + 1}.",
-        )
-    folder = store.servers / f"{name}.proxy"
-    file = folder / "nginx.conf"
-    content = proxy_config(addresses, file=file, http_port=spec.proxy_port, grpc_port=spec.proxy_port + 1)
-    return Proxy(file=file, folder=folder, content=content)

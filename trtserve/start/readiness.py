@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from trtserve.errors import ServerStartError
+from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.launch.container import explained
 from trtserve.launch.ranks import describe_ranks, missing_rank, rank_processes
 from trtserve.process import Identity
@@ -82,7 +82,7 @@ class _Waiting:
                 log=self.planned.log,
             )
 
-    def timeout_error(self, timeout: float) -> ServerStartError:
+    def timeout_error(self, timeout: float) -> ServerStartError | PortInUseError:
         """What is to be said after the deadline."""
         if self.planned.launch.ranks == 1:
             return timeout_error(timeout, self.planned.log)

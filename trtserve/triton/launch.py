@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from trtserve.errors import ServerStartError, ServerStopError
+from trtserve.errors import PortInUseError, ServerStartError, ServerStopError
 from trtserve.process import Identity, exit_code, listeners, stop_all, tree
 from trtserve.triton import rank_log, server_log
 from trtserve.triton.server import EXIT_TIMEOUT, Address, is_ready, sweep_shared_memory
@@ -35,6 +35,7 @@ def wait_until_ready(
 def came_up(identity: Identity, address: Address, log: Path, *, contained: bool = False) -> bool:
     """Whether every model is ready; ServerStartError when the server has ended or can never become ready.
 
+    PortInUseError when a port was taken after the check.
     A `contained` server is not below `identity`, the client of the container's daemon: it is believed as it answers.
     """
     if is_ready(address) and (contained or _answers_itself(identity, address)):
@@ -81,8 +82,8 @@ def stop_triton(
     sweep_shared_memory(shm_prefix)
 
 
-def start_error(identity: Identity, log: Path) -> ServerStartError:
-    """Why a server that has ended never became ready, as its log tells."""
+def start_error(identity: Identity, log: Path) -> ServerStartError | PortInUseError:
+    """Why a server that has ended never became ready, as its log tells; PortInUseError when it lost a port."""
     text = server_log.read(log)
     ended = rank_log.first_end(text)
     ending = f"tritonserver {_ending(identity)}" if ended is None else ended.sentence
@@ -95,8 +96,10 @@ def start_error(identity: Identity, log: Path) -> ServerStartError:
         message = f"{ending} before the server was ready. Last lines:\n{lines}"
         return ServerStartError(message, hint=hint, log=log)
     words = "\n".join(f"  {str(reason).replace(chr(10), chr(10) + '  ')}" for reason in reasons)
-    hint = _PORT_LOST if "already in use" in words else None
-    return ServerStartError(f"{ending} before the server was ready:\n{words}", hint=hint, log=log)
+    message = f"{ending} before the server was ready:\n{words}"
+    if "already in use" in words:
+        return PortInUseError(message, hint=_PORT_LOST, log=log)
+    return ServerStartError(message, log=log)
 
 
 def timeout_error(timeout: float, log: Path, ranks: str = "") -> ServerStartError:

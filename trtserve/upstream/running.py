@@ -10,6 +10,7 @@ from trtserve import process
 from trtserve.architectures.checkpoint import read_config
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.errors import ConversionError, TrtserveError
+from trtserve.interrupts import stop_signals
 from trtserve.launch.container import Box, explained, in_container, remove_container, require_docker
 from trtserve.process import Command
 from trtserve.progress import Progress, Task
@@ -48,8 +49,8 @@ def run_tool(
 def _run(command: Command, folder: Path, world_size: int, log: Path, task: Task, box: Box | None) -> int | None:
     """The exit code; Ctrl-C, SIGTERM and SIGHUP end the tool with us."""
     done = 0
-    with process.stop_signals() as signals:
-        tool = process.spawn(command, log=log)
+    with stop_signals() as signals:
+        tool = process.spawn(command, log=log, bound=True)
         try:
             while tool.alive():
                 if signals():

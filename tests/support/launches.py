@@ -1,0 +1,107 @@
+"""Launches around the doubles: repositories for them, servers that are stopped again, and a look at what they left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.double_engines import write_core_model, write_engine_folder
+from tests.support.servers import free_spec
+from trtserve.artifacts import ModelRepository
+from trtserve.launch.ranks import rank_processes
+from trtserve.ports import is_free
+from trtserve.servers import Server, recorded_server, state_file
+from trtserve.specs import ServerSpec
+from trtserve.start import start_server, stop_server
+from trtserve.store import Store
+from trtserve.triton.server import shared_memory_regions
+
+
+def repository_of(tmp_path: Path, *, tp: int = 2, **models: str) -> ModelRepository:
+    """Core models, each with parameters such as `gpu_device_ids=0,1`, around one engine."""
+    path, engine = tmp_path / "repository", tmp_path / "engine"
+    for name, text in (models or {"tensorrt_llm": ""}).items():
+        parameters = dict(pair.split("=") for pair in text.split())
+        write_core_model(path, name, str(engine), **parameters)
+    write_engine_folder(engine, tp=tp)
+    return ModelRepository(path=path)
+
+
+@contextmanager
+def started(repository: ModelRepository, store: Store, **changes: Any) -> Iterator[Server]:
+    """A ready server, stopped at the end, of which nothing may be left."""
+    spec = replace(free_spec("launched"), oversubscribe=True, **changes)
+    server = start_server(repository, spec, store=store)
+    try:
+        yield server
+    finally:
+        if recorded_server(server.name, store) is not None:
+            stop_server(server.name, store=store)
+        assert_gone(server, store)
+
+
+def assert_gone(server: Server, store: Store) -> None:
+    """No process, port, shared memory, session folder of mpirun or state file is left; the logs are."""
+    assert not [process for process in psutil.process_iter() if mentions(process, server)]
+    for instance in server.instances:
+        for port in (instance.http_port, instance.grpc_port, instance.metrics_port):
+            assert is_free(server.host, port)
+        assert not (Path(tempfile.gettempdir()) / f"ompi.{instance.pid}").exists()
+        assert instance.log.exists()
+    assert not shared_memory_regions(server.shm_prefix)
+    assert not state_file(server.name, store).exists()
+
+
+def mentions(process: psutil.Process, server: Server) -> bool:
+    """Whether a process belongs to a server: the prefix of its shared memory is in every command line of it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and any(server.shm_prefix in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def eventually(wanted: Callable[[], object], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not wanted():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "trtserve", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=180, check=False)
+
+
+def start_flags(spec: ServerSpec) -> list[str]:
+    ports = {"--http-port": spec.http_port, "--grpc-port": spec.grpc_port, "--metrics-port": spec.metrics_port}
+    return [f"{flag}={port}" for flag, port in ports.items()]
+
+
+def running_rank(name: str, rank: int, store: Store) -> tuple[Server, int]:
+    """The server of this name and the process of one of its ranks, as soon as there is one."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        server = recorded_server(name, store)
+        if server is not None and (process := rank_processes(server.identity).get(rank)) is not None:
+            return server, process.pid
+        time.sleep(0.02)
+    raise AssertionError(f"{name} never had a rank {rank}")
+
+
+def running_server(name: str, store: Store) -> Server:
+    """The server of this name as soon as it is recorded."""
+    assert eventually(lambda: recorded_server(name, store) is not None)
+    server = recorded_server(name, store)
+    assert server is not None
+    return server

@@ -1,0 +1,67 @@
+"""The signals that end a program: made one KeyboardInterrupt, or counted."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def one_interrupt() -> Iterator[Callable[[], int | None]]:
+    """Make a KeyboardInterrupt of SIGINT, SIGTERM and SIGHUP, and ignore those that come while one is on its way out.
+
+    What is begun can then be cleared away in peace. Yields a function that returns the number of the first signal, None
+    before there was one. Signals that are ignored stay so; only the main thread receives any.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        received.append(number)
+        # One that was raised where Python drops exceptions (a weak reference's callback) is not on its way.
+        if not _interrupt_under_way():
+            raise KeyboardInterrupt
+
+    with _handled(interrupt):
+        yield lambda: received[0] if received else None
+
+
+def _interrupt_under_way() -> bool:
+    """Whether the code at work handles a KeyboardInterrupt, in a `finally` or an `except`, itself or further out."""
+    handled = sys.exc_info()[1]
+    while handled is not None and not isinstance(handled, KeyboardInterrupt):
+        handled = handled.__context__
+    return handled is not None
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """Count SIGINT, SIGTERM and SIGHUP instead of being ended by them; yields a function that returns the count.
+
+    The handlers do nothing else, so that a second signal cannot re-enter a stop that is under way. What our parent
+    made us ignore (nohup, a shell's background job) stays ignored. Only the main thread receives signals: in any other
+    the count stays 0.
+    """
+    received: list[int] = []
+    with _handled(lambda caught, _frame: received.append(caught)):
+        yield lambda: len(received)
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have the signals that end a process handled; those that are ignored stay so. Nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -1,0 +1,33 @@
+"""No orphans: what the kernel does for a process whose parent was killed and could not end it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent() -> Callable[[], None] | None:
+    """What a child runs before its program, to get a SIGTERM when its parent is gone; None where that cannot be.
+
+    Linux alone has it (prctl(2)), and it means the thread that started the child: from another thread than the main one
+    the child would be ended with that thread, so it is not asked for there. The program's own children are its affair.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return None
+    import ctypes
+
+    # Found before the fork: the child may do little between it and its program.
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before it was asked for
+            os._exit(128 + signal.SIGTERM)
+
+    return ask
