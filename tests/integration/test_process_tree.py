@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -94,3 +95,38 @@ def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
     assert identity.alive()
     os.kill(identity.pid, signal.SIGKILL)
     assert eventually(lambda: not identity.alive())
+
+
+# What starts a process and is killed then; the thread ends before.
+KILLED = """
+import sys, threading, time
+from pathlib import Path
+from trtserve.process import Command, spawn
+def start():
+    command = Command(argv=(sys.executable, "-c", "import time; time.sleep(60)"))
+    sleeper = spawn(command, log=Path(sys.argv[1]), bound={bound})
+    print(sleeper.pid, flush=True)
+{run}
+time.sleep(60)
+"""
+IN_A_THREAD = "thread = threading.Thread(target=start); thread.start(); thread.join()"
+
+
+@pytest.mark.parametrize(
+    ("bound", "run", "survives"),
+    [(True, "start()", False), (False, "start()", True), (True, IN_A_THREAD, True)],
+    ids=["bound", "free", "bound in a thread"],
+)
+def test_what_becomes_of_a_killed_parents_child(bound: bool, run: str, survives: bool, tmp_path: Path) -> None:
+    code = KILLED.format(bound=bound, run=run)
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
+    ) as one:
+        assert one.stdout is not None
+        sleeper = Identity.of(int(one.stdout.readline()))
+        assert sleeper is not None
+        time.sleep(0.1)
+        assert sleeper.alive()
+        one.kill()
+    assert eventually(lambda: not sleeper.alive(), 0.5 if survives else 10) is not survives
+    stop(sleeper, grace=0)
