@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox, tied": ("gpt_neox", {"tie_word_embeddings": True, "rotary_pct": 1.0}),
     "opt": ("opt", {}),
     "opt, norms behind": ("opt", {"do_layer_norm_before": False, "activation_function": "gelu"}),
+    "opt, projected, as 350m": ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
     "phi": ("phi", {}),
     "phi3": ("phi3", {}),
     "phi3, part of a head, window": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 24}),

@@ -69,7 +69,10 @@ def other_ranks(source: Tensors, hf: dict[str, Any], tp: int) -> list[Tensors]:
 def _outside(source: Tensors, hf: dict[str, Any], tp: int) -> dict[str, list[Array]]:
     table, *_, final, head = NAMES[hf["model_type"]]
     rows = source.get(f"{head}.weight", source[f"{table}.weight"])
-    whole = {"transformer.vocab_embedding.weight": [source[f"{table}.weight"]] * tp}
+    tokens = source[f"{table}.weight"]
+    if (project := source.get("model.decoder.project_in.weight")) is not None:
+        tokens, rows = tokens @ project.T, rows @ source["model.decoder.project_out.weight"]
+    whole = {"transformer.vocab_embedding.weight": [tokens] * tp}
     if hf["model_type"] == "opt":
         whole["transformer.position_embedding.weight"] = [source["model.decoder.embed_positions.weight"][2:]] * tp
     for ours, norm in (("ln_embed", "transformer.word_embeddings_layernorm"), ("ln_f", final)):

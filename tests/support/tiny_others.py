@@ -193,7 +193,11 @@ def _fused(prefix: str, attention: str, rows: int, hidden: int, inner: int, *, b
 
 def _opt_shapes(config: Mapping[str, Any]) -> Shapes:
     hidden, inner, base = config["hidden_size"], config["ffn_dim"], "model.decoder."
-    yield f"{base}embed_tokens.weight", (config["vocab_size"], hidden)
+    width = config["word_embed_proj_dim"]
+    yield f"{base}embed_tokens.weight", (config["vocab_size"], width)
+    if width != hidden:
+        yield f"{base}project_in.weight", (hidden, width)
+        yield f"{base}project_out.weight", (width, hidden)
     yield f"{base}embed_positions.weight", (config["max_position_embeddings"] + 2, hidden)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"{base}layers.{layer}."
@@ -202,7 +206,7 @@ def _opt_shapes(config: Mapping[str, Any]) -> Shapes:
         yield from _linears(prefix, attention | {"fc1": (inner, hidden), "fc2": (hidden, inner)}, bias=True)
     if config["do_layer_norm_before"]:
         yield from _norms(base, ("final_layer_norm",), hidden)
-    yield from _head("lm_head", config, hidden, tied=True)
+    yield from _head("lm_head", config, width, tied=True)
 
 
 def _phi_shapes(config: Mapping[str, Any]) -> Shapes:

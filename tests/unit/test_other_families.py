@@ -11,13 +11,13 @@ import pytest
 
 from tests.support.expected_other_configs import OTHER_CONFIGS
 from tests.support.expected_others import other_ranks
-from tests.support.tiny_models import read_safetensors, write_tiny_model
+from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve import architectures
 from trtserve.architectures.alibi import alibi_slopes
 from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.artifacts import Model
 from trtserve.convert import convert_model
-from trtserve.errors import UnsupportedModelError
+from trtserve.errors import ConversionError, UnsupportedModelError
 from trtserve.specs import ConvertSpec
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -27,6 +27,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"tie_word_embeddings": True}),
     ("opt", {"vocab_size": 323}),
     ("opt", {"do_layer_norm_before": False, "tie_word_embeddings": False}),
+    ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False, "vocab_size": 323}),
+    ("opt", {"word_embed_proj_dim": 96, "tie_word_embeddings": False}),
     ("phi", {"vocab_size": 323}),
     ("phi", {"tie_word_embeddings": True}),
     ("phi3", {"vocab_size": 323, "num_key_value_heads": 1}),
@@ -62,6 +64,49 @@ def test_each_rank_holds_exactly_its_part(tmp_path: Path, family: str, overrides
         np.testing.assert_array_equal(reader.merged(name), values, err_msg=name)
 
 
+PROJECTED: dict[str, Any] = {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
+
+
+@pytest.mark.parametrize("split", [{}, {"use_parallel_embedding": True}, {"embedding_sharding_dim": 1}])
+def test_products_of_several_blocks_go_to_all_ranks(
+    split: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtserve.architectures.products._BLOCK_BYTES", 4 * 64 * 50)
+    folder = write_tiny_model(tmp_path / "hf", "opt", vocab_size=323, **PROJECTED)
+    source = read_safetensors(folder / "model.safetensors")
+    spec = ConvertSpec(tp_size=2, dtype="float16", **({"use_parallel_embedding": True} | split if split else {}))
+    reader = CheckpointReader(convert_model(Model(path=folder), spec, out=tmp_path / "out").path)
+    tables = {name: values.astype(np.float16).astype(np.float32) for name, values in source.items()}
+    tokens = tables["model.decoder.embed_tokens.weight"]
+    for name, factor in {
+        "transformer.vocab_embedding.weight": tables["model.decoder.project_in.weight"].T,
+        "lm_head.weight": tables["model.decoder.project_out.weight"],
+    }.items():
+        found = reader.merged(name)
+        assert found.dtype == np.float16
+        np.testing.assert_allclose(found, tokens @ factor, rtol=2**-10, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("project_in", None, r"missing: model\.decoder\.project_in"),
+        ("project_in", (32, 64), r"project_in\.weight is \[32, 64\], expected \[64, 32\]"),
+        ("project_out", np.inf, r"project_out\.weight has values that are not finite in float16"),
+    ],
+)
+def test_projections_that_cannot_be(tmp_path: Path, name: str, values: Any, message: str) -> None:
+    folder = write_tiny_model(tmp_path / "hf", "opt", **PROJECTED)
+    tensors = read_safetensors(folder / "model.safetensors")
+    old = tensors.pop(f"model.decoder.{name}.weight")
+    if values is not None:
+        new = old.reshape(values) if isinstance(values, tuple) else np.full_like(old, values)
+        tensors[f"model.decoder.{name}.weight"] = new
+    write_safetensors(folder / "model.safetensors", tensors)
+    with pytest.raises(ConversionError, match=message):
+        convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "family",
     ["gptj", "gpt_neox", "opt", "phi", "phi3", "phi3_long", "starcoder2", "bloom", "falcon", "falcon_new", "falcon_rw"],
@@ -91,7 +136,7 @@ def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
         ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual off"),
         ("gpt_neox", {"attention_bias": False}, "attention_bias off"),
         ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"\(linear\), which .* gpt_neox cannot"),
-        ("opt", {"word_embed_proj_dim": 32}, "32 wide and projected to 64"),
+        ("opt", {"word_embed_proj_dim": 0.5}, "word_embed_proj_dim = 0.5; expected positive whole numbers"),
         ("opt", {"enable_bias": False}, "enable_bias off"),
         ("opt", {"_remove_final_layer_norm": True}, "no final norm"),
         ("phi", {"qk_layernorm": True}, "norms its queries"),

@@ -23,6 +23,7 @@ from tests.support.quantised_models import (
     write_any_safetensors,
     write_quantised_model,
 )
+from tests.support.tiny_models import write_tiny_model
 from trtserve.architectures.base import Target
 from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.architectures.kernel_layout import from_kernel, to_kernel
@@ -247,6 +248,13 @@ def test_refused_wishes(made: Made, spec: dict[str, Any], error: type[Exception]
         plan_conversion(Model(path=made("gptq").folder), ConvertSpec(**spec))
 
 
+@pytest.mark.parametrize(("scheme", "counts"), [("gptq", True), ("fp8", False), (None, False)])
+def test_the_gpu_counts_for_4_bit_weights_alone(made: Made, tmp_path: Path, scheme: str | None, counts: bool) -> None:
+    model = Model(path=made(scheme).folder if scheme else write_tiny_model(tmp_path / "model"))
+    plans = [plan_conversion(model, ConvertSpec(gpu_sm=gpu_sm)) for gpu_sm in (80, 90)]
+    assert (plans[0].fingerprint != plans[1].fingerprint) is counts
+
+
 def test_sizes_that_are_padded(tmp_path: Path) -> None:
     model = write_quantised_model(tmp_path, "gptq", intermediate_size=192)
     with pytest.raises(UsageError, match=r"mlp\.fc\.weight has a size of 192, which does not divide by 128"):
@@ -277,7 +285,7 @@ def test_zero_bias_of_gptq_is_known(made: Made, tmp_path: Path) -> None:
     def add_bias(tensors: dict[str, Array]) -> None:
         tensors[f"{KEY}.bias"] = np.zeros(128, np.float16)
 
-    assert plan_conversion(Model(path=rewritten(made("gptq"), tmp_path, add_bias)), ConvertSpec()).repacks
+    assert plan_conversion(Model(path=rewritten(made("gptq"), tmp_path, add_bias)), ConvertSpec()).packed
 
 
 CACHE_SCALES = ["self_attn.k_proj.k_scale", "self_attn.k_scale", "self_attn.q_scale", "self_attn.kv_scale"]
@@ -288,7 +296,7 @@ def test_scales_of_the_cache_are_left_out(made: Made, tmp_path: Path, name: str)
     def add_scale(tensors: dict[str, Array]) -> None:
         tensors[f"model.layers.1.{name}"] = np.ones((), np.float32)
 
-    assert plan_conversion(Model(path=rewritten(made("fp8"), tmp_path, add_scale)), ConvertSpec()).repacks
+    assert plan_conversion(Model(path=rewritten(made("fp8"), tmp_path, add_scale)), ConvertSpec()).packed
 
 
 def test_what_modelopt_puts_beside_config_json(made: Made, tmp_path: Path) -> None:
@@ -301,7 +309,7 @@ def test_what_modelopt_puts_beside_config_json(made: Made, tmp_path: Path) -> No
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": described}))
     plan = plan_conversion(Model(path=folder), ConvertSpec())
     assert plan.config["quantization"]["quant_algo"] == "FP8"
-    assert plan.repacks
+    assert plan.packed
 
 
 def _bias(tensors: dict[str, Array]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from trtserve.architectures import (
     bloom,
@@ -42,6 +43,7 @@ __all__ = [
     "Architecture",
     "Decoder",
     "Target",
+    "described",
     "family",
     "parameter_count",
     "supported",
@@ -90,6 +92,11 @@ def supported(hf: HfConfig) -> Architecture:
         require_sizes(config, "max_position_embeddings")
     module.decoder(config)
     return module
+
+
+def described(hf: HfConfig, config: CheckpointConfig) -> dict[str, Any]:
+    """A checkpoint's config with what decides where its tensors come from: see `Architecture.targets`."""
+    return {**config, "tie_word_embeddings": tied(hf), "word_embed_proj_dim": hf.get("word_embed_proj_dim")}
 
 
 def tied(hf: HfConfig) -> bool:

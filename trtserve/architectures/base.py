@@ -42,6 +42,18 @@ Split = Literal["replicated", "column", "row", "qkv", "fused", "first_rank", "vo
 
 
 @dataclass(frozen=True, kw_only=True)
+class Factor:
+    """A matrix of the Hugging Face model [width, columns] that rows of `width` numbers are multiplied with.
+
+    `transposed` tells that it is stored [columns, width].
+    """
+
+    name: str
+    width: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Target:
     """One tensor of the checkpoint of the whole model and where it comes from.
 
@@ -49,7 +61,8 @@ class Target:
     Hugging Face model, joined on dimension 0. `parts` are the row counts of what is fused (q, k and v, or the halves
     of a gated MLP) and `head_size` the rows of q, k and v that stay together. `order` are runs (first row, rows) of
     the one source in the order in which the target has them; empty when it has them all as they lie. `transpose` is
-    set for Conv1D weights, stored [in, out]. `offset` is added to all values. `layer` is the global layer index; a
+    set for Conv1D weights, stored [in, out]. `offset` is added to all values. With a `factor` the target is the product
+    of its one source and that matrix. `layer` is the global layer index; a
     tensor outside the layers belongs to the first pipeline stage, or to the last one. `dtype` is its type where that
     is not the checkpoint's.
 
@@ -66,6 +79,7 @@ class Target:
     order: tuple[tuple[int, int], ...] = ()
     transpose: bool = False
     offset: float = 0.0
+    factor: Factor | None = None
     layer: int | None = None
     last_stage: bool = False
     dtype: str | None = None
@@ -158,7 +172,7 @@ class Architecture(Protocol):
     def targets(self, config: CheckpointConfig) -> list[Target]:
         """Every tensor of the checkpoint of the whole model (tp 1, pp 1), in file order.
 
-        When sources matter, `config` has `tie_word_embeddings`, also where TensorRT-LLM's config has no such key.
+        When sources matter, `config` has what `architectures.described` adds, which TensorRT-LLM's config lacks.
         """
 
     def unused(self, config: CheckpointConfig) -> Sequence[str]:

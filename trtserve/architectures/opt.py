@@ -1,4 +1,7 @@
-"""OPT: layer norms before or behind attention and MLP, learned positions, ReLU."""
+"""OPT: layer norms before or behind attention and MLP, learned positions, ReLU.
+
+OPT-350m has embeddings narrower than its layers and projects them; a checkpoint has the products instead.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtserve.architectures.activations import require_activation
-from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
+from trtserve.architectures.base import CheckpointConfig, Decoder, Factor, HfConfig, Target, require_sizes, required
 from trtserve.architectures.named_tensors import SourceNames, named_targets
 from trtserve.errors import UnsupportedModelError
 
@@ -32,11 +35,19 @@ _NAMES = SourceNames(
     unused_positions=2,
 )
 
+# What tokens are multiplied with before the first layer and behind the last one.
+_PROJECTIONS = {
+    "transformer.vocab_embedding.weight": Factor(name="model.decoder.project_in.weight", width=0, transposed=True),
+    "lm_head.weight": Factor(name="model.decoder.project_out.weight", width=0),
+}
+
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's converter, and what its loader fills in."""
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
     _refuse_variants(hf)
+    if hf.get("word_embed_proj_dim") is not None:
+        require_sizes(hf, "word_embed_proj_dim")
     require_activation(hf.get("activation_function", "relu"))
     return {
         "hidden_size": sizes["hidden_size"],
@@ -56,13 +67,6 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def _refuse_variants(hf: HfConfig) -> None:
-    width = hf.get("word_embed_proj_dim") or hf["hidden_size"]
-    if width != hf["hidden_size"]:
-        raise UnsupportedModelError(
-            f"The embeddings of this OPT are {width} wide and projected to {hf['hidden_size']} (word_embed_proj_dim); "
-            "the products that a TensorRT-LLM checkpoint holds instead are not calculated here.",
-            hint="Choose another size of OPT: only opt-350m is made so.",
-        )
     for key in ("enable_bias", "layer_norm_elementwise_affine"):
         if not hf.get(key, True):
             raise UnsupportedModelError(f"This OPT has {key} off, which a TensorRT-LLM checkpoint cannot express.")
@@ -73,7 +77,14 @@ def _refuse_variants(hf: HfConfig) -> None:
 def targets(config: CheckpointConfig) -> list[Target]:
     """Every tensor of the checkpoint of the whole model, in file order."""
     names = _NAMES if _norms_before(config) else replace(_NAMES, final_norm=None)
-    return named_targets(config, names, tied=bool(config.get("tie_word_embeddings", TIED)))
+    listed = named_targets(config, names, tied=bool(config.get("tie_word_embeddings", TIED)))
+    width = config.get("word_embed_proj_dim") or config["hidden_size"]
+    return listed if width == config["hidden_size"] else [_projected(target, width) for target in listed]
+
+
+def _projected(target: Target, width: int) -> Target:
+    factor = _PROJECTIONS.get(target.name)
+    return target if factor is None else replace(target, factor=replace(factor, width=width))
 
 
 def _norms_before(config: CheckpointConfig) -> bool:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trtserve.architectures.base import Target
-from trtserve.architectures.sharding import Piece, matrix, name_in_stage, shard, stage_layers, stage_of
+from trtserve.architectures.sharding import Piece, Shard, matrix, name_in_stage, shard, stage_layers, stage_of
 from trtserve.architectures.source import SourceTensor
-from trtserve.architectures.streaming import Block, Move
+from trtserve.architectures.streaming import Block, Move, RankFiles
 from trtserve.architectures.tensor_files import CODES, DTYPES, Entry, item_size, layout
 from trtserve.errors import ConversionError, UnsupportedModelError, listing
 
@@ -30,11 +30,26 @@ class Use:
 
 
 class Packed(Protocol):
-    """A quantised matrix of the checkpoint, which is written in its own way."""
+    """A matrix of the checkpoint that is written in its own way: quantised, or a product."""
 
     @property
     def target(self) -> Target:
         """The matrix as if it held floats."""
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read."""
+
+    @property
+    def largest_source(self) -> int:
+        """Bytes of the largest source tensor."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory at most."""
+
+    def write(self, placement: Placement, files: RankFiles) -> None:
+        """Write its tensors into the files of all ranks that hold a part of it."""
 
     def shapes(self, tp_size: int, tp_rank: int, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
         """Names (of the whole model), shapes and types of the tensors that a rank holds of it."""
@@ -57,7 +72,7 @@ class Placement:
         self._tp_size = tp_size
         self._ep_size = ep_size
         self._stages = stage_layers(layers, pp_size)
-        self._dtype = dtype
+        self.dtype = dtype
         own = {name_in_stage(target, self._stages): target.dtype for target in targets if target.dtype}
         laid_out = []
         for rank in range(tp_size * pp_size):
@@ -79,7 +94,7 @@ class Placement:
     def _shapes(self, targets: Sequence[Target], rank: int) -> dict[str, tuple[int, ...]]:
         stage, tp_rank = divmod(rank, self._tp_size)
         return {
-            name_in_stage(target, self._stages): shard(target, self._tp_size, tp_rank, self._ep_size).shape
+            name_in_stage(target, self._stages): self.shard(target, tp_rank).shape
             for target in targets
             if stage_of(target, self._stages) == stage
         }
@@ -90,8 +105,12 @@ class Placement:
             name_in_stage(replace(work.target, name=name), self._stages): shape
             for work in packed
             if stage_of(work.target, self._stages) == stage
-            for name, shape in work.shapes(self._tp_size, tp_rank, self._dtype).items()
+            for name, shape in work.shapes(self._tp_size, tp_rank, self.dtype).items()
         }
+
+    def shard(self, target: Target, tp_rank: int) -> Shard:
+        """The part of a target that a tensor-parallel rank holds."""
+        return shard(target, self._tp_size, tp_rank, self._ep_size)
 
     def ranks(self, target: Target) -> list[tuple[int, int]]:
         """Ranks that hold a part of a target, each with its tensor-parallel rank."""
@@ -123,8 +142,8 @@ class Placement:
 
     def _pieces(self, target: Target, tp_rank: int) -> list[_Place]:
         rank = stage_of(target, self._stages) * self._tp_size + tp_rank
-        item = item_size(CODES[target.dtype or self._dtype])
-        pieces = shard(target, self._tp_size, tp_rank, self._ep_size).pieces
+        item = item_size(CODES[target.dtype or self.dtype])
+        pieces = self.shard(target, tp_rank).pieces
         sizes = [piece.rows * piece.columns * item for piece in pieces]
         begin = self._entries[rank][name_in_stage(target, self._stages)].begin
         offsets = itertools.accumulate(sizes, initial=begin)
@@ -187,7 +206,7 @@ def match(targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused
     problems = [f"missing: {name}" for name in sorted(wanted - sources.keys())]
     left = [name for name in sources if name not in wanted and not _excused(name, unused)]
     problems += [f"not known: {name}" for name in sorted(left)]
-    _refuse("The weights are not those of the model that config.json describes", problems)
+    refuse_weights(problems)
     uses = [use for target in targets for use in _uses(target, sources)]
     _refuse("Tensors have other shapes than config.json calls for", _misshaped(uses))
     for use in uses:
@@ -198,6 +217,11 @@ def match(targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused
                 hint="Save the model again in one of these types (transformers: save_pretrained).",
             )
     return uses
+
+
+def refuse_weights(problems: Iterable[str]) -> None:
+    """ConversionError when there are problems: tensors that are missing, not known, or of other shapes."""
+    _refuse("The weights are not those of the model that config.json describes", list(problems))
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

@@ -38,6 +38,7 @@ def split_targets(
     sources: Mapping[str, SourceTensor],
     quantization: SourceQuantization,
     *,
+    gpu_sm: int,
     headers_only: bool = False,
 ) -> tuple[list[Target], list[Repack], dict[str, SourceTensor]]:
     """Targets of floats, quantised matrices, and the sources that are left for the former.
@@ -56,7 +57,7 @@ def split_targets(
                 "Experts of a quantised model cannot be converted here.", hint="Convert with --converter upstream."
             )
         parts = {name: _parts(name, left, quantization, missing) for name in target.sources}
-        repacks.append(Repack(target=target, sources=parts, quantization=quantization))
+        repacks.append(Repack(target=target, sources=parts, quantization=quantization, gpu_sm=gpu_sm))
     if missing:
         raise ConversionError(
             f"The weights are not those of the model that config.json describes ({len(missing)}): "

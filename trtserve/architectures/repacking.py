@@ -31,16 +31,25 @@ _OTHER_WEIGHTS = "Fetch the model again, or choose another copy of it."
 
 @dataclass(frozen=True, kw_only=True)
 class Repack:
-    """A quantised matrix of the checkpoint: the tensors of each of its sources by their endings."""
+    """A quantised matrix of the checkpoint: the tensors of each of its sources by their endings.
+
+    `gpu_sm` is the compute capability (× 10) of the GPU that is to read 4-bit weights.
+    """
 
     target: Target
     sources: Mapping[str, Mapping[str, SourceTensor]]
     quantization: SourceQuantization
+    gpu_sm: int
 
     @property
     def source_bytes(self) -> int:
         """Bytes that are read."""
         return sum(tensor.entry.size for parts in self.sources.values() for tensor in parts.values())
+
+    @property
+    def largest_source(self) -> int:
+        """Bytes of the largest source tensor."""
+        return max(tensor.entry.size for parts in self.sources.values() for tensor in parts.values())
 
     @property
     def memory_bytes(self) -> int:
@@ -64,20 +73,19 @@ class Repack:
             _beside(name, "zero"): ((groups, outputs), dtype),
         }
 
+    def write(self, placement: Placement, files: RankFiles) -> None:
+        """Write its tensors into the files of all ranks that hold a part of it."""
+        for rank, tp_rank in placement.ranks(self.target):
+            pieces = placement.shard(self.target, tp_rank).pieces
+            places = {name: placement.place(rank, self.target, name) for name in self.shapes(1, 0, placement.dtype)}
+            if self.quantization.method == "fp8":
+                _write_fp8(self, pieces, places, files[rank])
+            else:
+                _write_int4(self, pieces, places, files[rank], placement.dtype)
+
 
 def _beside(name: str, ending: str) -> str:
     return f"{name.removesuffix('weight')}{ending}"
-
-
-def repack(work: Repack, placement: Placement, files: RankFiles, *, tp_size: int, dtype: str, gpu_sm: int) -> None:
-    """Write the tensors of one quantised matrix into the files of all ranks that hold a part of it."""
-    for rank, tp_rank in placement.ranks(work.target):
-        pieces = shard(work.target, tp_size, tp_rank).pieces
-        places = {name: placement.place(rank, work.target, name) for name in work.shapes(1, 0, dtype)}
-        if work.quantization.method == "fp8":
-            _write_fp8(work, pieces, places, files[rank])
-        else:
-            _write_int4(work, pieces, places, files[rank], dtype, gpu_sm)
 
 
 def _write_int4(
@@ -86,7 +94,6 @@ def _write_int4(
     places: Mapping[str, int],
     file: int,
     dtype: str,
-    gpu_sm: int,
 ) -> None:
     import numpy as np
 
@@ -96,7 +103,7 @@ def _write_int4(
     for source, rows, columns in _spans(work.target, pieces):
         matrix = _Int4Source(work.sources[source], work.quantization)
         for block in _blocks(rows, columns):
-            packed = to_kernel(matrix.codes(block, columns).astype(np.int8).T - np.int8(8), gpu_sm)
+            packed = to_kernel(matrix.codes(block, columns).astype(np.int8).T - np.int8(8), work.gpu_sm)
             write_at(file, packed, offset)
             offset += packed.nbytes
         scale = _rounded(matrix.scales(rows, columns), wanted, work)

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve.architectures import family
+from trtserve.architectures import described, family
 from trtserve.architectures.base import Target
 from trtserve.architectures.checkpoint import CheckpointReader
-from trtserve.architectures.source import read_source
+from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.tensor_files import DTYPES
 from trtserve.check.comparison import Answer, Precision
 from trtserve.check.original import Rounding
@@ -65,10 +65,11 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
             f"{', '.join(_QUANTISED)}.",
             hint="Compare an engine of it with the original on the GPU it is for.",
         )
-    targets = family(config["architecture"]).targets(config)
+    targets = family(config["architecture"]).targets(described(read_hf_config(model), config))
     offsets = {name: target.offset for target in targets if target.offset for name in target.sources}
     kinds = _source_types(config, model)
-    rounded = dtype != "float32" and (kinds != {dtype} or bool(offsets))
+    products = any(target.factor for target in targets)
+    rounded = dtype != "float32" and (kinds != {dtype} or bool(offsets) or products)
     reason = f"weights {'were rounded' if rounded else 'kept their values'}: {dtype} from {', '.join(sorted(kinds))}"
     if algorithm:
         reason += f", and the runtime quantises them ({algorithm})"
@@ -77,10 +78,19 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
         reason=reason,
         rounding=Rounding(dtype=dtype, offsets=offsets, kept=_kept(targets)) if rounded else None,
         quantised=bool(algorithm),
-        # transformers multiplies slopes and positions of Falcon's alibi in bfloat16; TensorRT-LLM and we do not.
-        conversion="bfloat16" if config["position_embedding_type"] == "alibi_with_scale" else "float32",
+        conversion=_conversion_bounds(config, products=products),
         experts=bool((config.get("moe") or {}).get("num_experts")),
     )
+
+
+def _conversion_bounds(config: Mapping[str, Any], *, products: bool) -> Precision:
+    """transformers multiplies slopes and positions of Falcon's alibi in bfloat16; TensorRT-LLM and we do not.
+
+    And products of tensors (OPT-350m) are rounded, where transformers goes on with float32.
+    """
+    if config["position_embedding_type"] == "alibi_with_scale":
+        return "bfloat16"
+    return config["dtype"] if products else "float32"
 
 
 def _kept(targets: Sequence[Target]) -> frozenset[str]:

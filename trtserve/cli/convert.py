@@ -136,7 +136,7 @@ def _lines(plan: Plan, *, reused: bool) -> list[str]:
     if plan.spec.upstream:
         source, runs = "by NVIDIA's tool", "the command below is run"
     else:
-        tensors = len(plan.moves) + len(plan.repacks)
+        tensors = len(plan.moves) + len(plan.packed)
         source, runs = f"{tensors} tensors, {gibibytes(plan.source_bytes)}", "no external command is run"
     return [
         f"convert   {plan.config['architecture']}, {source}",

@@ -9,7 +9,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from trtserve.architectures.repacking import repack
 from trtserve.architectures.source import read_hf_config
 from trtserve.architectures.streaming import carry_out, created, load_types
 from trtserve.architectures.tensor_files import TensorFile
@@ -109,9 +108,8 @@ def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
     ):
         carry_out(plan.moves, files, plan.spec.dtype, task.advance)
         if plan.placement is not None:
-            for work in plan.repacks:
-                spec = plan.spec
-                repack(work, plan.placement, files, tp_size=spec.tp_size, dtype=spec.dtype, gpu_sm=spec.gpu_sm)
+            for work in plan.packed:
+                work.write(plan.placement, files)
                 task.advance(work.source_bytes)
     (folder / "config.json").write_text(json.dumps(plan.config, indent=4) + "\n", encoding="utf-8")
     _verify(plan, folder)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve import architectures
 from trtserve.architectures.checkpoint import HEAD
-from trtserve.architectures.placement import Placement, match, moves
+from trtserve.architectures.placement import Packed, Placement, match, moves
+from trtserve.architectures.products import split_products
 from trtserve.architectures.quantized_source import source_quantization
 from trtserve.architectures.quantized_tensors import require_divisible, split_targets
-from trtserve.architectures.repacking import Repack
 from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move
 from trtserve.architectures.tensor_files import CODES, numpy_dtype
@@ -39,7 +39,8 @@ class Plan:
     """A conversion before its first byte is written: what goes where, and how large it becomes.
 
     `headers` and `sizes` are the header bytes and file sizes in bytes by rank; `source_bytes` is what is read. With a
-    `toolkit` NVIDIA's tools do it: config and sizes are what is expected of them, and there are no moves.
+    `toolkit` NVIDIA's tools do it: config and sizes are what is expected of them, and there are no moves. `packed` are
+    the tensors that are no mere moves.
     """
 
     spec: ConvertSpec
@@ -48,7 +49,7 @@ class Plan:
     headers: Sequence[bytes]
     sizes: Sequence[int]
     fingerprint: str
-    repacks: Sequence[Repack] = ()
+    packed: Sequence[Packed] = ()
     placement: Placement | None = None
     toolkit: Toolkit | None = None
 
@@ -60,25 +61,23 @@ class Plan:
     @property
     def source_bytes(self) -> int:
         """Bytes of all source tensors that are read."""
-        return sum(move.source.entry.size for move in self.moves) + sum(work.source_bytes for work in self.repacks)
+        return sum(move.source.entry.size for move in self.moves) + sum(work.source_bytes for work in self.packed)
 
     @property
     def parameters(self) -> int:
         """Numbers of the model, each quantised one counted as one."""
-        packed = (work.target.shape for work in self.repacks)
+        packed = (work.target.shape for work in self.packed)
         return sum(map(math.prod, itertools.chain((move.source.entry.shape for move in self.moves), packed)))
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory at the peak of the conversion's process."""
-        return convert_memory(self.moves, self.spec.dtype, repacking=[work.memory_bytes for work in self.repacks])
+        return convert_memory(self.moves, self.spec.dtype, repacking=[work.memory_bytes for work in self.packed])
 
     @property
     def largest_tensor(self) -> int:
         """Bytes of the largest source tensor."""
-        packed = (
-            tensor.entry.size for work in self.repacks for part in work.sources.values() for tensor in part.values()
-        )
+        packed = (work.largest_source for work in self.packed)
         return max(itertools.chain((move.source.entry.size for move in self.moves), packed), default=0)
 
 
@@ -91,17 +90,26 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
     if spec.upstream:
         return _plan_upstream(model, spec, hf)
     family = architectures.supported(hf)
+    stored = source_quantization(hf)
     spec = replace(spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec))
+    if stored is None or stored.method == "fp8":
+        # Only 4-bit weights are put into an order of some GPU: a checkpoint without them is the same for all.
+        spec = replace(spec, gpu_sm=ConvertSpec().gpu_sm)
     config = checkpoint_config(hf, spec)
     sources = read_source(model.path, family.BASE_PREFIX)
-    described = {**config, "tie_word_embeddings": architectures.tied(hf)}
-    targets, repacks = family.targets(described), list[Repack]()
+    described = architectures.described(hf, config)
+    targets, packed = family.targets(described), list[Packed]()
     if config.get("share_embedding_table"):
         targets = [target for target in targets if target.name != HEAD]
-    if (stored := source_quantization(hf)) is not None:
-        targets, repacks, sources = split_targets(targets, sources, stored, headers_only=headers_only)
+    if stored is not None:
+        targets, repacks, sources = split_targets(
+            targets, sources, stored, gpu_sm=spec.gpu_sm, headers_only=headers_only
+        )
+        packed += repacks
         if stored.method != "fp8":
             require_divisible((work.target for work in repacks), stored.group_size, spec.tp_size)
+    targets, products, sources = split_products(targets, sources)
+    packed += products
     placement = Placement(
         targets,
         layers=config["num_hidden_layers"],
@@ -109,7 +117,7 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
         pp_size=spec.pp_size,
         dtype=spec.dtype,
         ep_size=config["mapping"]["moe_ep_size"],
-        packed=repacks,
+        packed=packed,
     )
     uses = match(targets, sources, family.unused(described))
     return Plan(
@@ -118,7 +126,7 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
         moves=moves(uses, placement, sources),
         headers=placement.headers,
         sizes=placement.sizes,
-        repacks=repacks,
+        packed=packed,
         placement=placement,
         fingerprint=fingerprint(stage="convert", schema=SCHEMA, spec=own_wishes(spec), model=model.fingerprint),
     )
