@@ -372,6 +372,10 @@ class BenchSpec:
     `concurrency` users send their next request when the last is answered. In an open loop `concurrency` caps the
     requests in flight (None: no cap). `timeout` bounds the measured window in seconds. `vocab_size`, `max_input_len`
     and `max_seq_len` replace what the engine's config says.
+
+    With `dataset` the prompts are those of a file, `num_requests` at most, and answers get `op_tokens_per_word` tokens
+    for each word of the file's. `tokenizer` is a folder in place of the server's. `ignore_eos`: an answer goes on after
+    its end token, so that it has the length that was asked for.
     """
 
     input_mean: float = 128
@@ -389,9 +393,18 @@ class BenchSpec:
     vocab_size: int | None = None
     max_input_len: int | None = None
     max_seq_len: int | None = None
+    dataset: Path | None = None
+    op_tokens_per_word: float = 1.3
+    tokenizer: Path | None = None
+    ignore_eos: bool = True
+
+    @property
+    def traffic(self) -> str:
+        """The kind of traffic, as the subcommand of `bench` is called."""
+        return "token-norm-dist" if self.dataset is None else "dataset"
 
     def __post_init__(self) -> None:
-        _require_above_zero(self, "input_mean", "output_mean", "request_rate", "timeout")
+        _require_above_zero(self, "input_mean", "output_mean", "request_rate", "timeout", "op_tokens_per_word")
         _require_positive(self, "input_mean", "output_mean", "num_requests", "concurrency", "vocab_size")
         _require_positive(self, "max_input_len", "max_seq_len")
         _require_choice("--arrivals", self.arrivals, ("exponential", "constant"))

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.echo_server import running_echo_server
+from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench import Report, run_benchmark
 from trtserve.cli import run
-from trtserve.errors import RequestError, ServerUnreachableError
+from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.specs import BenchSpec
 from trtserve.triton.client import Endpoint
 
@@ -125,9 +126,45 @@ def test_same_seed_sends_the_same_prompts(server: Endpoint) -> None:
     assert measure(server, seed=4).prompts == measure(server, seed=4).prompts != measure(server, seed=5).prompts
 
 
-def test_text_model_is_refused(server: Endpoint) -> None:
-    with pytest.raises(RequestError, match="token ids"):
+def test_text_model_needs_a_tokenizer(server: Endpoint) -> None:
+    with pytest.raises(UsageError, match="'echo' takes text"):
         measure(server, model="echo")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Path:
+    (folder / "tokenizer").mkdir()
+    write_byte_tokenizer(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+@pytest.mark.parametrize("model", ["echo", "text_plain", "text_accumulating"])
+def test_text_model_gets_texts_of_the_drawn_length(server: Endpoint, tokenizer: Path, model: str) -> None:
+    """Answers are " Echo: " and the prompt, in one response per word, after the prompt or with all text so far."""
+    report = measure(server, model=model, tokenizer=tokenizer, output_mean=26, input_stdev=0)
+    assert (report.tokens_counted_by, report.streaming) == ("tokenizer", model != "text_plain")
+    for record in report.records:
+        # The prompt's 20 tokens are <s> and 19 characters.
+        assert (record.input_tokens, record.output_tokens) == (20, 7 + 19)
+        assert [tokens for _, tokens in record.arrivals] == ([6, 20] if report.streaming else [26])
+    assert report.statistics.time_to_first_token.count == (12 if report.streaming else 0)
+    assert any("The server does not count output tokens" in note for note in report.notes)
+    assert any("cannot be told to go on" in note for note in report.notes)
+
+
+def test_dataset_command(server: Endpoint, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [{"input": "a" * length, "instruction": "b", "output": "c d e"} for length in (3, 30, 4)]
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    arguments = ["bench", "dataset", "--url", server.grpc, "--dataset", str(tmp_path / "data.json"), "--json"]
+    arguments += ["--tokenizer-dir", str(tokenizer), "--max-input-len", "10", "--op-tokens-per-word", "2"]
+    assert run(arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    result = printed["result"]
+    assert printed["command"] == "bench dataset"
+    assert (result["tokens_counted_by"], result["spec"]["dataset"]) == ("output_ids", str(tmp_path / "data.json"))
+    statistics = result["statistics"]
+    assert (statistics["counts"]["completed"], statistics["input_tokens"], statistics["output_tokens"]) == (2, 6.5, 6)
+    assert any(note.startswith("1 prompts were left out") for note in result["notes"])
 
 
 def test_unknown_model(server: Endpoint) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support.described_models import described
-from trtserve.bench.load import Record, Status, _finish_reason, core_tensors
+from trtserve.bench.load import Record, Status
+from trtserve.bench.messages import core_tensors, finish_reason
 from trtserve.bench.report import Report, notes_on
 from trtserve.bench.statistics import compute, percentile, summarize, token_gaps
 from trtserve.bench.traffic import TrafficRequest
@@ -143,7 +144,7 @@ def test_reason_of_a_response(reason: str | None, read: str | None) -> None:
     for tensor in tensors:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(tensor.raw())
-    assert _finish_reason(response) == read
+    assert finish_reason(response) == read
 
 
 @pytest.mark.parametrize(("release", "asks"), [(None, True), ("1.2", False)])
@@ -162,6 +163,7 @@ def _report(records: list[Record], *, streaming: bool = True, **spec: float) -> 
         model="demo",
         precision={"compute_precision": "f32"},
         streaming=streaming,
+        tokens_counted_by="output_ids",
         statistics=statistics,
         limits={"vocab_size": 10},
         prompts="0" * 64,

@@ -151,15 +151,15 @@ class NoServer:
 
 
 def test_tokenizer_of_the_repository_is_used(folder: Path, tmp_path: Path) -> None:
-    spec, client = QuerySpec(prompts=("x",)), NoServer()
-    assert find_tokenizer(spec, Endpoint(), client) is None
+    client = NoServer()
+    assert find_tokenizer(None, Endpoint(), client) is None
     (tmp_path / "repository" / "preprocessing" / "1").mkdir(parents=True)
     folder.rename(tmp_path / "repository" / "preprocessing" / "1" / "tokenizer")
-    found = find_tokenizer(spec, Endpoint(repository=tmp_path / "repository"), client)
+    found = find_tokenizer(None, Endpoint(repository=tmp_path / "repository"), client)
     assert found is not None
     assert found.special_tokens()["bos_token"] == "<s>"
     with pytest.raises(UsageError, match="expected the folder"):
-        find_tokenizer(QuerySpec(prompts=("x",), tokenizer=tmp_path / "nowhere"), Endpoint(), client)
+        find_tokenizer(tmp_path / "nowhere", Endpoint(), client)
 
 
 def test_broken_tokenizer_is_said(folder: Path) -> None:

@@ -16,22 +16,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trtserve.bench.messages import (
+    TextResponse,
+    finish_reason,
+    repeats_prompt,
+    request_message,
+    takes_text,
+    text_response,
+    token_count,
+)
 from trtserve.bench.traffic import TrafficRequest
 from trtserve.triton.call_errors import explain_rpc_error, plain, unreachable
-from trtserve.triton.client import (
-    CHANNEL_OPTIONS,
-    Endpoint,
-    ModelDescription,
-    infer_request,
-    reply_of,
-)
+from trtserve.triton.client import CHANNEL_OPTIONS, Endpoint, ModelDescription
 
 CONNECT_TIMEOUT = 10.0
 CANCEL_TIMEOUT = 5.0
-TOKENS_OUTPUT = "output_ids"
-REASON_OUTPUT = "finish_reason"
-UNFINISHED = ("", "not_finished")
-REASON_INPUT = "return_finish_reason"
 
 Status = Literal["completed", "failed", "cancelled"]
 
@@ -42,7 +41,8 @@ class Record:
 
     `intended` is the time of the schedule (closed loop: the actual send), `sent` is None when it never left. `arrivals`
     holds time and number of tokens of every response that carried tokens. `finish_reason` says why the answer ended,
-    where the model tells it.
+    where the model tells it. `texts` are the responses of a text model, whose tokens are counted after the run, so that
+    no tokenizer works beside the load.
     """
 
     index: int
@@ -57,6 +57,7 @@ class Record:
     streamed: bool = False
     finish_reason: str | None = None
     arrivals: list[tuple[int, int]] = field(default_factory=list)
+    texts: list[TextResponse] = field(default_factory=list)
 
     @property
     def output_tokens(self) -> int:
@@ -66,7 +67,10 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What to send to which model: `offsets` are seconds after the start (open loop), None is a closed loop."""
+    """What to send to which model: `offsets` are seconds after the start (open loop), None is a closed loop.
+
+    `may_be_empty`: an answer without a token is none too few, since the model may end at once.
+    """
 
     endpoint: Endpoint
     model: ModelDescription
@@ -75,6 +79,7 @@ class Load:
     offsets: Sequence[float] | None = None
     concurrency: int | None = None
     timeout: float = 600.0
+    may_be_empty: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +98,6 @@ def run_load(load: Load, *, on_end: Callable[[], None] = lambda: None) -> Outcom
     Errors: ServerUnreachableError when there is no connection, RequestError when the warm-up fails.
     """
     return asyncio.run(_Sender(load, on_end).run())
-
-
-def core_tensors(model: ModelDescription, request: TrafficRequest) -> list[Any]:
-    """Inputs of the core model for one request; no end id is sent, so that the answer has its full length."""
-    switches = {"streaming": model.decoupled, "exclude_input_in_output": True, REASON_INPUT: True}
-    values: dict[str, Sequence[Any]] = {
-        "input_ids": request.token_ids,  # type: ignore[dict-item]
-        "input_lengths": [len(request.token_ids)],
-        "request_output_len": [request.output_len],
-        **{name: [value] for name, value in switches.items() if name in model.inputs},
-    }
-    return [model.tensor(name, value) for name, value in values.items()]
 
 
 class _Sender:
@@ -188,15 +181,9 @@ class _Sender:
 
     def _encoded(self, requests: Sequence[TrafficRequest]) -> list[Any]:
         """Messages made before the window, so that encoding does not delay a send."""
-        model, run = self._load.model, uuid.uuid4().hex
-        reasons = (REASON_OUTPUT,) if REASON_INPUT in model.inputs and REASON_OUTPUT in model.outputs else ()
+        run = uuid.uuid4().hex
         return [
-            infer_request(
-                model.name,
-                core_tensors(model, request),
-                request_id=f"{run}-{index}",
-                outputs=(TOKENS_OUTPUT, "sequence_length", *reasons),
-            )
+            request_message(self._load.model, request, request_id=f"{run}-{index}")
             for index, request in enumerate(requests)
         ]
 
@@ -207,9 +194,9 @@ class _Sender:
         record.sent = time.monotonic_ns()
         try:
             await (self._stream(record, message) if record.streamed else self._unary(record, message))
-            record.status, record.error = (
-                ("completed", None) if record.arrivals else ("failed", "answer without tokens")
-            )
+            tokens = record.arrivals or any(each.text or each.tokens for each in record.texts)
+            answered = tokens or self._load.may_be_empty
+            record.status, record.error = ("completed", None) if answered else ("failed", "answer without tokens")
         except _RefusedError as error:
             record.status, record.error = "failed", str(error)
         except grpc.aio.AioRpcError as error:
@@ -228,10 +215,7 @@ class _Sender:
                 now = time.monotonic_ns()
                 if response.error_message:
                     raise _RefusedError(plain(response.error_message))
-                tokens = _token_count(response.infer_response)
-                if tokens > 0:
-                    record.arrivals.append((now, tokens))
-                record.finish_reason = _finish_reason(response.infer_response) or record.finish_reason
+                self._note(record, response.infer_response, now)
         finally:
             call.cancel()
 
@@ -241,33 +225,21 @@ class _Sender:
             response = await call
         finally:
             call.cancel()
-        tokens = _token_count(response) - (record.input_tokens if _repeats_prompt(self._load.model) else 0)
+        self._note(record, response, time.monotonic_ns())
+
+    def _note(self, record: Record, response: Any, now: int) -> None:
+        record.finish_reason = finish_reason(response) or record.finish_reason
+        if takes_text(self._load.model):
+            record.texts.append(text_response(response, time=now))
+            return
+        repeated = not record.streamed and repeats_prompt(self._load.model)
+        tokens = token_count(response) - (record.input_tokens if repeated else 0)
         if tokens > 0:
-            record.arrivals.append((time.monotonic_ns(), tokens))
-        record.finish_reason = _finish_reason(response)
+            record.arrivals.append((now, tokens))
 
 
 class _RefusedError(Exception):
     """The server answered with an error inside the stream."""
-
-
-def _token_count(response: Any) -> int:
-    """Length of the last axis of output_ids; the shape suffices, so nothing is decoded."""
-    shapes = (output.shape for output in response.outputs if output.name == TOKENS_OUTPUT)
-    return next((int(shape[-1]) for shape in shapes if len(shape)), 0)
-
-
-def _finish_reason(response: Any) -> str | None:
-    """Why the answer ended; None in responses before its end, and from models that do not tell."""
-    if not any(output.name == REASON_OUTPUT for output in response.outputs):
-        return None
-    reason: str = reply_of(response).outputs[REASON_OUTPUT].reshape(-1)[0]
-    return reason if reason not in UNFINISHED else None
-
-
-def _repeats_prompt(model: ModelDescription) -> bool:
-    """Whether a whole answer begins with the prompt: releases without the switch decide it by a parameter."""
-    return "exclude_input_in_output" not in model.inputs and not model.flag("exclude_input_in_output")
 
 
 def _records(requests: Sequence[TrafficRequest]) -> list[Record]:

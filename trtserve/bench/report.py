@@ -26,7 +26,8 @@ class Report:
     """Result of one benchmark. `limits` are the engine's that traffic was held to; `prompts` is a hash of all prompts.
 
     `spec` has the concurrency that was used. `model` is the name under which the server offers text generation, None
-    where only its address is known; `precision` is the engine's, as far as it is known.
+    where only its address is known; `precision` is the engine's, as far as it is known. `tokens_counted_by` is
+    `output_ids` (the length of what a core model sends), or for a text model `server` or `tokenizer`.
 
     `notes` say what a reader of the figures must know: clipping, warm-up, censored values, an invalid open loop.
     """
@@ -36,6 +37,7 @@ class Report:
     model: str | None
     precision: Mapping[str, str]
     streaming: bool
+    tokens_counted_by: str
     statistics: Statistics
     limits: Mapping[str, int | None]
     prompts: str
@@ -50,6 +52,8 @@ class Report:
         """All but the records; values that are infinite (see Distribution) are null."""
         content = {name: value for name, value in vars(self).items() if name not in ("records", "spec", "statistics")}
         content |= {"spec": asdict(self.spec), "statistics": asdict(self.statistics)}
+        files = {"dataset": self.spec.dataset, "tokenizer": self.spec.tokenizer}
+        content["spec"] |= {name: None if path is None else str(path) for name, path in files.items()}
         finite: dict[str, Any] = _finite({"schema": SCHEMA, **content})
         return finite
 
@@ -128,6 +132,8 @@ def notes_on(statistics: Statistics) -> list[str]:
         notes.append(f"{counts.unsent} of {counts.offered} requests were never sent.")
     if statistics.short_answers:
         notes.append(f"{statistics.short_answers} answers did not have the requested length.")
+    if statistics.empty_answers:
+        notes.append(f"{statistics.empty_answers} answers ended without a token: they have no TTFT.")
     if statistics.delivered_ratio is not None and statistics.delivered_ratio < VALID_DELIVERY:
         ratio = f"{statistics.delivered_ratio:.3f}"
         notes.append(f"Invalid as an open loop: the delivered rate is {ratio} of the offered one.")

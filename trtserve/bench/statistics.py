@@ -76,8 +76,9 @@ class Statistics:
 
     `latency` counts from the intended send, `latency_from_send` from the actual one; `dispatch_delay` is the
     difference. `inter_token` has one value per token after the first; tokens that came in one response share the gap
-    before it. `time_per_output_token` is (last − first) ÷ (tokens − 1) of each request. `finish_reasons` counts why
-    completed answers ended, most frequent first; it is empty where the model does not tell.
+    before it. `time_per_output_token` is (last − first) ÷ (tokens − 1) of each request. `empty_answers` were completed
+    without a token and have no time to the first. `finish_reasons` counts why completed answers ended, most frequent
+    first; it is empty where the model does not tell.
     """
 
     counts: Counts
@@ -94,6 +95,7 @@ class Statistics:
     input_tokens: float
     output_tokens: float
     short_answers: int
+    empty_answers: int
     delivered_ratio: float | None
     finish_reasons: Mapping[str, int]
 
@@ -116,7 +118,7 @@ def compute(records: Sequence[Record]) -> Statistics:
         latency_from_send=_milliseconds((r.ended - r.sent for r in completed if r.sent is not None), censored=lost),
         dispatch_delay=_milliseconds(r.sent - r.intended for r in sent if r.sent is not None),
         time_to_first_token=_milliseconds(
-            (r.arrivals[0][0] - r.intended for r in completed if r.streamed), censored=lost
+            (r.arrivals[0][0] - r.intended for r in completed if r.streamed and r.arrivals), censored=lost
         ),
         inter_token=_milliseconds(gap for record in completed for gap in token_gaps(record)),
         time_per_output_token=_milliseconds(
@@ -125,6 +127,7 @@ def compute(records: Sequence[Record]) -> Statistics:
         input_tokens=_mean([record.input_tokens for record in completed]),
         output_tokens=_mean([record.output_tokens for record in completed]),
         short_answers=sum(record.output_tokens != record.requested_tokens for record in completed),
+        empty_answers=sum(not record.arrivals for record in completed),
         delivered_ratio=_delivered(sent),
         finish_reasons=dict(Counter(each.finish_reason for each in completed if each.finish_reason).most_common()),
     )

@@ -1,10 +1,10 @@
-"""What is sent: prompts of random tokens whose lengths follow a distribution, within the limits of the engine."""
+"""What is sent: prompts whose lengths follow a distribution, within the limits of the engine."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,19 +29,33 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficRequest:
-    """One request: prompt token ids (int32[n]) and how many tokens to generate."""
+    """One request: prompt token ids (int32[n]) and how many tokens to generate.
+
+    `text` is what a text model gets; `token_ids` are then those that the server makes of it. `end_id` ends the answer
+    early, -1 never; None leaves it to the model, which for a core model is never.
+    """
 
     token_ids: npt.NDArray[np.int32]
     output_len: int
+    text: str | None = None
+    end_id: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """All requests of a run, and how many of them were shortened to the engine's limits."""
+    """All requests of a run, and how many of them were shortened to the engine's limits.
+
+    `notes` say what else a reader of the figures must know of them.
+    """
 
     requests: tuple[TrafficRequest, ...]
     clipped_inputs: int
     clipped_outputs: int
+    notes: tuple[str, ...] = ()
+
+
+Prompt = tuple["npt.NDArray[np.int32]", str | None]
+"""Token ids of a prompt, and its text for a text model."""
 
 
 def limits_of_repository(repository: Path, model: str) -> Limits:
@@ -81,29 +95,41 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def token_norm_dist(spec: BenchSpec, limits: Limits) -> Traffic:
+def token_norm_dist(
+    spec: BenchSpec, limits: Limits, *, write: Callable[[int], Prompt] | None = None, end_id: int | None = None
+) -> Traffic:
     """Requests with normally distributed lengths, max(1, ceil(x)) as upstream's benchmark, and uniform token ids.
 
     Unlike upstream's, ids lie inside the vocabulary, lengths above a limit are cut to it instead of dropped, and the
-    same seed gives the same requests.
+    same seed gives the same requests. `write` makes a prompt of a length in place of random ids; the lengths are those
+    of the same seed without it.
     """
     import numpy as np
 
     generator = np.random.default_rng([spec.seed, 0])
     inputs = _lengths(generator.normal(spec.input_mean, spec.input_stdev, spec.num_requests))
     outputs = _lengths(generator.normal(spec.output_mean, spec.output_stdev, spec.num_requests))
-    vocabulary = _usable_ids(limits)
+    pairs = [clip(*wanted, limits) for wanted in zip(inputs, outputs, strict=True)]
+    write = write or _random_ids(generator, limits)
     requests = []
-    for wanted_input, wanted_output in zip(inputs, outputs, strict=True):
-        input_len, output_len = clip(wanted_input, wanted_output, limits)
-        ids = generator.choice(vocabulary, input_len).astype(np.int32)
-        requests.append(TrafficRequest(token_ids=ids, output_len=output_len))
-    pairs = list(zip(requests, inputs, outputs, strict=True))
+    for input_len, output_len in pairs:
+        ids, text = write(input_len)
+        requests.append(TrafficRequest(token_ids=ids, output_len=output_len, text=text, end_id=end_id))
+    missed = sum(len(request.token_ids) != length for request, (length, _) in zip(requests, pairs, strict=True))
+    note = f"{missed} prompts do not have the drawn length: the tokenizer makes no text of exactly that many tokens."
     return Traffic(
         requests=tuple(requests),
-        clipped_inputs=sum(len(request.token_ids) < wanted for request, wanted, _ in pairs),
-        clipped_outputs=sum(request.output_len < wanted for request, _, wanted in pairs),
+        clipped_inputs=sum(length < wanted for (length, _), wanted in zip(pairs, inputs, strict=True)),
+        clipped_outputs=sum(length < wanted for (_, length), wanted in zip(pairs, outputs, strict=True)),
+        notes=(note,) if missed else (),
     )
+
+
+def _random_ids(generator: np.random.Generator, limits: Limits) -> Callable[[int], Prompt]:
+    import numpy as np
+
+    vocabulary = _usable_ids(limits)
+    return lambda length: (generator.choice(vocabulary, length).astype(np.int32), None)
 
 
 def clip(input_len: int, output_len: int, limits: Limits) -> tuple[int, int]:

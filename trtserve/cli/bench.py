@@ -34,16 +34,40 @@ ArrivalsOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of traffic and arrivals.")]
 WarmupOption = Annotated[int, typer.Option("--warmup-requests", help="Requests before the measured window.")]
-ModelOption = Annotated[str, typer.Option("--model", help="Core model that receives token ids.")]
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", "-m", help="The core model gets token ids; ensemble, tensorrt_llm_bls or an alias text."),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--tokenizer", "--tokenizer-dir", metavar="DIR", help="Tokenizer of texts; default: the server's repository's."
+    ),
+]
+IgnoreEosOption = Annotated[
+    bool,
+    typer.Option("--ignore-eos/--no-ignore-eos", help="Go on after an end token, to the length that was asked for."),
+]
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds that the measured window may take.")]
 VocabularyOption = Annotated[int | None, typer.Option("--vocab-size", help="Default: the engine's.")]
 MaxInputOption = Annotated[int | None, typer.Option("--max-input-len", help="Default: the engine's.")]
 MaxSequenceOption = Annotated[int | None, typer.Option("--max-seq-len", help="Default: the engine's.")]
 UrlOption = Annotated[
-    str | None, typer.Option("--url", metavar="HOST:PORT", help="The same as --host and --grpc-port (gRPC only).")
+    str | None,
+    typer.Option("--url", "-u", metavar="HOST:PORT", help="The same as --host and --grpc-port (gRPC only)."),
 ]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and requests.jsonl there.")
+]
+DatasetOption = Annotated[
+    Path,
+    typer.Option(
+        "--dataset", metavar="FILE", help="JSON list of objects with the texts input, instruction and output."
+    ),
+]
+MostRequests = Annotated[int, typer.Option("--num-requests", help="Measured requests at most, in the file's order.")]
+TokensPerWord = Annotated[
+    float, typer.Option("--op-tokens-per-word", help="Tokens to generate for each word of `output`.")
 ]
 
 
@@ -59,6 +83,8 @@ def token_norm_dist(
     seed: SeedOption = 0,
     warmup_requests: WarmupOption = 10,
     model: ModelOption = "tensorrt_llm",
+    tokenizer: TokenizerOption = None,
+    ignore_eos: IgnoreEosOption = True,
     timeout: TimeoutOption = 600.0,
     vocab_size: VocabularyOption = None,
     max_input_len: MaxInputOption = None,
@@ -72,8 +98,9 @@ def token_norm_dist(
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Measure the core model with random prompts whose lengths are normally distributed.
+    """Measure a model with random prompts whose lengths are normally distributed.
 
+    The core model gets random token ids, any other model texts of random words that have exactly as many tokens.
     Ctrl-C stops the requests in flight and prints what was measured.
     """
     spec = BenchSpec(
@@ -88,16 +115,71 @@ def token_norm_dist(
         seed=seed,
         warmup_requests=warmup_requests,
         model=model,
+        tokenizer=tokenizer,
+        ignore_eos=ignore_eos,
         timeout=timeout,
         vocab_size=vocab_size,
         max_input_len=max_input_len,
         max_seq_len=max_seq_len,
     )
     endpoint = find_endpoint(server=server, host=host, http_port=None, grpc_port=grpc_port, url=url)
+    _bench(spec, endpoint, out=out, quiet=quiet, dry_run=dry_run, json=json)
+
+
+def dataset(
+    dataset: DatasetOption,
+    op_tokens_per_word: TokensPerWord = 1.3,
+    num_requests: MostRequests = 30000,
+    request_rate: RequestRate = None,
+    concurrency: Concurrency = None,
+    arrivals: ArrivalsOption = "exponential",
+    seed: SeedOption = 0,
+    warmup_requests: WarmupOption = 10,
+    model: ModelOption = "tensorrt_llm",
+    tokenizer: TokenizerOption = None,
+    ignore_eos: IgnoreEosOption = False,
+    timeout: TimeoutOption = 600.0,
+    max_input_len: MaxInputOption = None,
+    max_seq_len: MaxSequenceOption = None,
+    server: ServerOption = None,
+    host: HostOption = None,
+    grpc_port: GrpcPortOption = None,
+    url: UrlOption = None,
+    out: OutOption = None,
+    quiet: QuietOption = False,
+    dry_run: DryRunOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Measure a model with the prompts of a file: `input`, a space, `instruction`.
+
+    An answer gets as many tokens as `output` has words, times --op-tokens-per-word. Prompts longer than
+    --max-input-len are left out. Ctrl-C stops the requests in flight and prints what was measured.
+    """
+    spec = BenchSpec(
+        dataset=dataset,
+        op_tokens_per_word=op_tokens_per_word,
+        num_requests=num_requests,
+        request_rate=request_rate,
+        concurrency=concurrency,
+        arrivals=cast(Literal["exponential", "constant"], arrivals),
+        seed=seed,
+        warmup_requests=warmup_requests,
+        model=model,
+        tokenizer=tokenizer,
+        ignore_eos=ignore_eos,
+        timeout=timeout,
+        max_input_len=max_input_len,
+        max_seq_len=max_seq_len,
+    )
+    endpoint = find_endpoint(server=server, host=host, http_port=None, grpc_port=grpc_port, url=url)
+    _bench(spec, endpoint, out=out, quiet=quiet, dry_run=dry_run, json=json)
+
+
+def _bench(spec: BenchSpec, endpoint: Endpoint, *, out: Path | None, quiet: bool, dry_run: bool, json: bool) -> None:
     if dry_run:
         _describe(spec, endpoint, json=json)
-        return
-    _measure(spec, endpoint, out=out, quiet=quiet, json=json)
+    else:
+        _measure(spec, endpoint, out=out, quiet=quiet, json=json)
 
 
 def _measure(spec: BenchSpec, endpoint: Endpoint, *, out: Path | None, quiet: bool, json: bool) -> None:
@@ -129,7 +211,7 @@ def _print(report: Report, progress: Progress, *, json: bool) -> None:
     from trtserve.bench.report import COLUMNS
 
     if json:
-        output.print_json("bench token-norm-dist", report.to_json())
+        output.print_json(f"bench {report.spec.traffic}", report.to_json())
     else:
         output.print_table(COLUMNS, report.rows())
     for note in report.notes:
@@ -166,7 +248,7 @@ def _describe(spec: BenchSpec, endpoint: Endpoint, *, json: bool) -> None:
         described = {"model": spec.model, "endpoint": endpoint.grpc, "requests": len(requests)}
         described |= {"input_tokens": tokens[0], "output_tokens": tokens[1], "concurrency": plan.concurrency}
         described |= {"request_rate": spec.request_rate, "notes": plan.notes, "dry_run": True}
-        output.print_json("bench token-norm-dist", described)
+        output.print_json(f"bench {spec.traffic}", described)
         return
     output.print_data(
         f"Would send {len(requests)} requests to {spec.model!r} at {endpoint.grpc} ({pace(spec, plan)}): "

@@ -18,7 +18,7 @@ def prepare(
     UsageError for an empty prompt, for --system without a chat template, for token ids where the model takes text.
     """
     _check(spec, model)
-    files = find_tokenizer(spec, server, client)
+    files = find_tokenizer(spec.tokenizer, server, client)
     core = TEXT_INPUT not in model.inputs
     if spec.token_ids:
         return Prompts(token_ids=spec.token_ids), files

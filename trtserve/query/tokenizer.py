@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import TrtserveError, UsageError
-from trtserve.query.spec import QuerySpec
 from trtserve.triton.client import Client, Endpoint
 
 _FOLDER = Path("preprocessing", "1", "tokenizer")
@@ -98,12 +97,12 @@ class TokenizerFiles:
         return ()
 
 
-def find_tokenizer(spec: QuerySpec, server: Endpoint, client: Client) -> TokenizerFiles | None:
+def find_tokenizer(given: Path | None, server: Endpoint, client: Client) -> TokenizerFiles | None:
     """`--tokenizer`, else that of the repository which the server runs; None for a server of which nothing is known."""
-    if spec.tokenizer is not None:
-        if not spec.tokenizer.is_dir():
-            raise UsageError(f"--tokenizer is {spec.tokenizer}; expected the folder of a tokenizer.")
-        return TokenizerFiles(spec.tokenizer)
+    if given is not None:
+        if not given.is_dir():
+            raise UsageError(f"--tokenizer is {given}; expected the folder of a tokenizer.")
+        return TokenizerFiles(given)
     if server.repository is None:
         return None
     folder = server.repository / _FOLDER

@@ -45,7 +45,7 @@ def _written(tool: str, option: str) -> str:
     """The option as its tool spells it; what fill_template.py takes are keys."""
     if tool == TEMPLATE_TOOL:
         return option
-    hyphens = tool in ("benchmark_core_model.py", "inflight_batcher_llm_client.py", "genai-perf")
+    hyphens = tool in ("benchmark_core_model.py", "end_to_end_test.py", "inflight_batcher_llm_client.py", "genai-perf")
     if hyphens or option in _LAUNCHER_HYPHENS:
         option = option.replace("_", "-")
     return f"-{option}" if len(option) == 1 else f"--{option}"

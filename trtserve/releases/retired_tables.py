@@ -212,9 +212,19 @@ check_perf_json          -     Compare the results of two runs: --json.
 check_perf_key           -     Compare the results of two runs: --json.
 check_perf_atol          -     Compare the results of two runs: --json.
 check_perf_rtol          -     Compare the results of two runs: --json.
-dataset                  -     Lengths are drawn from a normal distribution: --input-mean, --output-mean.
-tokenizer_dir            -     Leave it out: token ids are sent, no text.
-tokenizer_type           -     Leave it out: token ids are sent, no text.
+dataset                  -     It is a command here: `trtserve bench dataset --dataset FILE`.
+tokenizer_type           -     Leave it out: the tokenizer's own files name its type.
+histogram_key            -     Give the lengths: --input-mean, --output-mean.
+"""
+
+END_TO_END = """
+test_bls                -     Here it is --model tensorrt_llm_bls.
+test_llmapi             -     Leave it out: it is read from the model.
+model_name              -     Here it is --model.
+streaming               -     Leave it out: it is read from the model.
+return_context_logits   -     Ask for them once: `trtserve query --return-context-logits`.
+return_generation_logits  -   Ask for them once: `trtserve query --return-generation-logits`.
+return_log_probs        -     Ask for them once: `trtserve query --return-log-probs`.
 """
 
 GENAI_PERF = """
@@ -222,14 +232,15 @@ synthetic_input_tokens_mean       -     Here it is --input-mean.
 synthetic_input_tokens_stddev     -     Here it is --input-stdev.
 output_tokens_mean                -     Here it is --output-mean.
 output_tokens_stddev              -     Here it is --output-stdev.
-output_tokens_mean_deterministic  -     Leave it out: answers have the length that was asked for.
+output_tokens_mean_deterministic  -     Leave it out, or give --ignore-eos: answers have the length that was asked for.
 num_prompts                       -     Here it is --num-requests.
 measurement_interval              -     Here it is --num-requests.
 random_seed                       -     Here it is --seed.
 profile_export_file               -     Here it is --out.
 service_kind                      -     Leave it out: it measures Triton.
 backend                           -     Leave it out: it measures models of TensorRT-LLM.
-tokenizer                         -     Leave it out: token ids are sent, no text.
+streaming                         -     Leave it out: it is read from the model.
+extra_inputs                      -     Leave it out: answers have the length that was asked for.
 """
 
 TABLES = {
@@ -243,6 +254,7 @@ TABLES = {
     "run.py": RUN_PY,
     "hf_lora_convert.py": LORA,
     "benchmark_core_model.py": BENCH,
+    "end_to_end_test.py": END_TO_END,
     "genai-perf": GENAI_PERF,
 }
 
@@ -254,6 +266,6 @@ TOOLS_OF = {
     "start": ("launch_triton_server.py",),
     "lora": ("hf_lora_convert.py",),
     "query": ("inflight_batcher_llm_client.py", "run.py"),
-    "bench": ("benchmark_core_model.py", "genai-perf"),
+    "bench": ("benchmark_core_model.py", "end_to_end_test.py", "genai-perf"),
 }
 """Command of trtserve → the tools whose options its users may know; any other command: every tool."""
