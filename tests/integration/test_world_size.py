@@ -20,7 +20,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve import runtimes
 from trtserve.artifacts import Checkpoint, Engine, ModelRepository
 from trtserve.cli.app import run
-from trtserve.errors import UsageError
+from trtserve.errors import RepositoryError, UsageError
 from trtserve.pipeline.recorded import recorded_spec
 from trtserve.pipeline.world_size import repository_for, with_world_size
 from trtserve.ports import free_ports
@@ -239,8 +239,18 @@ def test_the_llm_api_is_assembled_again(
     assert run(["start", "api", "--world-size", "2", "--detach", *_ports()]) == 0
     assert "so it is assembled again with tp 2" in capsys.readouterr().err
     assert run(["stop", "api", "--quiet"]) == 0
+    # What is there already is checked by a dry run as by a start.
+    (made,) = [path for path in Store().folder(ModelRepository).glob("api-*") if _parallelism(path) == 2]
+    (made / "tensorrt_llm" / "1" / "model.py").rename(made / "model.py")
+    assert run(["start", "api", "--world-size", "2", "--dry-run"]) == RepositoryError.code
+    assert "model.py" in capsys.readouterr().err
     assert _names(Store().folder(Checkpoint)) == checkpoints
     assert run(["remove", "api"]) == 0
+
+
+def _parallelism(repository: Path) -> int:
+    (settings,) = repository.glob("*/1/model.yaml")
+    return int(settings.read_text(encoding="utf-8").split("tensor_parallel_size:")[1].split()[0])
 
 
 def test_the_cpu_never_builds_again(store: Store, tmp_path: Path, imported: ModelRepository) -> None:

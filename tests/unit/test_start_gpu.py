@@ -192,6 +192,16 @@ def test_dry_run_refuses_what_a_start_refuses(fault: str, tmp_path: Path, capsys
     assert not printed.out
 
 
+@pytest.mark.parametrize("more", [["--gpus", "0,1"], ["--instances", "2"], ["--slurm"], ["--container", "25.12"]])
+def test_a_repository_of_the_llm_api_without_its_settings(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_upstream_llmapi(tmp_path / "llm", "1.2", "acme/llama")
+    (path / "tensorrt_llm" / "1" / "model.yaml").unlink()
+    assert run(["start", "--model-repository", str(path), *more, "--dry-run"]) == RepositoryError.code
+    assert "There is no model.yaml" in capsys.readouterr().err
+
+
 def test_fewer_gpus_than_ranks(tmp_path: Path, doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     doubles.configure(gpus=1)

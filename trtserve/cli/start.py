@@ -236,7 +236,13 @@ def _dry_run(
         return
     progress.step(f"World size {spec.world_size}: {again.reason}; first these stages are run with {again.size}.")
     stages, made = planned_stages(again, progress=progress)
-    _print_plan(plan_server(made, spec, served=again.served, elsewhere=True), stages, json=json)
+    exists = made.path.is_dir()
+    plan = plan_server(made, spec, served=None if exists else again.served, elsewhere=True)
+    if exists:
+        rehearse(plan, made, spec, progress)
+    else:
+        progress.step("The repository's files are checked when they are made.")
+    _print_plan(plan, stages, json=json)
 
 
 def _print_plan(plan: Plan, stages: Sequence[Stage], *, json: bool) -> None:

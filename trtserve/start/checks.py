@@ -77,7 +77,7 @@ def require_devices(plan: Plan, spec: ServerSpec) -> None:
     if spec.multi_model:
         wanted = len(claimed) or sum(model.world_size * model.instances for model in models)
     else:
-        wanted = plan.served.world_size * spec.instances
+        wanted = max((model.world_size for model in plan.served.core_models), default=1) * spec.instances
     require_gpus(wanted, count_gpus(), spec.gpus)
 
 
@@ -124,7 +124,8 @@ def require_fitting_engine(plan: Plan, spec: ServerSpec, store: Store, progress:
         sm=gpus[first].sm if gpus else None,
         gpu=gpus[first].name if gpus else None,
     )
-    require_matching(plan.served, installation, progress, again=import_again(plan.repository, store))
+    again = import_again(plan.repository, store)
+    require_matching(plan.served, installation, progress, again=again, container=spec.container)
 
 
 def require_release(served: Served, spec: ServerSpec, progress: Progress) -> None:
@@ -132,7 +133,7 @@ def require_release(served: Served, spec: ServerSpec, progress: Progress) -> Non
     found = installed_for(spec)
     if found is not None:
         there = Installation(tensorrt_llm=found.version, tensorrt=found.tensorrt, sm=None, gpu=None)
-        require_matching(served, there, progress)
+        require_matching(served, there, progress, container=spec.container)
 
 
 def rehearse(plan: Plan, repository: ModelRepository, spec: ServerSpec, progress: Progress) -> None:
@@ -167,8 +168,9 @@ def announce(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
     """What is served, how, and by which command."""
     served = plan.served
     policy, other = transaction_policy(served.streaming), transaction_policy(not served.streaming)
-    progress.step(f"{plan.name}: serving {served.model} from {plan.repository}, transaction policy {policy}")
+    progress.step(f"{plan.name}: serving {served.model}, transaction policy {policy}")
     progress.step(f"(to switch: `trtserve import` or `repo` with --{other})")
+    progress.step(f"Repository: {plan.repository}")
     if served.precision:
         progress.step("Engine: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in served.precision.items()))
     if plan.needs_gpus:

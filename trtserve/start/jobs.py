@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository
+from trtserve.check.repository import require_sound
 from trtserve.errors import ArtifactError, UsageError
 from trtserve.launch import Launch, Setup, leader, llmapi, orchestrator
 from trtserve.launch.container import image_of, with_targets
@@ -20,7 +21,7 @@ from trtserve.specs import ServerSpec
 from trtserve.start.checks import require_release
 from trtserve.start.mentions import named_paths
 from trtserve.start.plan import EMBEDDED, gpu_triton, server_name, server_setup
-from trtserve.start.world import ranks_of, require_engine_mode, require_world_size
+from trtserve.start.world import pool_of, ranks_of, require_engine_mode, require_world_size
 from trtserve.store import writing
 from trtserve.triton.preflight import Served, inspect_repository, require_loadable
 from trtserve.triton.server import CONTAINER_TRITON, Address, Triton
@@ -60,8 +61,8 @@ def plan_job(
     setup = _setup(triton, repository, served, spec, SHM_PLACEHOLDER, spec.host)
     launch = _launch(setup, served, spec)
     groups = launch.groups
-    if served.runtime == "llmapi" and served.world_size > 1:
-        groups = (task(setup),) * served.world_size
+    if served.runtime == "llmapi" and pool_of(served) > 1:
+        groups = (task(setup),) * pool_of(served)
     image = None
     if spec.container is not None:
         outside = named_paths(repository.path) + tuple(core.engine for core in served.core_models if core.engine)
@@ -115,6 +116,7 @@ def _inspected(repository: ModelRepository, spec: ServerSpec, flag: str, progres
     name, served = server_name(repository, spec), inspect_repository(repository)
     require_loadable(repository)
     if served.runtime in EMBEDDED:
+        require_sound(repository)  # one of the LLM API without its model.yaml looks like any Python model
         raise UsageError(
             f"{flag} is for engines on GPUs; this repository is served by one process on the CPU.",
             hint="Serve it here: leave the flag out.",
@@ -147,7 +149,7 @@ def _launch(setup: Setup, served: Served, spec: ServerSpec) -> Launch:
     if spec.multi_model:
         return orchestrator(setup, served.core_models, spawn=spec.spawn_processes)
     if served.runtime == "llmapi":
-        return llmapi(setup, 1 if served.core_models[0].instances > 1 else served.world_size)
+        return llmapi(setup, pool_of(served))
     return leader(setup, served.world_size)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository
+from trtserve.check.repository import require_sound
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.launch import Launch, Mode, Setup, leader, llmapi, orchestrator
 from trtserve.launch.container import SHM_GIB, Box, container_name, image_of, in_container, with_targets
@@ -20,7 +21,7 @@ from trtserve.specs import ServerSpec
 from trtserve.start.mentions import hub_cache, named_paths
 from trtserve.start.mpi import mpirun_program, needs_oversubscription
 from trtserve.start.proxy import Proxy, free_pair, plan_proxy
-from trtserve.start.world import launch_release, ranks_of, require_engine_mode, require_world_size
+from trtserve.start.world import launch_release, pool_of, ranks_of, require_engine_mode, require_world_size
 from trtserve.store import Store
 from trtserve.triton.preflight import Served, inspect_repository, require_loadable
 from trtserve.triton.server import (
@@ -119,7 +120,7 @@ def plan_server(
     prefix = unique_prefix(name)
     if served.runtime in EMBEDDED:
         triton = find_triton(served.backends | {"python"})
-        launches = [_embedded(triton, repository.path, first, spec, prefix, store)]
+        launches = [_embedded(triton, repository, first, spec, prefix, store)]
     else:
         triton = CONTAINER_TRITON if spec.container else gpu_triton(served, elsewhere=elsewhere)
         launches = _gpu_launches(triton, repository, served, addresses, spec, prefix)
@@ -149,20 +150,22 @@ def with_free_ports(spec: ServerSpec) -> ServerSpec:
 
 
 def _embedded(
-    triton: Triton, repository: Path, address: Address, spec: ServerSpec, prefix: str, store: Store
+    triton: Triton, repository: ModelRepository, address: Address, spec: ServerSpec, prefix: str, store: Store
 ) -> Launch:
     """One process, whatever the checkpoint's shards: the embedded executor merges them."""
     wanted = {"--instances": spec.instances > 1, "--multi-model": spec.multi_model, "--gpus": bool(spec.gpus)}
     wanted["--container"] = spec.container is not None
     for flag, given in wanted.items():
         if given:
+            # One of the LLM API without its model.yaml looks like any Python model.
+            require_sound(repository)
             raise UsageError(
                 f"{flag} is for engines on GPUs; this repository is served by one process on the CPU.",
                 hint=f"Leave {flag} out.",
             )
     command = server_command(
         triton,
-        repository,
+        repository.path,
         address,
         backends=backend_folder(triton, store),
         shm_prefix=prefix,
@@ -258,6 +261,5 @@ def _gpu_launch(setup: Setup, served: Served, spec: ServerSpec) -> Launch:
         gpus = len(spec.gpus) or count_gpus()
         return orchestrator(setup, served.core_models, spawn=spec.spawn_processes, gpus=gpus)
     if served.runtime == "llmapi":
-        # The instances of one model.yaml start workers of their own, which needs a server without MPI.
-        return llmapi(setup, 1 if served.core_models[0].instances > 1 else served.world_size)
+        return llmapi(setup, pool_of(served))
     return leader(setup, served.world_size)

@@ -53,6 +53,12 @@ def ranks_of(served: Served, spec: ServerSpec) -> int:
     return 1 if spec.spawn_processes else world_of(served.core_models)
 
 
+def pool_of(served: Served) -> int:
+    """Ranks that trtllm-llmapi-launch makes one pool of; several LLMs start workers of their own, without MPI."""
+    several = len(served.core_models) > 1 or served.core_models[0].instances > 1
+    return 1 if several else served.world_size
+
+
 def require_engine_mode(served: Served, spec: ServerSpec) -> None:
     """UsageError or RepositoryError for a mode in which these core models cannot run."""
     if served.runtime == "llmapi":
