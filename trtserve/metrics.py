@@ -48,7 +48,7 @@ class Reading:
 def find_source(name: str | None = None, *, store: Store | None = None) -> Source:
     """The running server `name`, or the only one; ServerNotFoundError or ServerAmbiguousError as `find_server`."""
     store = store or Store()
-    server = find_server(name, store=store)
+    server = find_server(name, store=store, hint="Name one of them: trtserve metrics NAME")
     return Source(name=server.name, address=server.address, server=server, store=store)
 
 

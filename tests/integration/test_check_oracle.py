@@ -180,7 +180,7 @@ def test_the_command_prints_figures_and_has_an_exit_code(tmp_path: Path, capsys:
     made = convert_model(Model(path=model), ConvertSpec(dtype="float16", tp_size=2), out=tmp_path / "made").path
     assert run(["check", str(made), "--quiet", "--max-tokens", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split("\t")[:2] == ["conversion", "difference"]
+    assert lines[1].split("\t")[:2] == ["conversion", "difference"]
     assert sum(line.endswith("\tpassed") for line in lines) == 11
     faulty = copied(made, tmp_path / "faulty")
     faults_of(faulty)["q and k swapped"](faulty)

@@ -107,7 +107,8 @@ def test_a_server_of_an_other_build_is_listed(capsys: pytest.CaptureFixture[str]
         ("other", None, False),
     ]
     assert run(["list"]) == 0
-    assert [line.split("\t")[-1] for line in capsys.readouterr().out.splitlines()] == ["elsewhere (another build)", "-"]
+    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [row[-1] for row in rows] == ["server", "elsewhere (another build)", "-"]
     _serving("mine", Path(newer.repository))
     assert (list_imported()[0].server, list_imported()[0].other_build) == ("mine", False)
 
@@ -193,7 +194,9 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
     record = _imported("mine", mark="1")
     assert run(["list"]) == 0
-    assert capsys.readouterr().out.split("\t")[:2] == ["mine", "org/mine"]
+    columns, row = (line.split("\t") for line in capsys.readouterr().out.splitlines())
+    assert columns == ["name", "source", "size", "engine", "repository", "server"]
+    assert row[:2] == ["mine", "org/mine"]
     assert run(["list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["result"][0]["name"] == "mine"
     assert run(["remove", "mine", "--dry-run"]) == 0

@@ -190,6 +190,7 @@ def test_table_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert "tensorrt_llm\tnv_trt_llm_kv_cache_block_metrics\tfraction\t0.25" in lines
     assert "tensorrt_llm\tnv_inference_request_failure\t-\t3" in lines
+    assert lines[0] == "model\tfamily\tvalue of\tvalue"
     assert {line.count("\t") for line in lines} == {3}
 
 

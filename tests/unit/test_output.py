@@ -59,3 +59,49 @@ def test_findings_are_broken_on_a_terminal_only(
     assert lines[0] == "error: model [rule]"
     assert len(lines) == 3
     assert all(line.startswith("  seven") and len(line) <= 80 for line in lines[1:])
+
+
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make what is written go to a terminal of 80 columns."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for name, value in {"COLUMNS": "80", "FORCE_COLOR": "1", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_talk_goes_on_under_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _narrow(monkeypatch)
+    output.say("Loading " + "seven " * 15 + "/a/path")
+    assert capsys.readouterr().err.splitlines() == ["Loading" + " seven" * 12, "  seven seven seven /a/path"]
+
+
+def test_what_stands_behind_a_label_goes_on_under_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _narrow(monkeypatch)
+    path, command = f"/{'x' * 90}", f"command   trtllm-build {'--flag ' * 20}"
+    output.print_block(f"per GPU     {'seven ' * 15}\nto        {path}\n{command}")
+    assert capsys.readouterr().out.splitlines() == [
+        "per GPU    " + " seven" * 11,
+        " " * 11 + " seven" * 4,
+        f"to        {path}",
+        command,
+    ]
+
+
+def test_a_table_without_room_for_its_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _narrow(monkeypatch)
+    columns = ("model", *["some header"] * 7)
+    output.print_table(columns, [("tensorrt_llm_bls", *["12345"] * 7)])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert any(line.split() == ["tensorrt_llm_bls", *["12345"] * 7] for line in lines)
+    output.print_table(columns, [("tensorrt_llm_bls", *["1234567890"] * 7)])  # nor for its words
+    assert capsys.readouterr().out.splitlines()[:2] == ["model        tensorrt_llm_bls", "some header  1234567890"]
+
+
+def test_columns_have_names_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(("a", "b", "c"), [(1, 2, 3)])
+    output.print_table(("name", "value"), [("speed", 2)])
+    assert capsys.readouterr().out == "a\tb\tc\n1\t2\t3\nspeed\t2\n"

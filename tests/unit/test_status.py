@@ -120,7 +120,9 @@ def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str
     assert status.kv_blocks == {"max": 96, "used": 12, "tokens_per": 32}
     captured = capsys.readouterr()
     expected = ["demo", "running", "probe", f"127.0.0.1:{port}", "1", str(port), str(os.getpid()), "streaming"]
-    assert captured.out.rstrip("\n").split("\t") == [*expected, "compute bf16, kv u8", "12 of 96 blocks of 32 tokens"]
+    columns, row = (line.split("\t") for line in captured.out.splitlines())
+    assert (columns[:2], columns[-1]) == (["name", "state"], "kv cache")
+    assert row == [*expected, "compute bf16, kv u8", "12 of 96 blocks of 32 tokens"]
     assert "built on a machine with machine sparc" in captured.err
     (_, short) = status.warnings
     assert "max_seq_len 3072 instead of the engine's 4096" in short

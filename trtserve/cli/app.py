@@ -12,26 +12,42 @@ from typing import Any
 import typer
 
 from trtserve.cli.commands import COMMANDS, application
-from trtserve.cli.output import print_error
+from trtserve.cli.environment import name_after_options, unread_variables
+from trtserve.cli.output import TerminalProgress, print_error
 from trtserve.cli.plain_values import take_plain_values
 from trtserve.cli.unknown import answer_unknown_options
 from trtserve.errors import MemoryLimitError, TrtserveError
 from trtserve.store import file_error
 
+_COMPLETION = "_TRTSERVE_COMPLETE"
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     try:
-        _command_line(_named(arguments))(args=list(arguments), prog_name="trtserve")
+        _warn_of_variables()
+        tree = _command_line(_named(arguments))
+        code = tree(args=list(arguments), prog_name="trtserve", standalone_mode=False)
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else 0
+    except typer.TyperException as error:
+        # All that is left of them: a group without a command, whose help has been printed.
+        return error.exit_code
     except Exception as error:  # noqa: BLE001 - the one place where every error becomes a message
         if os.environ.get("TRTSERVE_DEBUG"):
             traceback.print_exc()
         explained = _explained(error)
         print_error(explained)
         return explained.code
-    return 0
+    # The code of a typer.Exit; commands return nothing.
+    return code if isinstance(code, int) else 0
+
+
+def _warn_of_variables() -> None:
+    if _COMPLETION in os.environ:  # the shell shows what we say
+        return
+    for sentence in unread_variables(os.environ, COMMANDS, lambda names: typer.main.get_command(application(names))):
+        TerminalProgress().warn(sentence)
 
 
 def _named(arguments: Sequence[str]) -> Collection[str]:
@@ -44,6 +60,7 @@ def _command_line(names: Collection[str] = tuple(COMMANDS)) -> Any:
     """The command tree; its help does not repeat the name of an environment variable for every option."""
     tree = typer.main.get_command(application(names))
     _simplify_help(tree)
+    name_after_options(tree)
     take_plain_values(tree)
     answer_unknown_options(tree, lambda: typer.main.get_command(application()))
     return tree

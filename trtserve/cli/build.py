@@ -49,7 +49,7 @@ from trtserve.cli.options import (
     SpeculativeModeOption,
     TrtllmVersionOption,
 )
-from trtserve.cli.output import TerminalProgress, print_data, print_json
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json
 from trtserve.machine import gibibytes
 from trtserve.specs import BuildSpec
 
@@ -123,7 +123,7 @@ def build(
     if json:
         print_json("build", {"path": str(plan.path), "reused": plan.reused, **_described(plan, source.path), **facts})
     elif dry_run:
-        print_data("\n".join(_lines(plan, source.path)))
+        print_block("\n".join(_lines(plan, source.path)))
     else:
         print_data(str(plan.path))
 

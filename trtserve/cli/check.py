@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, print_table
+from trtserve.cli.output import TerminalProgress, print_block, print_json, print_table
 from trtserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -153,4 +153,4 @@ def _print_report(report: CheckReport) -> None:
             f"standard deviation is {found.deviation:.3g}); top-1 {found.top1:.4f} and greedy {found.greedy:.4f} "
             "with ties counted as different"
         )
-    print_data("\n".join(lines))
+    print_block("\n".join(lines))

@@ -31,7 +31,7 @@ from trtserve.cli.options import (
     VerifyOption,
     WorkersOption,
 )
-from trtserve.cli.output import TerminalProgress, print_data, print_json
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json
 from trtserve.errors import UsageError
 from trtserve.machine import gibibytes
 from trtserve.specs import CheckSpec, Converter, ConvertSpec, DType, Quantization
@@ -113,7 +113,7 @@ def convert(
             from trtserve.convert.upstream import upstream_command
 
             runs.append(f"command   {upstream_command(source, plan, place.path)}")
-        print_data("\n".join([*_lines(plan, reused=place.reused), *runs, f"to        {place.path}"]))
+        print_block("\n".join([*_lines(plan, reused=place.reused), *runs, f"to        {place.path}"]))
     else:
         print_data(str(place.path))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption, TrtllmVersionOption
-from trtserve.cli.output import TerminalProgress, print_data, print_json, wrapped
+from trtserve.cli.output import TerminalProgress, print_json, print_table, wrapped
 from trtserve.errors import UsageError
 from trtserve.specs import RuntimeName, ServerSpec
 
@@ -31,6 +31,7 @@ _TITLES = {
     "hub": "Hugging Face",
 }
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "unneeded": "dim"}
+_COLUMNS = ("group", "name", "state", "evidence", "fix")
 _STATE_WIDTH = max(map(len, _STYLES)) + 2
 _LEAST_WIDTH = 40
 
@@ -72,8 +73,7 @@ def doctor(
     elif sys.stdout.isatty():
         _print(examination)
     else:
-        for finding in examination.findings:
-            print_data("\t".join((finding.group, finding.name, finding.state, finding.evidence, finding.fix)))
+        print_table(_COLUMNS, [[getattr(finding, column) for column in _COLUMNS] for finding in examination.findings])
     raise_failed(examination.findings)
 
 

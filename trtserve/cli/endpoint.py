@@ -97,7 +97,7 @@ def find_endpoint(
     if url is not None:
         if host is not None or http_port is not None or grpc_port is not None:
             raise UsageError("--url holds host and port; leave --host, --http-port and --grpc-port out.")
-        host, port = _split(url)
+        host, port = split_address(url)
         http_port, grpc_port = (port, None) if protocol == "http" else (None, port)
     return replace(_explicit(host, http_port, grpc_port, protocol), tls=tls)
 
@@ -125,13 +125,41 @@ def _explicit(
     endpoint = Endpoint(host=host or "127.0.0.1", http_port=http_port or 8000, grpc_port=grpc_port or 8001)
     if endpoint.host not in _LOOPBACK:
         return endpoint
+    if protocol == "http":
+        require_port(endpoint.host, endpoint.http_port, "HTTP")
+    else:
+        require_port(endpoint.host, endpoint.grpc_port, "gRPC")
     from trtserve.servers import list_servers
 
     port = "http_port" if protocol == "http" else "grpc_port"
     for server in list_servers():
-        if server.host in _LOOPBACK and getattr(server, port) == getattr(endpoint, port):
+        asked = getattr(endpoint, port)
+        if server.host in _LOOPBACK and asked in (getattr(server, port), getattr(server.endpoint, port)):
             return replace(endpoint, model=server.model, repository=server.repository)
     return endpoint
+
+
+def require_port(host: str, port: int, wanted: Literal["HTTP", "gRPC", "metrics"]) -> None:
+    """UsageError when a server that was started here answers something else than `wanted` on this port."""
+    from trtserve.servers import list_servers
+
+    if host not in _LOOPBACK:
+        return
+    for server in list_servers():
+        for instance in server.instances:
+            ports = {"HTTP": instance.http_port, "gRPC": instance.grpc_port, "metrics": instance.metrics_port}
+            found = next((kind for kind, number in ports.items() if number == port), wanted)
+            if found != wanted:
+                raise UsageError(
+                    f"{port} is the {found} port of the server {server.name}, whose {wanted} port is {ports[wanted]}.",
+                    hint=_other_port(found, wanted, f"{host}:{ports[wanted]}"),
+                )
+
+
+def _other_port(found: str, wanted: str, address: str) -> str:
+    protocol = {"HTTP": "http", "gRPC": "grpc"}.get(found)
+    other = f"; or ask over {found}: --protocol {protocol} (query)" if protocol and wanted != "metrics" else ""
+    return f"Give --url {address}{other}."
 
 
 def _recorded(name: str | None) -> Endpoint:
@@ -141,14 +169,15 @@ def _recorded(name: str | None) -> Endpoint:
     server = find_server(name)
     return Endpoint(
         host=server.host,
-        http_port=server.http_port,
-        grpc_port=server.grpc_port,
+        http_port=server.endpoint.http_port,
+        grpc_port=server.endpoint.grpc_port,
         model=server.model,
         repository=server.repository,
     )
 
 
-def _split(url: str) -> tuple[str, int]:
+def split_address(url: str) -> tuple[str, int]:
+    """Host and port of --url; UsageError for anything else."""
     host, _, port = url.rpartition(":")
     if not host or not port.isdigit() or "/" in url:
         raise UsageError(f"--url is {url!r}; expected HOST:PORT, such as localhost:8001.")

@@ -213,7 +213,7 @@ def import_(
     elif dry_run:
         _print_plan(spec, progress, json=json)
     else:
-        _run(spec, progress, json=json)
+        _run(spec, progress, json=json, quiet=quiet)
 
 
 def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
@@ -252,7 +252,7 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     )
 
 
-def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> None:
+def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool, quiet: bool) -> None:
     from trtserve.pipeline import import_to_repository
     from trtserve.repo import tree
 
@@ -260,6 +260,8 @@ def _run(spec: ImportSpec, progress: TerminalProgress, *, json: bool) -> None:
     if json:
         record = next(record for record in Store().recorded() if record.name == spec.name)
         print_json("import", {"path": str(repository.path), **asdict(record)})
+    elif quiet:
+        print_data(str(repository.path))
     else:
         # The first line is the repository's path, the rest is what lies in it.
         print_data("\n".join([str(repository.path), *tree(repository.path).splitlines()[1:]]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
-from trtserve.cli.output import TerminalProgress, count, print_data, print_json
+from trtserve.cli.output import TerminalProgress, count, print_block, print_json
 from trtserve.machine import gibibytes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def inspect(
         results = [{**asdict(each), "path": str(each.path), "missing": list(each.missing)} for each in found]
         print_json("inspect", results[0] if len(results) == 1 else {"engines": results})
         return
-    print_data("\n\n".join("\n".join(f"{label:<10} {text}" for label, text in _lines(each)) for each in found))
+    print_block("\n\n".join("\n".join(f"{label:<10} {text}" for label, text in _lines(each)) for each in found))
 
 
 def _lines(found: Description) -> list[tuple[str, str]]:

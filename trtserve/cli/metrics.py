@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.endpoint import find_endpoint
+from trtserve.cli.endpoint import require_port, split_address
 from trtserve.cli.options import JsonOption
 from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
 from trtserve.errors import UsageError
@@ -64,8 +64,9 @@ def _source(name: str | None, url: str | None) -> Source:
         return find_source(name)
     if name is not None:
         raise UsageError("NAME is a recorded server; it cannot be combined with --url.")
-    place = find_endpoint(server=None, host=None, http_port=None, grpc_port=None, url=url, protocol="http")
-    return remote_source(place.host, place.http_port)
+    host, port = split_address(url)
+    require_port(host, port, "metrics")
+    return remote_source(host, port)
 
 
 def _described(source: Source, reading: Reading) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 import time
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 ENVELOPE_VERSION = 1
 _LABEL = len("error: ")
 _LONG_WORD = 24
+_LEAST_ROOM = 20
+# A short label, two blanks or more, a text; and the label whose text is a command.
+_LABELLED = re.compile(r"\S(?: ?\S){0,14} {2,}(?=\S)")
+_COPIED = "command "
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -37,15 +42,35 @@ def print_data(text: str) -> None:
 
 
 def print_block(text: str) -> None:
-    """Write lines to stdout; on a terminal each is broken between words, under its own indent, and no word is cut."""
+    """Write lines to stdout; on a terminal each is broken between words, and no word is cut.
+
+    What is broken goes on under itself: under its indent, or under the text behind a label. A command stays whole,
+    since it is there to be copied.
+    """
     if sys.stdout.isatty():
-        text = "\n".join(part for line in text.splitlines() for part in _indented(line, get_terminal_size().columns))
+        text = "\n".join(_folded(text.splitlines(), get_terminal_size().columns))
     print_data(text)
 
 
-def _indented(line: str, width: int) -> list[str]:
-    indent = line[: len(line) - len(line.lstrip())]
-    return [indent + part for part in wrapped(line.strip(), max(20, width - len(indent)))]
+def _folded(lines: Sequence[str], width: int, *, hang: int = 0) -> list[str]:
+    """Lines of at most `width`, as far as words allow; `hang` more blanks stand before what goes on from a line."""
+    return [part for line in lines for part in _fold(line, width, hang)]
+
+
+def _fold(line: str, width: int, hang: int) -> list[str]:
+    if len(line) <= width or line.startswith(_COPIED):
+        return [line]
+    label = _LABELLED.match(line)
+    before = label[0] if label else line[: len(line) - len(line.lstrip())]
+    under = len(before) if label else len(before) + hang
+    return textwrap.wrap(
+        line[len(before) :],
+        max(under + _LEAST_ROOM, width),
+        initial_indent=before,
+        subsequent_indent=" " * under,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def print_json(command: str, result: object) -> None:
@@ -60,22 +85,28 @@ def count(number: int) -> str:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
-    """Write a table to stdout; plain tab-separated lines when stdout is not a terminal.
+    """Write a table to stdout; where that is not a terminal, lines of cells with tabs between them, columns first.
 
-    On a terminal too narrow for its words, each row becomes a block of `column  cell` lines.
+    On a terminal too narrow for its words and lines it goes without the lines; on one too narrow for the words alone,
+    each row becomes a block of `column  cell` lines.
     """
     if not sys.stdout.isatty():
-        for row in rows:
-            print_data("\t".join(str(cell) for cell in row))
+        # A name and its value explain each other.
+        heading = [columns] if len(columns) > 2 else []
+        print_data("\n".join("\t".join(map(str, row)) for row in (*heading, *rows)))
         return
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    widths = _fitting_widths(columns, rows, Console().width)
+    room = Console().width
+    widths, lines = _fitting_widths(columns, rows, room), True
     if widths is None:
-        print_data("\n\n".join(_block(columns, row) for row in rows))
+        widths, lines = _bare_widths(columns, rows, room), False
+    if widths is None:
+        print_block("\n\n".join(_block(columns, row) for row in rows))
         return
-    table = Table(title=title)
+    table = Table(title=title) if lines else Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     for column, width in zip(columns, widths, strict=True):
         # A cut path or version is of no use; a narrow terminal folds it.
         table.add_column(column, overflow="fold", width=width)
@@ -109,14 +140,29 @@ def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> l
     return [min(width, _LONG_WORD) for width in longest]
 
 
+def _bare_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], room: int) -> list[int] | None:
+    """Widths of a table without lines, in which every cell stands on one line; None when that takes more than `room`.
+
+    Only headers may be broken: without lines nobody can tell where a broken cell ends.
+    """
+    widths = [
+        max(*map(len, column.split()), *(len(str(cell)) for cell in cells))
+        for column, *cells in zip(columns, *rows, strict=True)
+    ]
+    return widths if sum(widths) + len(widths) - 1 <= room else None
+
+
 def _block(columns: Sequence[str], row: Sequence[object]) -> str:
     width = max(map(len, columns))
     return "\n".join(f"{column:<{width}}  {cell}" for column, cell in zip(columns, row, strict=True))
 
 
 def say(text: str) -> None:
-    """Write one line of talk to stderr."""
-    _stderr().print(text, markup=False)
+    """Write talk to stderr; on a terminal a long line is broken between words, and what goes on is indented."""
+    console = _stderr()
+    if console.is_terminal:
+        text = "\n".join(_folded(text.splitlines() or [""], console.width, hang=2))
+    console.print(text, markup=False)
 
 
 def print_error(error: TrtserveError) -> None:
@@ -134,7 +180,7 @@ def _say_labelled(label: str, style: str, text: str) -> None:
 
     console = _stderr()
     if console.is_terminal:
-        room = max(20, console.width - _LABEL)
+        room = max(_LEAST_ROOM, console.width - _LABEL)
         lines = [part for line in text.splitlines() for part in wrapped(line, room)]
         text = ("\n" + " " * _LABEL).join(lines)
     console.print(Text.assemble((label.ljust(_LABEL), style), text))

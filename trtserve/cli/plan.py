@@ -22,7 +22,7 @@ from trtserve.cli.options import (
     RuntimeOption,
     TpSizeOption,
 )
-from trtserve.cli.output import TerminalProgress, count, print_data, print_json, print_table
+from trtserve.cli.output import TerminalProgress, count, print_block, print_data, print_json, print_table
 from trtserve.cli.repo_options import KvTokensOption
 from trtserve.errors import UsageError
 from trtserve.machine import gibibytes
@@ -115,14 +115,14 @@ def _print(needs: ModelNeed) -> None:
         lines.append(f"KV cache    {gibibytes(needs.kv_bytes_per_token)} per token")
     if needs.problem:
         lines.append(f"here        cannot be built: {needs.problem}")
-    print_data("\n".join(lines))
+    print_block("\n".join(lines))
     print_data("")
     print_table(("stage", "disk", "peak memory", "time"), [_row(stage) for stage in needs.stages])
     print_data("")
     if needs.machine is not None:
-        print_data("\n".join(_machine_lines(needs.machine)))
+        print_block("\n".join(_machine_lines(needs.machine)))
     if needs.gpu is not None:
-        print_data("\n".join(_gpu_lines(needs.gpu)))
+        print_block("\n".join(_gpu_lines(needs.gpu)))
 
 
 def _row(stage: StageNeed) -> tuple[str, str, str, str]:

@@ -21,7 +21,7 @@ from trtserve.cli.options import (
     TpSizeOption,
     TrtllmVersionOption,
 )
-from trtserve.cli.output import TerminalProgress, print_data, print_json, say
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.cli.repo_options import (
     AbsolutePathsOption,
     AccumulateOption,
@@ -201,7 +201,7 @@ def _print_result(
     if options["json"]:
         print_json("repo", described)
     elif options["dry_run"]:
-        print_data("\n".join(lines))
+        print_block("\n".join(lines))
     else:
         if not options["quiet"]:
             say(tree(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trtserve.cli.output import print_data
+from trtserve.cli.output import print_block, print_data
 from trtserve.machine import gibibytes
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ def print_stages(stages: Sequence[Stage]) -> None:
     """One line for each stage: what it does, the bytes it would write, and where."""
     for stage in stages:
         path = stage["path"] or "a folder of the store that follows from the weights"
-        print_data(f"{stage['stage']:<9} {stage['action']:<6} {gibibytes(stage['bytes']):>9}  {path}")
+        print_block(f"{stage['stage']:<9} {stage['action']:<6} {gibibytes(stage['bytes']):>9}  {path}")
 
 
 def print_commands(stages: Sequence[Stage]) -> None:

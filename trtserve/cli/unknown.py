@@ -1,13 +1,17 @@
-"""The answer to an option that a command does not have: what it was, what replaces it, or what was meant."""
+"""The answer to a word that a command does not know: what it was, what replaces it, or what was meant."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from trtserve.cli.environment import commands_of
+from trtserve.cli.usage import explain_usage, no_such_command, only_shows_help
 from trtserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,27 +23,21 @@ _MODULE = re.compile(r"(cross_)?(attn|mlp|moe)_\w+")
 
 
 def answer_unknown_options(tree: Any, whole: Callable[[], Any]) -> None:
-    """Let every command of a tree answer unknown options with a UsageError of ours; its help stays as it is.
+    """Let every command of a tree answer what it does not know with a UsageError of ours; its help stays as it is.
 
     `whole` makes the tree of all commands, in which such options are looked for.
     """
-    for names, node in _commands(tree, ()):
+    for names, node in commands_of(tree):
         _answer(node, names, whole)
 
 
 def _owners(tree: Any) -> dict[str, list[str]]:
     """Options → the commands of a tree that have them."""
     owners: dict[str, list[str]] = {}
-    for names, node in _commands(tree, ()):
+    for names, node in commands_of(tree):
         for option in _options(node):
             owners.setdefault(option, []).append(" ".join(("trtserve", *names)))
     return owners
-
-
-def _commands(node: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    yield names, node
-    for name, child in getattr(node, "commands", {}).items():
-        yield from _commands(child, (*names, name))
 
 
 def _options(node: Any) -> list[str]:
@@ -54,14 +52,30 @@ def _answer(node: Any, names: tuple[str, ...], whole: Callable[[], Any]) -> None
         _refuse_blanks(typed)
         try:
             return parse(context, arguments)
-        except Exception as error:
+        except typer.TyperException as error:
+            if only_shows_help(error):
+                raise
             # Typer has no public name for this error; of all its errors only this one has possibilities.
             if not hasattr(error, "possibilities"):
-                raise
+                raise explain_usage(error, " ".join(("trtserve", *names))) from error
             option = str(getattr(error, "option_name", ""))
             raise explain(names, _as_typed(option, typed), _options(node), _owners(whole())) from None
 
     node.parse_args = parse_or_explain
+    if hasattr(node, "commands"):
+        _answer_commands(node, names)
+
+
+def _answer_commands(group: Any, names: tuple[str, ...]) -> None:
+    resolve = group.resolve_command
+
+    def resolve_or_explain(context: Any, arguments: list[str]) -> Any:
+        try:
+            return resolve(context, arguments)
+        except typer.TyperException:
+            raise no_such_command(arguments[0], " ".join(("trtserve", *names)), list(group.commands)) from None
+
+    group.resolve_command = resolve_or_explain
 
 
 def _refuse_blanks(arguments: Sequence[str]) -> None:

@@ -1,0 +1,76 @@
+"""Which server the options of a command name, and a port that answers something else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trtserve.cli import run
+from trtserve.process import Identity
+from trtserve.servers import Server, log_file, write_state
+from trtserve.store import Store
+
+
+def _record(name: str, port: int) -> None:
+    """A server of this process, with its ports from `port` on."""
+    own, store = Identity.of(os.getpid()), Store()
+    assert own is not None
+    server = Server(
+        name=name,
+        host="127.0.0.1",
+        http_port=port,
+        grpc_port=port + 1,
+        metrics_port=port + 2,
+        pid=own.pid,
+        started=own.started,
+        log=log_file(name, store),
+        repository=Path("nowhere"),
+        model=name,
+        streaming=True,
+        phase="running",
+        shm_prefix="",
+    )
+    write_state(server, store)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (
+            ["query", "hi", "--url", "localhost:9000"],
+            "9000 is the HTTP port of the server demo, whose gRPC port is 9001.",
+            "Give --url localhost:9001; or ask over HTTP: --protocol http (query).",
+        ),
+        (
+            ["query", "hi", "--protocol", "http", "--http-port", "9001"],
+            "9001 is the gRPC port of the server demo, whose HTTP port is 9000.",
+            "Give --url 127.0.0.1:9000; or ask over gRPC: --protocol grpc (query).",
+        ),
+        (
+            ["query", "hi", "--grpc-port", "9002"],
+            "9002 is the metrics port of the server demo, whose gRPC port is 9001.",
+            "Give --url 127.0.0.1:9001.",
+        ),
+        (
+            ["metrics", "--url", "127.0.0.1:9000"],
+            "9000 is the HTTP port of the server demo, whose metrics port is 9002.",
+            "Give --url 127.0.0.1:9002.",
+        ),
+    ],
+)
+def test_another_port_of_a_known_server(
+    arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _record("demo", 9000)
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.splitlines() == [f"error: {message}", f"next:  {hint}"]
+
+
+def test_the_hint_of_several_servers_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    _record("demo", 9000)
+    _record("other", 9010)
+    assert run(["metrics"]) == 34
+    said = ["error: 2 servers are running: demo, other.", "next:  Name one of them: trtserve metrics NAME"]
+    assert capsys.readouterr().err.splitlines() == said

@@ -1,0 +1,56 @@
+"""Environment variables of the command line: what is read, and what is spoken of since nothing reads it."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtserve.cli import run
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("TRTSERVE_STRAT_HTTP_PORT", "Did you mean TRTSERVE_START_HTTP_PORT?"),
+        ("TRTSERVE_START_HTTP_PROT", "Did you mean TRTSERVE_START_HTTP_PORT?"),
+        ("TRTSERVE_BENCH_TOKEN_NORM_DIST_CONCURENCY", "Did you mean TRTSERVE_BENCH_TOKEN_NORM_DIST_CONCURRENCY?"),
+        ("TRTSERVE_HOEM", "Did you mean TRTSERVE_HOME?"),
+        ("TRTSERVE_TRTLM_VERSION", "Did you mean TRTSERVE_TRTLLM_VERSION?"),
+        ("TRTSERVE_STOP_SIDEWAYS", "`trtserve stop` has no such option."),
+    ],
+)
+def test_a_mistyped_variable_is_spoken_of(
+    name: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert run(["list"]) == 0
+    (said, _) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"warning: {name} is set, and nothing reads it")
+    assert said.endswith(meant)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TRTSERVE_START_HTTP_PORT",
+        "TRTSERVE_TRTLLM_VERSION",
+        "TRTSERVE_START_TRTLLM_VERSION",
+        "TRTSERVE_REMOVE_ALL",
+        "TRTSERVE_PORT_8000_TCP_ADDR",  # Kubernetes, for a service that is called trtserve
+        "TRTSERVE_SERVICE_PORT",
+        "TRTSERVE_PORT",
+        "TRTSERVE_ORACLE",
+    ],
+)
+def test_others_are_not(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(name, "1")
+    assert run(["list"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_a_variable_is_called_as_its_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parameter behind --all is called otherwise."""
+    monkeypatch.setenv("TRTSERVE_STOP_ALL", "1")
+    assert run(["stop", "demo"]) == 2
+    assert "Both a name (demo) and --all were given" in capsys.readouterr().err
