@@ -31,7 +31,7 @@ _REPEATED = {
     "lora": "--lora",
 }
 # Folders of an import's record, and their options.
-_FOLDERS = {"tokenizer": "tokenizer", "draft": "draft_engine", "out": "out"}
+_FOLDERS = {"tokenizer": "tokenizer", "draft": "draft_engine", "out": "out", "into": "into"}
 
 PLACE = ("runtime", "trtllm_version", "container", "container_flags", "build_workers")
 """Fields of BuildSpec that say where and with what an engine is built, not what it is like."""

@@ -13,7 +13,7 @@ from tests.support.doubles import Doubles
 from tests.support.servers import HOST
 from tests.support.tiny_models import write_tiny_model
 from trtserve import runtimes
-from trtserve.artifacts import ModelRepository
+from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
 from trtserve.ports import free_ports
 from trtserve.store import Store
@@ -185,3 +185,34 @@ def test_a_plan_for_gpus_wants_their_name(
     monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path / "gpus")
     assert run(["plan", str(model), "--json"]) == 0
     assert _result(capsys)["machine"]["fits"] is True
+
+
+@pytest.mark.parametrize("runtime", ["llmapi", "tensorrt_llm"])
+def test_a_second_model_in_the_same_repository(
+    runtime: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ["import", str(model), "--runtime", runtime, "--max-seq-len", "64"]
+    assert run([*start, "--quiet"]) == 0
+    repository = Store().find(ModelRepository, "tiny").path
+    models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
+    capsys.readouterr()
+    # Names that are taken are told before anything is done.
+    assert run([*start, "--name", "second", "--into", str(repository), "--dry-run"]) == 22
+    assert "--suffix _b --name OTHER" in capsys.readouterr().err
+    assert run([*start, "--into", str(repository), "--out", str(tmp_path / "out")]) == 2
+    assert "--out and --into contradict each other" in capsys.readouterr().err
+    more = [*start, "--name", "second", "--suffix", "_b", "--into", str(repository)]
+    assert run([*more, "--dry-run", "--json"]) == 0
+    assert not (repository / "second").exists()
+    capsys.readouterr()
+    assert run([*more, "--json"]) == 0
+    assert _result(capsys)["repository"] == str(repository)
+    added = {path.parent.name for path in repository.glob("*/config.pbtxt")}
+    assert added - models == {f"{name}_b" for name in models - {"tiny"}} | {"second"}
+    assert set(Manifest.read(repository).facts["members"]) == {"tiny", "second"}
+    assert run(["check", str(repository), "--quiet"]) == 0
+    # Both names mean this repository; again is nothing new, and removing one leaves it to the other.
+    assert [record.repository for record in Store().recorded()] == [str(repository)] * 2
+    assert run([*more, "--quiet"]) == 0
+    assert run(["remove", "second"]) == 0
+    assert (repository / "second" / "config.pbtxt").is_file()

@@ -67,7 +67,7 @@ from trtserve.cli.options import (
     WorkersOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
-from trtserve.cli.repo import find_draft, repository_spec
+from trtserve.cli.repo import find_draft, place_of, repository_spec
 from trtserve.cli.repo_options import (
     AbsolutePathsOption,
     AccumulateOption,
@@ -75,8 +75,11 @@ from trtserve.cli.repo_options import (
     BlsInstancesOption,
     ChunkedOption,
     ContainerPathsOption,
+    CopyOption,
+    DetokenizersOption,
     DraftOption,
     ExcludeOption,
+    IntoOption,
     KvFractionOption,
     KvTokensOption,
     LoraOption,
@@ -87,6 +90,7 @@ from trtserve.cli.repo_options import (
     SetOption,
     StreamingOption,
     SuffixOption,
+    TokenizersOption,
     TritonBackendOption,
     TritonBatchOption,
     WindowOption,
@@ -175,8 +179,8 @@ def import_(
     settings: SetOption = None,
     release: ReleaseOption = None,
     triton_max_batch_size: TritonBatchOption = None,
-    preprocessing_instance_count: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
-    postprocessing_instance_count: Annotated[int, typer.Option(help="Processes that make text of tokens.")] = 1,
+    preprocessing_instance_count: TokenizersOption = 1,
+    postprocessing_instance_count: DetokenizersOption = 1,
     bls_instance_count: BlsInstancesOption = None,
     max_tokens_in_paged_kv_cache: KvTokensOption = None,
     kv_cache_free_gpu_mem_fraction: KvFractionOption = None,
@@ -195,7 +199,8 @@ def import_(
     suffix: SuffixOption = "",
     absolute_paths: AbsolutePathsOption = False,
     container_paths: ContainerPathsOption = None,
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the engine files instead of hard-linking them.")] = False,
+    copy: CopyOption = False,
+    into: IntoOption = None,
     out: OutOption = None,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
@@ -246,7 +251,7 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
         draft=draft,
         draft_tokenizer=draft_tokenizer,
         engine_out=engine_destination(name),
-        out=options["out"],
+        **place_of(options),
         discard_intermediate=options["discard_intermediate"],
         verify=CheckSpec() if options["verify"] else None,
     )

@@ -21,7 +21,7 @@ from trtserve.cli.options import (
     TpSizeOption,
     TrtllmVersionOption,
 )
-from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
+from trtserve.cli.output import TerminalProgress, print_data, print_json, say
 from trtserve.cli.repo_options import (
     AbsolutePathsOption,
     AccumulateOption,
@@ -29,8 +29,11 @@ from trtserve.cli.repo_options import (
     BlsInstancesOption,
     ChunkedOption,
     ContainerPathsOption,
+    CopyOption,
+    DetokenizersOption,
     DraftOption,
     ExcludeOption,
+    IntoOption,
     KvFractionOption,
     KvTokensOption,
     LoraOption,
@@ -42,6 +45,7 @@ from trtserve.cli.repo_options import (
     SetOption,
     StreamingOption,
     SuffixOption,
+    TokenizersOption,
     TritonBackendOption,
     TritonBatchOption,
     WindowOption,
@@ -72,8 +76,8 @@ def repo(
     settings: SetOption = None,
     release: ReleaseOption = None,
     triton_max_batch_size: TritonBatchOption = None,
-    preprocessing_instance_count: Annotated[int, typer.Option(help="Processes that tokenise.")] = 1,
-    postprocessing_instance_count: Annotated[int, typer.Option(help="Processes that make text of tokens.")] = 1,
+    preprocessing_instance_count: TokenizersOption = 1,
+    postprocessing_instance_count: DetokenizersOption = 1,
     bls_instance_count: BlsInstancesOption = None,
     max_tokens_in_paged_kv_cache: KvTokensOption = None,
     kv_cache_free_gpu_mem_fraction: KvFractionOption = None,
@@ -105,10 +109,8 @@ def repo(
     in_place: Annotated[
         bool, typer.Option("--in-place", help="With --from-template: fill the files where they are.")
     ] = False,
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the engine files instead of hard-linking them.")] = False,
-    into: Annotated[
-        Path | None, typer.Option("--into", metavar="REPOSITORY", help="Add the models to this repository.")
-    ] = None,
+    copy: CopyOption = False,
+    into: IntoOption = None,
     out: OutOption = None,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
@@ -129,6 +131,12 @@ def _assemble(options: Mapping[str, Any], progress: TerminalProgress) -> None:
     from trtserve.repo import assemble_repository, default_name, plan_repository
 
     store, tokenizer = Store(), options["tokenizer"]
+    sizes = [f"--{name.replace('_', '-')}" for name in ("tp_size", "pp_size") if options[name] != 1]
+    if sizes:
+        raise UsageError(
+            f"{sizes[0]} is for --runtime llmapi: the ranks of an engine are those of its checkpoint.",
+            hint=f"Convert with it: trtserve convert MODEL {sizes[0]} N",
+        )
     if tokenizer is None:
         raise UsageError("--tokenizer is missing.", hint="Give the Hugging Face folder of the model, or its name.")
     source = store.find(Engine, options["engine"], progress=progress)
@@ -136,7 +144,7 @@ def _assemble(options: Mapping[str, Any], progress: TerminalProgress) -> None:
     folder = store.find(Model, tokenizer, progress=progress).path
     draft, draft_tokenizer = find_draft(options["draft_engine"], store, progress)
     more: dict[str, Any] = {"draft": draft, "draft_tokenizer": draft_tokenizer}
-    more |= {name: options[name] for name in ("out", "into")}
+    more |= place_of(options)
     plan = plan_repository(source, folder, spec, **more)
     if not options["dry_run"]:
         assemble_repository(source, folder, spec, **more, progress=progress)
@@ -148,7 +156,7 @@ def _assemble_llmapi(options: Mapping[str, Any], progress: TerminalProgress) -> 
     from trtserve.repo import default_name
     from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
 
-    for name in ("tokenizer", "draft_engine", "into"):
+    for name in ("tokenizer", "draft_engine"):
         if options[name] is not None:
             raise UsageError(f"--{name.replace('_', '-')} has no meaning with --runtime llmapi.")
     store, text = Store(), options["engine"]
@@ -157,15 +165,15 @@ def _assemble_llmapi(options: Mapping[str, Any], progress: TerminalProgress) -> 
     model = hub_id if remote else store.find(Model, text, progress=progress)
     default = parse_source(f"hf:{hub_id}").name if isinstance(model, str) else default_name(model)
     spec = repository_spec({**options, "name": options["name"] or default}, store)
-    sizes = {name: options[name] for name in ("tp_size", "pp_size")}
-    plan = plan_llmapi(model, spec, **sizes, out=options["out"], store=store)
+    more: dict[str, Any] = {name: options[name] for name in ("tp_size", "pp_size")} | place_of(options)
+    plan = plan_llmapi(model, spec, **more, store=store)
     if isinstance(model, str):
         progress.warn(f"The server loads {model} from the hub when it starts.")
     if not options["dry_run"]:
         assemble_llmapi(plan, progress=progress)
     described = {"path": str(plan.path), "reused": plan.reused, "models": list(plan.models), **plan.manifest.facts}
     lines = [
-        f"{'reuse' if plan.reused else 'make':<9} {plan.path}",
+        f"{_verb(reused=plan.reused, added=plan.added):<9} {plan.path}",
         f"models    {', '.join(plan.models)}",
         f"model     {model if isinstance(model, str) else model.path}",
         "ranks     tensor parallel {tp_size}, pipeline parallel {pp_size}".format_map(plan.manifest.facts),
@@ -201,7 +209,7 @@ def _print_result(
     if options["json"]:
         print_json("repo", described)
     elif options["dry_run"]:
-        print_block("\n".join(lines))
+        print_data("\n".join(lines))
     else:
         if not options["quiet"]:
             say(tree(path))
@@ -216,6 +224,15 @@ def repository_spec(options: Mapping[str, Any], store: Store) -> RepositorySpec:
     given["settings"] = parse_assignments(options["settings"] or [])
     given["lora"] = parse_adapters(options["lora"] or [], store)
     return RepositorySpec(**given)
+
+
+def place_of(options: Mapping[str, Any]) -> dict[str, Path | None]:
+    """`--out`, a folder of its own, or `--into`, the repository to which its models are added."""
+    if options["out"] is not None and options["into"] is not None:
+        raise UsageError(
+            "--out and --into contradict each other; give one.", hint="--into adds the models to a repository."
+        )
+    return {name: options[name] for name in ("out", "into")}
 
 
 def parse_adapters(texts: Sequence[str], store: Store) -> dict[str, Path]:
@@ -263,8 +280,12 @@ def _described(plan: RepositoryPlan) -> dict[str, object]:
     }
 
 
+def _verb(*, reused: bool, added: bool) -> str:
+    return "reuse" if reused else "add to" if added else "make"
+
+
 def _lines(plan: RepositoryPlan) -> list[str]:
-    verb = "reuse" if plan.reused else "make" if plan.into is None else "add to"
+    verb = _verb(reused=plan.reused, added=plan.into is not None)
     policy = "streaming (decoupled)" if plan.spec.streaming else "one response per request (not decoupled)"
     release = f"{plan.profile.release}, inputs of all releases" if plan.profile.union else plan.profile.release
     lines = [

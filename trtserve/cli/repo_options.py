@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -128,3 +129,11 @@ ContainerPathsOption = Annotated[
         "--container-paths", metavar="PREFIX", help="Write the paths that a container sees, which has it at PREFIX."
     ),
 ]
+IntoOption = Annotated[
+    Path | None, typer.Option("--into", metavar="REPOSITORY", help="Add the models to this repository.")
+]
+TokenizersOption = Annotated[int, typer.Option("--preprocessing-instance-count", help="Processes that tokenise.")]
+DetokenizersOption = Annotated[
+    int, typer.Option("--postprocessing-instance-count", help="Processes that make text of tokens.")
+]
+CopyOption = Annotated[bool, typer.Option("--copy", help="Copy the engine files instead of hard-linking them.")]

@@ -35,12 +35,15 @@ from trtserve.repo import (
     RepositoryPlan,
     assemble_repository,
     check_tokenizer,
+    engine_models,
     plan_repository,
     require_fitting,
     settings_of,
     tokenizer_files,
 )
+from trtserve.repo import require_room as require_repository_room
 from trtserve.repo.engine import read_engine
+from trtserve.runtimes import choose_runtime
 from trtserve.store import NameRecord, Store, reusable
 from trtserve.triton.profiles import profile
 from trtserve.triton.settings import resolve_settings
@@ -173,11 +176,18 @@ def plan_import(
 
 
 def _require_replaceable(spec: ImportSpec) -> None:
-    """ArtifactError when something of the user's lies where engine or repository are to go."""
+    """ArtifactError when something of the user's lies where engine or repository are to go.
+
+    RepositoryError when names of the models are taken in the repository to which they are to be added.
+    """
     if spec.engine_out is not None:
         reusable(Engine, spec.engine_out, "")
     if spec.out is not None:
         reusable(ModelRepository, spec.out, "")
+    if spec.into is not None:
+        runtime = choose_runtime(spec.build.runtime, container=spec.build.container).NAME
+        models = engine_models(spec.repository, draft=spec.draft is not None)
+        require_repository_room(spec.into, spec.repository, models, runtime=runtime)
 
 
 def _require_tokenizer(spec: ImportSpec) -> None:
@@ -327,6 +337,7 @@ def _make_repository(
         draft=spec.draft,
         draft_tokenizer=spec.draft_tokenizer,
         out=spec.out,
+        into=spec.into,
         store=store,
         progress=progress,
     )
@@ -340,6 +351,7 @@ def _plan_repository(spec: ImportSpec, model: Model, engine: Engine, store: Stor
         draft=spec.draft,
         draft_tokenizer=spec.draft_tokenizer,
         out=spec.out,
+        into=spec.into,
         store=store,
     )
 

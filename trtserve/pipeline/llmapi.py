@@ -16,7 +16,8 @@ from trtserve.pipeline.spec import ImportSpec
 from trtserve.pipeline.stages import Stage, planned_stage
 from trtserve.progress import SILENT, Progress
 from trtserve.releases.installed import installed
-from trtserve.repo.llmapi import LlmapiPlan, assemble_llmapi, plan_llmapi
+from trtserve.repo.group import require_room
+from trtserve.repo.llmapi import LlmapiPlan, assemble_llmapi, llmapi_models, plan_llmapi
 from trtserve.runtimes import choose_runtime, llmapi
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.store import NameRecord, Store, reusable
@@ -60,7 +61,9 @@ def plan_llmapi_import(
 ) -> LlmapiImportPlan:
     """Everything that can be known before the pull; UsageError for options of engines and conversions."""
     store = store or Store()
-    repository_spec(spec)
+    asked = repository_spec(spec)
+    if spec.into is not None:
+        require_room(spec.into, asked, llmapi_models(asked), runtime=llmapi.NAME)
     model = plan_model(spec.source, name=spec.name, store=store, token=token, any_architecture=True, progress=progress)
     path = model_destination(model, None, store)
     published = reusable(Model, path, model.fingerprint)
@@ -98,7 +101,13 @@ def import_for_llmapi(
 def _plan_repository(spec: ImportSpec, model: Model, store: Store) -> LlmapiPlan:
     convert = spec.convert
     return plan_llmapi(
-        model, repository_spec(spec), tp_size=convert.tp_size, pp_size=convert.pp_size, out=spec.out, store=store
+        model,
+        repository_spec(spec),
+        tp_size=convert.tp_size,
+        pp_size=convert.pp_size,
+        out=spec.out,
+        into=spec.into,
+        store=store,
     )
 
 

@@ -18,7 +18,7 @@ from trtserve.wording import spec_of
 
 # Fields of the stages' specs that hold a path.
 _SPEC_PATHS = frozenset({"trtllm_examples"})
-_PATHS = ("tokenizer", "draft_tokenizer", "engine_out", "out")
+_PATHS = ("tokenizer", "draft_tokenizer", "engine_out", "out", "into")
 
 
 def recordable(spec: ImportSpec, model: ModelPlan) -> dict[str, Any]:
@@ -63,6 +63,7 @@ def recorded_spec(record: NameRecord) -> ImportSpec | None:
             draft_tokenizer=_path(content["draft_tokenizer"]),
             engine_out=_path(content["engine_out"]),
             out=_path(content["out"]),
+            into=_path(content.get("into")),
         )
     return None
 

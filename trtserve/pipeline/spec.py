@@ -15,8 +15,9 @@ class ImportSpec:
 
     `tokenizer` is a Hugging Face folder, None for the model's own; `draft` is the engine of a draft model, and
     `draft_tokenizer` its tokenizer's folder where that is known. `engine_out` and `out` are the folders of engine and
-    repository, None for the store; `discard_intermediate` removes the checkpoint when the repository is there. With
-    `verify` the checkpoint is compared with the model before it is built, also one that is reused.
+    repository, None for the store; `into` is a repository to which the models are added. `discard_intermediate`
+    removes the checkpoint when the repository is there. With `verify` the checkpoint is compared with the model before
+    it is built, also one that is reused.
     """
 
     source: str
@@ -28,6 +29,7 @@ class ImportSpec:
     draft_tokenizer: Path | None = None
     engine_out: Path | None = None
     out: Path | None = None
+    into: Path | None = None
     discard_intermediate: bool = False
     verify: CheckSpec | None = None
 

@@ -56,7 +56,8 @@ def plan_rebuild(repository: ModelRepository, spec: ServerSpec, *, store: Store 
         return None
     record = next((each for each in store.recorded() if Path(each.repository) == repository.path.absolute()), None)
     made = None if record is None else recorded_spec(record)
-    if record is None or made is None:
+    # A repository to which several models were added is nothing that one import makes.
+    if record is None or made is None or (served.facts.get("members") or {}):
         return None
     changed = with_world_size(made, spec.world_size)
     # `auto` may mean another runtime now than it did then.

@@ -49,8 +49,12 @@ def chosen_by(repository: Path, store: Store) -> str:
 
 
 def import_again(repository: Path, store: Store) -> str | None:
-    """The command that makes an import's repository again, whose name then leads to the new one; None for others."""
-    record = _record(repository, store)
+    """The command that makes an import's repository again, whose name then leads to the new one; None for others.
+
+    A repository that several imports made together is one of the others.
+    """
+    together = sum(Path(record.repository) == repository for record in store.recorded()) > 1
+    record = None if together else _record(repository, store)
     # The version is to be another one.
     return None if record is None else import_command(record.name, record.source, record.spec, without=_VERSION)
 
