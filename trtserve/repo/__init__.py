@@ -15,14 +15,14 @@ from trtserve.repo.adapters import NamedAdapter, resolve_adapters, write_adapter
 from trtserve.repo.draft import Draft, resolve_draft
 from trtserve.repo.engine import is_embedded, link_engine, read_engine, require_engine_files
 from trtserve.repo.facts import draft_facts, repository_facts
-from trtserve.repo.group import add_to, require_addable
+from trtserve.repo.group import is_there, publish_models, require_room
 from trtserve.repo.listing import tree
 from trtserve.repo.models import model_sources, write_model
 from trtserve.repo.options import resolve_options, settings_of
 from trtserve.repo.placement import VERSION, model_names, placed, root_of
 from trtserve.repo.tokenizer import check_tokenizer, require_same_tokens, tokenizer_files
 from trtserve.specs import RepositorySpec
-from trtserve.store import Store, link_or_copy, publish, reusable
+from trtserve.store import Store, link_or_copy
 from trtserve.triton.config import ConfigOptions
 from trtserve.triton.parameters import classes_json
 from trtserve.triton.profiles import BLS, CORE, DRAFT, MODELS, PREPROCESSING, Profile
@@ -32,8 +32,10 @@ __all__ = [
     "assemble_repository",
     "check_tokenizer",
     "default_name",
+    "engine_models",
     "plan_repository",
     "require_fitting",
+    "require_room",
     "settings_of",
     "tokenizer_files",
     "tree",
@@ -69,8 +71,13 @@ class RepositoryPlan:
     @property
     def models(self) -> tuple[str, ...]:
         """Names of all its models, the alias last."""
-        names = model_names(self.spec.suffix)
-        return (*(names[model] for model in (*MODELS, *([DRAFT] if self.draft else []))), self.spec.name)
+        return engine_models(self.spec, draft=self.draft is not None)
+
+
+def engine_models(spec: RepositorySpec, *, draft: bool) -> tuple[str, ...]:
+    """Names of the models of a repository of an engine, the alias last; `draft`: it has a draft model."""
+    names = model_names(spec.suffix)
+    return (*(names[model] for model in (*MODELS, *([DRAFT] if draft else []))), spec.name)
 
 
 def default_name(engine: Artifact) -> str:
@@ -98,53 +105,66 @@ def plan_repository(
     the engine, and for names that are taken.
     """
     served_name(spec.name)
-    config = read_engine(engine.path)
-    files = tokenizer_files(tokenizer)
-    require_engine_files(engine.path, config, embedded=is_embedded(config))
-    table, options = resolve_options(spec, config, tokenizer=tokenizer)
+    content = _content(engine, tokenizer, spec, draft)
     if draft_tokenizer is not None:
         require_same_tokens(tokenizer, draft_tokenizer)
+    place = (out or into or (store or Store()).root) if spec.absolute_paths else None
+    digest = _identity(content, engine, tokenizer, spec, place)
+    path = (into or out or (store or Store()).destination(ModelRepository, spec.name, digest)).absolute()
+    root, second = root_of(spec, path), content.draft
+    plan = RepositoryPlan(
+        spec=spec,
+        profile=content.profile,
+        options=placed(content.options, spec.suffix, root),
+        manifest=_manifest(spec, digest, engine, draft, content.facts),
+        path=path,
+        reused=False,
+        draft=None if second is None else replace(second, options=placed(second.options, spec.suffix, root)),
+        adapters=content.adapters,
+        into=None if into is None else path,
+    )
+    return replace(plan, reused=is_there(path, plan.models, plan.manifest, into=into is not None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """What a repository says, wherever it lies."""
+
+    profile: Profile
+    options: ConfigOptions
+    draft: Draft | None
+    adapters: tuple[NamedAdapter, ...]
+    facts: Mapping[str, Any]
+
+
+def _content(engine: Engine, tokenizer: Path, spec: RepositorySpec, draft: Engine | None) -> _Content:
+    config = read_engine(engine.path)
+    tokenizer_files(tokenizer)
+    require_engine_files(engine.path, config, embedded=is_embedded(config))
+    table, options = resolve_options(spec, config, tokenizer=tokenizer)
     options, second = resolve_draft(spec, table, options, config, draft)
     adapters = resolve_adapters(spec.lora, config)
     facts = repository_facts(spec, table, options, config, engine)
     facts |= {"draft": second.facts if second else None, "adapters": {each.name: each.task_id for each in adapters}}
     if second is not None:
         facts["core_models"] |= draft_facts(spec, second, read_engine(second.engine.path))
-    place = (out or into or (store or Store()).root) if spec.absolute_paths else None
-    digest = fingerprint(
+    return _Content(profile=table, options=options, draft=second, adapters=adapters, facts=facts)
+
+
+def _identity(content: _Content, engine: Engine, tokenizer: Path, spec: RepositorySpec, place: Path | None) -> str:
+    """Hash of everything that decides the files; `place` where paths are absolute."""
+    return fingerprint(
         stage="repo",
         schema=SCHEMA,
         spec=asdict(replace(spec, copy=False, lora={})),
         place=str(place),
         engine=engine.fingerprint,
-        draft=draft.fingerprint if draft else None,
-        adapters=facts["adapters"],
-        tokenizer=_digest(files),
+        draft=content.draft.engine.fingerprint if content.draft else None,
+        adapters=content.facts["adapters"],
+        tokenizer=_digest(tokenizer_files(tokenizer)),
         models=_digest(model_sources()),
-        classes=[classes_json(model, table.release) for model in MODELS],
+        classes=[classes_json(model, content.profile.release) for model in MODELS],
     )
-    path = (into or out or (store or Store()).destination(ModelRepository, spec.name, digest)).absolute()
-    root = root_of(spec, path)
-    if second is not None:
-        second = replace(second, options=placed(second.options, spec.suffix, root))
-    plan = RepositoryPlan(
-        spec=spec,
-        profile=table,
-        options=placed(options, spec.suffix, root),
-        manifest=_manifest(spec, digest, engine, draft, facts),
-        path=path,
-        reused=False,
-        draft=second,
-        adapters=adapters,
-        into=None if into is None else path,
-    )
-    return replace(plan, reused=_is_there(plan))
-
-
-def _is_there(plan: RepositoryPlan) -> bool:
-    if plan.into is not None:
-        return require_addable(plan.into, plan.models, plan.manifest)
-    return reusable(ModelRepository, plan.path, plan.fingerprint) is not None
 
 
 def _manifest(
@@ -191,10 +211,8 @@ def assemble_repository(
     plan = plan_repository(
         engine, tokenizer, spec, draft=draft, draft_tokenizer=draft_tokenizer, out=out, into=into, store=store
     )
-    if plan.into is not None and plan.reused:
-        return ModelRepository(path=plan.path, manifest=Manifest.read(plan.path))
 
-    def produce(folder: Path) -> Manifest | None:
+    def produce(folder: Path) -> None:
         _tell(plan, progress)
         _write_models(folder, plan)
         names = model_names(spec.suffix)
@@ -204,12 +222,8 @@ def assemble_repository(
         for file in tokenizer_files(tokenizer):
             link_or_copy(file, own / file.name, copy=True)
         check_tokenizer(own, plan.facts["vocab_size"], progress)
-        if plan.into is None:
-            return None
-        require_addable(plan.into, plan.models, plan.manifest)  # it may have changed since the plan
-        return add_to(plan.into, folder, plan.manifest)
 
-    return publish(ModelRepository, plan.path, plan.manifest, produce)
+    return publish_models(plan.path, plan.models, plan.manifest, produce, into=into is not None)
 
 
 def _tell(plan: RepositoryPlan, progress: Progress) -> None:

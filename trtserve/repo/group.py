@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase
@@ -9,33 +10,81 @@ from typing import Any
 
 from trtserve.artifacts import MANIFEST, Manifest, ModelRepository, fingerprint, load_artifact
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.store import link_or_copy
+from trtserve.specs import RepositorySpec
+from trtserve.store import link_or_copy, publish, reusable
+
+
+def is_there(path: Path, models: tuple[str, ...], manifest: Manifest, *, into: bool) -> bool:
+    """Whether the repository of `manifest` is at `path`, or, `into` the one there, whether its models are in it."""
+    if into:
+        return require_addable(path, models, manifest)
+    return reusable(ModelRepository, path, manifest.fingerprint) is not None
+
+
+def publish_models(
+    path: Path, models: tuple[str, ...], manifest: Manifest, produce: Callable[[Path], None], *, into: bool
+) -> ModelRepository:
+    """Make the repository that `produce` fills a folder with at `path`, or, `into` the one there, add its models."""
+    if into and require_addable(path, models, manifest):
+        return ModelRepository(path=path, manifest=Manifest.read(path))
+
+    def fill(folder: Path) -> Manifest | None:
+        produce(folder)
+        if not into:
+            return None
+        require_addable(path, models, manifest)  # it may have changed since
+        return add_to(path, folder, manifest)
+
+    return publish(ModelRepository, path, manifest, fill)
 
 
 def require_addable(into: Path, models: tuple[str, ...], member: Manifest) -> bool:
     """Whether `member`, with the given models, is part of the repository `into` already.
 
-    RepositoryError when one of its models has a name that is taken there, or the folder is no repository of trtserve.
+    RepositoryError when one of its models has a name that is taken there, or the folder is no repository of trtserve;
+    UsageError for models of another runtime, or with other paths.
     """
-    present = _manifest(into)
-    known = _members(present)
-    alias = member.facts["alias"]
+    known, facts = _members(_manifest(into)), member.facts
+    alias = facts["alias"]
     if alias in known and known[alias]["fingerprint"] == member.fingerprint:
         return True
+    _require_names(into, models, facts["suffix"])
+    _require_alike(into, known, runtime=facts["runtime"], container_paths=facts["container_paths"])
+    return False
+
+
+def require_room(into: Path, spec: RepositorySpec, models: tuple[str, ...], *, runtime: str) -> None:
+    """What `require_addable` raises, before there is anything to add; a model of this name may be the very same."""
+    known = _members(_manifest(into))
+    if spec.name not in known:
+        _require_names(into, models, spec.suffix)
+        _require_alike(into, known, runtime=runtime, container_paths=spec.container_paths)
+
+
+def _require_names(into: Path, models: tuple[str, ...], suffix: str) -> None:
     if taken := [name for name in models if (into / name).exists()]:
         raise RepositoryError(
             f"{into} has a model {taken[0]} already; nothing there is overwritten.",
-            hint="Give the models of this engine names of their own: "
-            f"--suffix {_free_suffix(into, models, member.facts['suffix'])} --name OTHER",
+            hint="Give the models that are added names of their own: "
+            f"--suffix {_free_suffix(into, models, suffix)} --name OTHER",
+        )
+
+
+def _require_alike(into: Path, known: Mapping[str, Any], *, runtime: str, container_paths: str | None) -> None:
+    runtimes = {str(entry["facts"].get("runtime")) for entry in known.values()}
+    if runtimes != {runtime}:
+        raise UsageError(
+            f"The models of {into} are for the {', '.join(sorted(runtimes))} runtime, and these for {runtime}: one "
+            "server cannot be launched for both.",
+            hint="Leave --into out: they become a repository of their own.",
         )
     places = {str(entry["facts"].get("container_paths")) for entry in known.values()}
-    if places != {str(member.facts["container_paths"])}:
+    if places != {str(container_paths)}:
         raise UsageError(
-            f"--container-paths {member.facts['container_paths']} differs from what the models of {into} were made "
-            f"with: {', '.join(sorted(places))}.",
+            f"--container-paths {container_paths} differs from what the models of {into} were made with: "
+            f"{', '.join(sorted(places))}.",
             hint="One repository is seen under one path.",
         )
-    return False
 
 
 def _free_suffix(into: Path, models: tuple[str, ...], suffix: str) -> str:

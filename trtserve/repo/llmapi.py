@@ -12,10 +12,11 @@ from trtserve.errors import RepositoryError, UsageError
 from trtserve.import_.sources import served_name
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order, release_of
+from trtserve.repo.group import is_there, publish_models
 from trtserve.repo.models import LLMAPI, LLMAPI_BLS, write_program
 from trtserve.repo.placement import VERSION, model_names, root_of
 from trtserve.specs import RepositorySpec
-from trtserve.store import Store, link_or_copy, publish, reusable
+from trtserve.store import Store, link_or_copy
 from trtserve.triton.config import ConfigOptions, config_text, llmapi_config_text
 from trtserve.triton.core_models import LLMAPI_FILE, device_groups
 from trtserve.triton.profiles import BLS, CORE, llmapi_model, profile
@@ -60,7 +61,10 @@ _OWN = ("model", "triton_config.decoupled", "triton_config.max_batch_size")
 
 @dataclass(frozen=True, kw_only=True)
 class LlmapiPlan:
-    """What a repository of the LLM API will hold; `model` is a folder, or a name of the hub."""
+    """What a repository of the LLM API will hold; `model` is a folder, or a name of the hub.
+
+    `added`: its models become part of the repository at `path`.
+    """
 
     spec: RepositorySpec
     model: Path | str
@@ -70,11 +74,17 @@ class LlmapiPlan:
     manifest: Manifest
     path: Path
     reused: bool
+    added: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:
         """Names of all its models, the alias last."""
-        return (model_names(self.spec.suffix)[CORE], self.spec.name)
+        return llmapi_models(self.spec)
+
+
+def llmapi_models(spec: RepositorySpec) -> tuple[str, ...]:
+    """Names of the models of a repository of the LLM API, the alias last."""
+    return (model_names(spec.suffix)[CORE], spec.name)
 
 
 def plan_llmapi(
@@ -84,27 +94,51 @@ def plan_llmapi(
     tp_size: int = 1,
     pp_size: int = 1,
     out: Path | None = None,
+    into: Path | None = None,
     store: Store | None = None,
 ) -> LlmapiPlan:
     """Everything that can be known before a file is written.
 
     `model` is a Hugging Face folder, whose files are linked into the repository, or a name of the hub, which the server
-    loads by itself. `spec.settings` are keywords of the LLM, dotted where they are nested. UsageError for a name,
-    release or setting that cannot work, RepositoryError for a folder without weights.
+    loads by itself. `spec.settings` are keywords of the LLM, dotted where they are nested; `into` is a repository to
+    which the models are added. UsageError for a name, release or setting that cannot work, RepositoryError for a folder
+    without weights and for names that are taken.
     """
     served_name(spec.name)
     release = _release(spec)
     llmapi_model(release)
-    folder = model.path if isinstance(model, Model) else None
-    if folder is not None:
-        require_weights(folder)
+    if isinstance(model, Model):
+        require_weights(model.path)
     given = _given(spec)
-    groups = given.pop("gpu_device_ids", "")
+    groups = str(given.pop("gpu_device_ids", ""))
     settings = _settings(spec, given, tp_size=tp_size, pp_size=pp_size)
-    _require_gpus(str(groups), settings)
+    _require_gpus(groups, settings)
+    place = (out or into or (store or Store()).root) if spec.absolute_paths else None
+    manifest = _manifest(spec, model, release, settings, groups, place)
+    found = (store or Store()).destination(ModelRepository, spec.name, manifest.fingerprint)
+    plan = LlmapiPlan(
+        spec=spec,
+        model=model.path if isinstance(model, Model) else model,
+        release=release,
+        settings=settings,
+        gpu_device_ids=groups,
+        manifest=manifest,
+        path=(into or out or found).absolute(),
+        reused=False,
+        added=into is not None,
+    )
+    return replace(plan, reused=is_there(plan.path, plan.models, manifest, into=plan.added))
+
+
+def _manifest(
+    spec: RepositorySpec,
+    model: Model | str,
+    release: str,
+    settings: Mapping[str, Any],
+    groups: str,
+    place: Path | None,
+) -> Manifest:
     source = model.fingerprint if isinstance(model, Model) else model
-    facts = _facts(spec, release, settings, str(groups), str(model.path if isinstance(model, Model) else model))
-    place = (out or (store or Store()).root) if spec.absolute_paths else None
     digest = fingerprint(
         stage="llmapi",
         schema=SCHEMA,
@@ -112,27 +146,13 @@ def plan_llmapi(
         place=str(place),
         model=source,
         settings=settings,
-        gpus=str(groups),
+        gpus=groups,
         release=release,
     )
-    path = (out or (store or Store()).destination(ModelRepository, spec.name, digest)).absolute()
-    manifest = Manifest(
-        kind="repository",
-        name=spec.name,
-        fingerprint=digest,
-        inputs={"model": source},
-        spec=asdict(spec),
-        facts=facts,
-    )
-    return LlmapiPlan(
-        spec=spec,
-        model=folder or str(model),
-        release=release,
-        settings=settings,
-        gpu_device_ids=str(groups),
-        manifest=manifest,
-        path=path,
-        reused=reusable(ModelRepository, path, digest) is not None,
+    facts = _facts(spec, release, settings, groups, str(model.path if isinstance(model, Model) else model))
+    inputs = {"model": source}
+    return Manifest(
+        kind="repository", name=spec.name, fingerprint=digest, inputs=inputs, spec=asdict(spec), facts=facts
     )
 
 
@@ -147,7 +167,7 @@ def assemble_llmapi(plan: LlmapiPlan, *, progress: Progress = SILENT) -> ModelRe
         if isinstance(plan.model, Path):
             _link_model(plan.model, folder / core / VERSION / "model", copy=plan.spec.copy)
 
-    return publish(ModelRepository, plan.path, plan.manifest, produce)
+    return publish_models(plan.path, plan.models, plan.manifest, produce, into=plan.added)
 
 
 def _write_core(folder: Path, plan: LlmapiPlan) -> None:
