@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from tests.support.servers import free_spec
 from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
-from trtserve.errors import MachineError, RepositoryError, UsageError
+from trtserve.errors import MachineError, MemoryLimitError, RepositoryError, UsageError
 from trtserve.servers import Instance, RunningProxy, Server
 from trtserve.specs import ServerSpec
 from trtserve.start import plan_server, start_server
+from trtserve.start.gpu_memory import require_gpu_memory
 from trtserve.start.plan import Plan
 from trtserve.store import NameRecord, Store
 
@@ -207,6 +209,51 @@ def test_fewer_gpus_than_ranks(tmp_path: Path, doubles: Doubles, monkeypatch: py
     doubles.configure(gpus=1)
     with pytest.raises(MachineError, match=r"2 rank\(s\) need a GPU each; this machine has 1"):
         start_server(repository_of(tmp_path), free_spec(), store=Store(tmp_path / "home"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "models", "words", "hint"),
+    [
+        (
+            {},
+            {},
+            r"GPU 0 has .* free; the engines alone take .* \(rank 0 of tensorrt_llm .*\)",
+            "4 ranks would hold it",
+        ),
+        ({"gpus": (2, 3)}, {}, r"GPU 2 has ", "--world-size 4"),
+        ({"multi_model": True}, {"a": "gpu_device_ids=2,3"}, r"GPU 2 has .*rank 0 of a ", "--tp-size 4"),
+        ({}, {"a": "", "b": ""}, r"rank 0 of a .*, rank 0 of b ", "gpu_device_ids of each, and --multi-model"),
+    ],
+)
+def test_engines_that_no_gpu_holds(
+    spec: dict[str, object],
+    models: dict[str, str],
+    words: str,
+    hint: str,
+    tmp_path: Path,
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    doubles.configure(gpu_memory_mib=50)
+    repository = repository_of(tmp_path, tp=2, manifest=None, **models)
+    for rank in range(2):
+        os.truncate(tmp_path / "engine" / f"rank{rank}.engine", 90 * 2**20)  # a hole, no bytes of the disk
+    plan = planned(repository, tmp_path, **spec)
+    with pytest.raises(MemoryLimitError, match=words) as caught:
+        require_gpu_memory(plan, ServerSpec(**spec))  # type: ignore[arg-type]
+    assert hint in str(caught.value.hint)
+    doubles.configure(gpu_memory_mib=200)
+    require_gpu_memory(plan, ServerSpec(**spec))  # type: ignore[arg-type]
+
+
+def test_a_dry_run_warns_of_this_machines_gpus(
+    tmp_path: Path, doubles: Doubles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    line = ["start", "--model-repository", str(repository_of(tmp_path).path), "--gpus", "0,9", "--dry-run"]
+    assert run(line) == 0
+    assert "On this machine a start would be refused: --gpus names GPU 9" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_engine_for_another_gpu_names_the_build(tmp_path: Path, doubles: Doubles) -> None:

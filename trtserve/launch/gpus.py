@@ -12,6 +12,7 @@ from trtserve.process import Command, run
 
 _LIST = Command(argv=("nvidia-smi", "--list-gpus"))
 _DESCRIBE = Command(argv=("nvidia-smi", "--query-gpu=compute_cap,driver_version,name", "--format=csv,noheader"))
+_MEMORY = Command(argv=("nvidia-smi", "--query-gpu=index,memory.free,memory.total", "--format=csv,noheader,nounits"))
 _TIMEOUT = 60.0  # a driver that is not kept loaded starts first
 
 
@@ -47,6 +48,29 @@ def describe_gpus() -> list[Gpu]:
         return []
     rows = ([part.strip() for part in line.split(",", 2)] for line in ended.stdout.splitlines() if ended.code == 0)
     return [Gpu(sm=row[0], driver=row[1], name=row[2]) for row in rows if len(row) == 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuMemory:
+    """Memory of one GPU, in bytes; `index` is nvidia-smi's."""
+
+    index: int
+    free: int
+    total: int
+
+
+def gpu_memory() -> list[GpuMemory]:
+    """Memory of the GPUs of this machine; those whose memory the driver does not tell are left out."""
+    try:
+        ended = run(_MEMORY, timeout=_TIMEOUT)
+    except (MissingDependencyError, TimeoutError):
+        return []
+    rows = ([part.strip() for part in line.split(",")] for line in ended.stdout.splitlines() if ended.code == 0)
+    return [
+        GpuMemory(index=int(row[0]), free=int(row[1]) * 2**20, total=int(row[2]) * 2**20)
+        for row in rows
+        if len(row) == 3 and all(part.isdigit() for part in row)
+    ]
 
 
 def visible_gpu() -> Gpu | None:

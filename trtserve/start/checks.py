@@ -8,7 +8,7 @@ from pathlib import Path
 from trtserve.artifacts import ModelRepository
 from trtserve.check.repository import require_sound
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
-from trtserve.errors import PortInUseError, RepositoryError, ServerStartError
+from trtserve.errors import PortInUseError, RepositoryError, ServerStartError, TrtserveError
 from trtserve.launch.container import require_docker
 from trtserve.launch.gpus import count_gpus, describe_gpus, require_gpus
 from trtserve.machine import differences
@@ -19,6 +19,7 @@ from trtserve.releases.launcher import WORKER
 from trtserve.servers import Server, list_servers, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.start.ending import end_server
+from trtserve.start.gpu_memory import require_gpu_memory
 from trtserve.start.plan import Plan
 from trtserve.start.proxy import Proxy
 from trtserve.start.repositories import chosen_by, import_again
@@ -146,9 +147,22 @@ def rehearse(plan: Plan, repository: ModelRepository, spec: ServerSpec, progress
     if plan.needs_gpus:
         require_release(plan.served, spec, progress)
         _announce_oversubscription(plan, spec, progress)
+        _warn_of_this_machine(plan, spec, progress)
     if plan.proxy is not None:
         progress.step(f"A start writes the reverse proxy's configuration: {plan.proxy.file}")
         announce_proxy(plan.proxy, progress)
+
+
+def _warn_of_this_machine(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
+    """A dry run may be for another machine: one without GPUs is surely not the one that will serve."""
+    if not count_gpus():
+        return
+    try:
+        require_devices(plan, spec)
+        require_gpu_memory(plan, spec)
+        require_workers(plan, spec, progress)
+    except TrtserveError as error:
+        progress.warn(f"On this machine a start would be refused: {error.message}")
 
 
 def require_environment(plan: Plan, store: Store, progress: Progress) -> None:
@@ -165,7 +179,7 @@ def require_environment(plan: Plan, store: Store, progress: Progress) -> None:
 
 
 def announce(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
-    """What is served, how, and by which command."""
+    """What is served, and how."""
     served = plan.served
     policy, other = transaction_policy(served.streaming), transaction_policy(not served.streaming)
     progress.step(f"{plan.name}: serving {served.model}, transaction policy {policy}")
@@ -179,6 +193,15 @@ def announce(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
         _announce_merging(plan, spec, progress)
     for difference in differences(served.machine):
         progress.warn(difference)
+
+
+def announce_commands(plan: Plan, progress: Progress) -> None:
+    """What is about to be run, for engines on GPUs."""
+    if plan.needs_gpus:
+        for instance in plan.instances:
+            progress.step(f"Command: {instance.launch.command}")
+    if plan.proxy is not None:
+        announce_proxy(plan.proxy, progress)
 
 
 def transaction_policy(streaming: bool) -> str:
@@ -197,8 +220,6 @@ def _announce_ranks(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
     each = f"{launch.ranks} rank(s)"
     progress.step(f"Mode: {plan.mode}, {f'{len(plan.instances)} instances of ' if spec.instances > 1 else ''}{each}")
     _announce_oversubscription(plan, spec, progress)
-    for instance in plan.instances:
-        progress.step(f"Command: {instance.launch.command}")
 
 
 def announce_proxy(proxy: Proxy, progress: Progress) -> None:

@@ -31,7 +31,7 @@ from trtserve.servers import (
 from trtserve.specs import ServerSpec
 from trtserve.start.checks import (
     announce,
-    announce_proxy,
+    announce_commands,
     refuse_running,
     require_devices,
     require_environment,
@@ -40,6 +40,7 @@ from trtserve.start.checks import (
     require_workers,
 )
 from trtserve.start.ending import end_server
+from trtserve.start.gpu_memory import require_gpu_memory
 from trtserve.start.plan import InstancePlan, Plan, plan_server, with_free_ports
 from trtserve.start.proxy import start_proxy, write_proxy
 from trtserve.start.readiness import wait_for_all
@@ -169,13 +170,15 @@ def _prepare(plan: Plan, repository: ModelRepository, spec: ServerSpec, store: S
     announce(plan, spec, progress)
     require_servable(plan.served, plan.name, progress)
     require_devices(plan, spec)
+    if plan.needs_gpus:
+        require_gpu_memory(plan, spec)
     require_workers(plan, spec, progress)
     require_fitting_engine(plan, spec, store, progress)
     require_environment(plan, store, progress)
     prepare_backends(plan.triton, store)
     if plan.proxy is not None:
         write_proxy(plan.proxy)
-        announce_proxy(plan.proxy, progress)
+    announce_commands(plan, progress)
 
 
 def _spawn_all(plan: Plan, spec: ServerSpec, store: Store, progress: Progress, *, bound: bool) -> Server:
