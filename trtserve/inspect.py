@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,8 @@ from trtserve.runtimes.base import weights_precision
 from trtserve.runtimes.openvino_memory import kv_bytes_per_token
 from trtserve.runtimes.plan_header import tensorrt_version
 from trtserve.store import Store
-from trtserve.triton.core_models import world_size
+from trtserve.triton.core_models import CoreModel, core_models, world_size
+from trtserve.triton.preflight import read_config
 
 _LIMITS = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "max_beam_width", "opt_num_tokens")
 _MODEL = (
@@ -78,7 +79,7 @@ class Description:
 
 
 def describe(text: str, *, store: Store | None = None, progress: Progress = SILENT) -> tuple[Description, ...]:
-    """The engine in the folder `text`, those of the repository there, or that of an imported name; or a checkpoint.
+    """The engine in the folder `text`, or of an imported name, those of the repository or model there; or a checkpoint.
 
     ArtifactError for a folder that is neither, CorruptFileError for a config.json that cannot be read,
     ModelNotFoundError for a name that nothing has.
@@ -87,12 +88,11 @@ def describe(text: str, *, store: Store | None = None, progress: Progress = SILE
     if folder.is_dir() and (folder.name != text or _is_known(folder)):
         return tuple(_described(each) for each in _engines(folder.absolute()))
     try:
-        found = (store or Store()).find(Engine, text, progress=progress)
+        folder = (store or Store()).find(Engine, text, progress=progress).path
     except ModelNotFoundError:
-        if folder.is_dir():
-            raise _no_engine(folder) from None
-        raise
-    return (_described(found.path),)
+        if not folder.is_dir():
+            raise
+    return tuple(_described(each) for each in _engines(folder.absolute()))
 
 
 def _is_known(folder: Path) -> bool:
@@ -100,16 +100,38 @@ def _is_known(folder: Path) -> bool:
 
 
 def _engines(folder: Path) -> list[Path]:
-    """The folder itself, or the engines of the models in a repository."""
-    if not (folder / "config.json").is_file() and any(folder.glob("*/config.pbtxt")):
-        found = sorted(path.parent for path in folder.glob("*/*/config.json") if looks_like(Engine, path.parent))
-        if not found:
-            raise ArtifactError(
-                f"{folder} is a model repository without an engine.",
-                hint="An engine of another folder is named by gpt_model_path of its core model: give that folder.",
-            )
-        return found
+    """The folder itself, or the engines of the model, or of the models of the repository, that it is."""
+    if (folder / "config.json").is_file():
+        return [folder]
+    if any(folder.glob("*/config.pbtxt")):
+        return _engines_of(folder, f"{folder} is a model repository", None)
+    for model in (folder, folder.parent):  # a model, or one of its versions
+        if (model / "config.pbtxt").is_file():
+            return _engines_of(model.parent, f"{folder} is the model {model.name} of a repository", model.name)
     return [folder]
+
+
+def _engines_of(repository: Path, told: str, model: str | None) -> list[Path]:
+    """Engines that core models of a repository run, where they lie; of one `model` alone where it is named."""
+    folders = [repository / model] if model else [path.parent for path in repository.glob("*/config.pbtxt")]
+    configs = {each.name: read_config(each / "config.pbtxt") for each in folders}
+    cores = core_models(repository, configs)
+    found = {core.engine.resolve() for core in cores if core.engine is not None and core.config}
+    for each in folders:  # also one that its configuration does not name
+        found |= {path.parent.resolve() for path in each.glob("*/config.json") if looks_like(Engine, path.parent)}
+    if not found:
+        raise ArtifactError(f"{told}, without an engine.", hint=_elsewhere(repository, cores))
+    return sorted(found)
+
+
+def _elsewhere(repository: Path, cores: Sequence[CoreModel]) -> str:
+    """Where to look instead."""
+    hugging_face = [core for core in cores if core.backend == "llmapi"]
+    if hugging_face:
+        return f"{hugging_face[0].name} loads the model {hugging_face[0].settings.get('model')} with the LLM API."
+    if cores:
+        return f"gpt_model_path of {cores[0].name} names a folder that is no engine on this machine."
+    return f"Models that run an engine are found in the whole repository: trtserve inspect {repository}"
 
 
 def _described(folder: Path) -> Description:

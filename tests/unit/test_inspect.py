@@ -20,6 +20,7 @@ from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError
 from trtserve.inspect import describe
+from trtserve.store import Store
 
 RELEASES = ("24.08", "24.09", "24.12", "25.04", "25.10", "26.07")
 
@@ -154,6 +155,31 @@ def test_imports_and_repositories(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "limits     16 requests" in capsys.readouterr().out
 
 
+def test_folders_of_the_models_of_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    assert run(["import", str(model), "--max-seq-len", "64", "--quiet", "--out", str(tmp_path / "out")]) == 0
+    engine = tmp_path / "out" / "tensorrt_llm" / "1"
+    for folder in (engine, engine.parent, tmp_path / "out"):
+        assert [found.path for found in describe(str(folder))] == [engine]
+    monkeypatch.chdir(tmp_path / "out")
+    assert [found.path for found in describe("tensorrt_llm")] == [engine]
+    with pytest.raises(ArtifactError, match="is the model preprocessing of a repository, without an engine") as caught:
+        describe("preprocessing/1")
+    assert str(caught.value.hint).endswith(f"trtserve inspect {tmp_path / 'out'}")
+    # An engine that lies elsewhere is found where gpt_model_path says.
+    engine.rename(tmp_path / "elsewhere")
+    engine.mkdir()
+    config = tmp_path / "out" / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(config.read_text().replace('"tensorrt_llm/1"', f'"{tmp_path / "elsewhere"}"'))
+    for folder in (engine, engine.parent, tmp_path / "out"):
+        assert [found.path for found in describe(str(folder))] == [tmp_path / "elsewhere"]
+    capsys.readouterr()
+    assert run(["inspect", str(next((Store().root / "checkpoints").iterdir()))]) == 0
+    assert capsys.readouterr().out.startswith("checkpoint ")
+
+
 def test_the_repository_remembers_the_gpu(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     write_plain_engine(repository / "tensorrt_llm" / "1")
@@ -194,7 +220,7 @@ def test_other_folders_and_names(tmp_path: Path) -> None:
         describe(str(tmp_path / "empty"))
     (tmp_path / "repository" / "model").mkdir(parents=True)
     (tmp_path / "repository" / "model" / "config.pbtxt").touch()
-    with pytest.raises(ArtifactError, match="repository without an engine"):
+    with pytest.raises(ArtifactError, match="repository, without an engine"):
         describe(str(tmp_path / "repository"))
     with pytest.raises(ModelNotFoundError, match="nothing-here is neither a folder nor the name of an engine"):
         describe("nothing-here")
