@@ -38,8 +38,8 @@ def read_dataset(path: Path) -> list[Example]:
     except ValueError as error:
         raise UsageError(f"--dataset is {path}, which is not JSON: {error}.", hint=_FORM) from None
     if not isinstance(content, list) or not content:
-        found = "an empty list" if content == [] else f"a JSON {type(content).__name__}"
-        raise UsageError(f"--dataset is {path}, which holds {found}.", hint=_FORM)
+        wrong = "is an empty list" if content == [] else "is no JSON list"
+        raise UsageError(f"--dataset is {path}, which {wrong}.", hint=_FORM)
     return [_example(path, number, entry) for number, entry in enumerate(content)]
 
 

@@ -68,6 +68,9 @@ class TokenizerFiles:
                 str(self.folder), legacy=False, trust_remote_code=False, local_files_only=True
             )
         except (OSError, ValueError, KeyError) as error:
+            if not any(self.folder.glob("tokenizer*")):
+                names = "tokenizer.json, tokenizer.model or tokenizer_config.json"
+                raise UsageError(f"{self.folder} holds no tokenizer: it has no {names}.") from None
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UsageError(f"The tokenizer in {self.folder} cannot be loaded: {first}") from None
 

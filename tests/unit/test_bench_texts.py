@@ -1,0 +1,177 @@
+"""Texts of exactly N tokens, and how the tokens of text answers are counted and timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.described_models import described
+from tests.support.tiny_models import write_byte_tokenizer
+from trtserve.bench.answers import count_answers, token_arrivals, token_counts
+from trtserve.bench.load import Record
+from trtserve.bench.messages import TextResponse, text_tensors
+from trtserve.bench.texts import TextWriter
+from trtserve.bench.traffic import Limits, TrafficRequest, token_norm_dist
+from trtserve.errors import UsageError
+from trtserve.query.tokenizer import TokenizerFiles
+from trtserve.specs import BenchSpec
+
+DEMO = Path(__file__).parents[2] / "trtserve" / "demo"
+
+
+@pytest.fixture(scope="module")
+def byte_tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFiles:
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    return TokenizerFiles(folder)
+
+
+@pytest.fixture(scope="module")
+def demo() -> TokenizerFiles:
+    return TokenizerFiles(DEMO)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("kind", ["demo", "byte_tokens"])
+def test_texts_have_exactly_so_many_tokens(kind: str, special: bool, request: pytest.FixtureRequest) -> None:
+    files: TokenizerFiles = request.getfixturevalue(kind)
+    write = TextWriter(files, special=special, seed=1)
+    for length in (2, 3, 17, 200):
+        ids, text = write(length)
+        assert text is not None
+        assert len(ids) == length
+        assert ids.tolist() == files.encode(text, special=special)
+        assert (" " in text) == (kind == "demo") or length < 10
+
+
+def test_seed_decides_the_text(demo: TokenizerFiles) -> None:
+    first, again, other = (TextWriter(demo, special=True, seed=seed)(30)[1] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_length_that_no_text_has(byte_tokens: TokenizerFiles) -> None:
+    """<s> and a character are two tokens; the prompt is counted as what it is, and said."""
+    spec = BenchSpec(input_mean=1, input_stdev=0, num_requests=3)
+    traffic = token_norm_dist(spec, Limits(), write=TextWriter(byte_tokens, special=True, seed=0))
+    assert [len(request.token_ids) for request in traffic.requests] == [2, 2, 2]
+    assert traffic.notes[0].startswith("3 prompts do not have the drawn length")
+
+
+def test_lengths_are_those_of_the_core_model(byte_tokens: TokenizerFiles) -> None:
+    spec, limits = BenchSpec(input_mean=40, input_stdev=9), Limits(vocab_size=100, max_seq_len=60)
+    ids = token_norm_dist(spec, limits)
+    texts = token_norm_dist(spec, limits, write=TextWriter(byte_tokens, special=True, seed=0), end_id=-1)
+    sizes = [[(len(each.token_ids), each.output_len) for each in traffic.requests] for traffic in (ids, texts)]
+    assert sizes[0] == sizes[1]
+    assert (texts.clipped_outputs, texts.notes) == (ids.clipped_outputs, ())
+    assert {each.end_id for each in texts.requests} == {-1}
+
+
+def test_a_tokenizer_without_words_is_said(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    words = models.WordLevel(vocab={"<unk>": 0, "!": 1}, unk_token="<unk>")
+    Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}'
+    )
+    with pytest.raises(UsageError, match="no words"):
+        TextWriter(TokenizerFiles(tmp_path), special=True, seed=0)
+
+
+PIECES = ["", "What", " is machine", "", " learning", "?", ""]
+
+
+def test_every_token_belongs_to_the_piece_that_completes_it(demo: TokenizerFiles) -> None:
+    counts = token_counts(demo, PIECES)
+    assert sum(counts) == len(demo.encode("".join(PIECES), special=False))
+    assert [count > 0 for count in counts] == [bool(piece) for piece in PIECES]
+    assert token_counts(demo, ["", ""]) == [0, 0]
+
+
+def test_a_token_may_span_pieces(byte_tokens: TokenizerFiles) -> None:
+    assert token_counts(byte_tokens, ["ab", "", "c"]) == [2, 0, 1]
+
+
+class Slow(TokenizerFiles):
+    """A tokenizer that does not know which characters a token is made of."""
+
+    @property
+    def tokenizer(self) -> Any:
+        return type("Tokenizer", (), {"is_fast": False, "encode": super().tokenizer.encode})()
+
+
+def test_slow_tokenizers_count_as_fast_ones(demo: TokenizerFiles) -> None:
+    assert token_counts(Slow(DEMO), PIECES) == token_counts(demo, PIECES)
+
+
+def responses(*parts: tuple[str, int | None]) -> list[TextResponse]:
+    """Responses 1 ns after each other."""
+    return [TextResponse(time=time, text=text, tokens=tokens) for time, (text, tokens) in enumerate(parts, 1)]
+
+
+def test_tokens_arrive_when_their_text_does() -> None:
+    """Two bytes of a character come without text, the end token after the last text."""
+    found = token_arrivals(responses(("", 1), ("", 1), ("é", 1), ("a", 1), ("", 1)), [1, 1, 1, 1, 1])
+    assert found == [(3, 3), (4, 1), (5, 1)]
+    assert token_arrivals(responses(("", 0)), [0]) == []
+    assert token_arrivals([], []) == []
+
+
+def record(texts: list[TextResponse], *, streamed: bool = True) -> Record:
+    return Record(index=0, input_tokens=4, requested_tokens=3, status="completed", streamed=streamed, texts=texts)
+
+
+def counted(each: Record, files: TokenizerFiles, *, release: str = "1.2", accumulate: str = "") -> Any:
+    """Count one answer to the prompt "abc"."""
+    model = described("ensemble", release=release, accumulate_tokens=accumulate)
+    request = TrafficRequest(token_ids=files.tokenizer("abc", return_tensors="np")["input_ids"][0], output_len=3)
+    return count_answers([each], [TrafficRequest(**{**vars(request), "text": "abc"})], model, files)
+
+
+def test_the_servers_count_wins(byte_tokens: TokenizerFiles) -> None:
+    each = record(responses(("x", 1), ("", 1), ("y", 2)))
+    result = counted(each, byte_tokens)
+    assert (result.by, result.by_server, result.by_tokenizer) == ("server", 4, 2)
+    assert each.arrivals == [(1, 1), (3, 3)]
+    assert "finds 2 tokens" in result.notes(byte_tokens)[1]
+
+
+def test_the_tokenizer_counts_where_the_server_does_not(byte_tokens: TokenizerFiles) -> None:
+    each = record(responses(("xy", None), ("z", None)))
+    result = counted(each, byte_tokens)
+    assert (result.by, result.by_server, result.by_tokenizer) == ("tokenizer", None, 3)
+    assert each.arrivals == [(1, 2), (2, 1)]
+    assert str(byte_tokens.folder) in result.notes(byte_tokens)[0]
+
+
+def test_a_prompt_in_the_answer_is_not_counted(byte_tokens: TokenizerFiles) -> None:
+    """Releases before 0.16 repeat it in a whole answer, and in no stream."""
+    whole = record(responses(("abcxy", None)), streamed=False)
+    assert counted(whole, byte_tokens, release="0.12").by_tokenizer == 2
+    streamed = record(responses(("abcxy", None)))
+    assert counted(streamed, byte_tokens, release="0.12").by_tokenizer == 5
+
+
+def test_accumulated_text_is_counted_once(byte_tokens: TokenizerFiles) -> None:
+    each = record(responses(("x", None), ("xyz", None)))
+    assert counted(each, byte_tokens, accumulate="true").by_tokenizer == 3
+    assert each.arrivals == [(1, 1), (2, 2)]
+
+
+def test_another_tokenizer_than_the_servers_is_said(byte_tokens: TokenizerFiles) -> None:
+    each = record([TextResponse(time=1, text="x", tokens=1, prompt_tokens=9)])
+    assert any("not the server's tokenizer" in note for note in counted(each, byte_tokens).notes(byte_tokens))
+
+
+@pytest.mark.parametrize(
+    ("release", "excludes", "counts"), [("0.12", False, False), ("0.16", True, False), ("1.2", True, True)]
+)
+def test_inputs_of_a_text_model(release: str, excludes: bool, counts: bool, byte_tokens: TokenizerFiles) -> None:
+    ids, text = TextWriter(byte_tokens, special=True, seed=0)(8)
+    request = TrafficRequest(token_ids=ids, output_len=5, text=text, end_id=-1)
+    sent = {tensor.name: tensor.flat() for tensor in text_tensors(described("ensemble", release=release), request)}
+    assert (sent["text_input"], sent["max_tokens"], sent["end_id"]) == ([text], [5], [-1])
+    assert ("exclude_input_in_output" in sent, "return_num_output_tokens" in sent) == (excludes, counts)
