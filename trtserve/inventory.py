@@ -24,7 +24,7 @@ from trtserve.artifacts import (
 )
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.runtimes.base import weights_precision
-from trtserve.servers import Server, list_servers
+from trtserve.servers import Server, list_servers, recorded_servers
 from trtserve.store import NameRecord, Store, locked, writing
 
 _KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository, Adapter)
@@ -88,7 +88,7 @@ def plan_removal(names: Collection[str], *, everything: bool = False, store: Sto
     wanted = {path for name in chosen for path in by_name.get(name, [])}
     wanted |= {path for name in chosen if name in known for path in _artifacts_of(known[name])}
     going = {path for path in wanted - others if path.is_relative_to(store.root) and path.is_dir()}
-    going |= set(_unfinished(store)) if everything else set()
+    going |= {*_unfinished(store), *_of_servers(store)} if everything else set()
     _require_unused(going, list_servers(store))
     return Removal(
         names=tuple(chosen),
@@ -158,6 +158,15 @@ def _unfinished(store: Store) -> Iterator[Path]:
     yield from (path for path in (store.root / "downloads").glob("*") if path.is_dir())
     for kind in _KINDS:
         yield from (path for path in store.folder(kind).glob("*") if path.is_dir() and not (path / MANIFEST).exists())
+
+
+def _of_servers(store: Store) -> Iterator[Path]:
+    """What servers made beside their repositories, once none is recorded: logs, Triton's backends, what `doctor` found.
+
+    How fast this machine is (rates.json) was measured and stays.
+    """
+    if not recorded_servers(store):
+        yield from (path for path in (store.servers, store.root / "backends", store.root / "doctor") if path.is_dir())
 
 
 def _recorded_entry(record: NameRecord, folders: list[Path], servers: list[Server]) -> Entry:

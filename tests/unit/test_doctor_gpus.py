@@ -330,6 +330,9 @@ def test_installed_version() -> None:
     missing = tensorrt_llm.check_installed(None, version("0.17.0"))
     assert missing.state == "failed"
     assert "tritonserver:25.02-trtllm-python-py3" in missing.fix
+    newer = tensorrt_llm.check_installed(None, version("1.3.0"), suited="26.02")
+    assert "Install the wheel of that release" in newer.fix
+    assert "26.07, has 1.2" in newer.fix
     suited = tensorrt_llm.check_installed(None, None, suited="26.02")
     assert suited.fix.startswith("Use NVIDIA's container: `--container 26.02`")
 

@@ -161,6 +161,21 @@ def test_everything_includes_unfinished_work() -> None:
     assert disk_usage([Store().root / "downloads", Store().folder(Engine)]) == 0
 
 
+def test_everything_includes_what_servers_left_once_none_is_recorded() -> None:
+    store = Store()
+    left = {store.servers, store.root / "backends", store.root / "doctor"}
+    for folder in left:
+        (folder / "below").mkdir(parents=True)
+    _serving("running", Path("elsewhere"))
+    assert not left & set(plan_removal((), everything=True).folders)
+    (store.servers / "running.json").unlink()
+    assert not left & set(plan_removal([]).folders)
+    removal = plan_removal((), everything=True)
+    assert left <= set(removal.folders)
+    remove(removal)
+    assert not any(folder.exists() for folder in left)
+
+
 def test_hard_links_count_once_and_free_only_with_the_last(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -79,10 +79,10 @@ def test_what_stands_behind_a_label_goes_on_under_it(
 ) -> None:
     _narrow(monkeypatch)
     path, command = f"/{'x' * 90}", f"command   trtllm-build {'--flag ' * 20}"
-    output.print_block(f"per GPU     {'seven ' * 15}\nto        {path}\n{command}")
+    output.print_block(f"per GPU     {'seven ' * 10}123456 MiB {'seven ' * 5}\nto        {path}\n{command}")
     assert capsys.readouterr().out.splitlines() == [
-        "per GPU    " + " seven" * 11,
-        " " * 11 + " seven" * 4,
+        "per GPU    " + " seven" * 10,
+        " " * 12 + "123456 MiB" + " seven" * 5,
         f"to        {path}",
         command,
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
+from trtserve.cli.query_output import as_json
 from trtserve.errors import AnswerMismatchError, RequestError, UsageError
 from trtserve.query.answer import Answer
 from trtserve.query.checking import Expectation, expectation
@@ -67,6 +69,15 @@ def test_streamed_pieces_join() -> None:
     got = read([reply(" a"), reply(" b"), reply("")], stream=True, pieces=pieces)
     assert (got.text, pieces, got.responses, got.streamed) == ("a b", ["a", " b"], 3, True)
     assert got.time_to_first_token is not None
+
+
+def test_json_counts_milliseconds() -> None:
+    got = replace(read([reply("a")]), latency=0.25, time_to_first_token=0.125, output_tokens=2)
+    described = as_json(got, {})
+    assert (described["latency_ms"], described["time_to_first_token_ms"]) == (250, 125)
+    assert described["tokens_per_second"] == 8
+    assert not {"latency", "time_to_first_token"} & described.keys()
+    assert as_json(read([reply("a")]), {})["time_to_first_token_ms"] is None
 
 
 def test_accumulating_model_repeats_its_text() -> None:

@@ -23,6 +23,9 @@ ENVELOPE_VERSION = 1
 _LABEL = len("error: ")
 _LONG_WORD = 24
 _LEAST_ROOM = 20
+# A size is one word.
+_SIZE = re.compile(r"(?<=\d) (?=[KMGT]i?B\b)")
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 # A short label, two blanks or more, a text; and the label whose text is a command.
 _LABELLED = re.compile(r"\S(?: ?\S){0,14} {2,}(?=\S)")
 _COPIED = "command "
@@ -63,14 +66,7 @@ def _fold(line: str, width: int, hang: int) -> list[str]:
     label = _LABELLED.match(line)
     before = label[0] if label else line[: len(line) - len(line.lstrip())]
     under = len(before) if label else len(before) + hang
-    return textwrap.wrap(
-        line[len(before) :],
-        max(under + _LEAST_ROOM, width),
-        initial_indent=before,
-        subsequent_indent=" " * under,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return wrapped(line[len(before) :], max(under + _LEAST_ROOM, width), first=before, rest=" " * under)
 
 
 def print_json(command: str, result: object) -> None:
@@ -186,9 +182,17 @@ def _say_labelled(label: str, style: str, text: str) -> None:
     console.print(Text.assemble((label.ljust(_LABEL), style), text))
 
 
-def wrapped(line: str, width: int) -> list[str]:
-    """A line broken between words, of which none is cut."""
-    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
+def wrapped(line: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
+    """A line broken between words, of which none is cut; its parts begin with `first` and with `rest`."""
+    parts = textwrap.wrap(
+        _SIZE.sub(_NO_BREAK, line),
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [part.replace(_NO_BREAK, " ") for part in parts] or [first]
 
 
 class TerminalProgress:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Outputs of so many values are shown; larger ones are shapes, and files where a folder is given.
 _SHOWN = 16
+# Of an answer, what JSON has in another form or, as `bench` does, in milliseconds.
+_OTHERWISE = ("outputs", "sequences", "latency", "time_to_first_token")
 
 
 @dataclass(kw_only=True)
@@ -83,7 +85,8 @@ class Sink:
 
 def as_json(generation: Generation, files: dict[tuple[str, int, int], Path]) -> dict[str, Any]:
     """Everything of an answer; large arrays as type, shape and file."""
-    content = {name: value for name, value in vars(generation).items() if name not in ("outputs", "sequences")}
+    content = {name: value for name, value in vars(generation).items() if name not in _OTHERWISE}
+    first = generation.time_to_first_token
     outputs = [
         {"name": name, "prompt": prompt, "sequence": sequence} | _array_json(array, files.get((name, prompt, sequence)))
         for (name, prompt, sequence), array in generation.outputs.items()
@@ -91,6 +94,8 @@ def as_json(generation: Generation, files: dict[tuple[str, int, int], Path]) -> 
     return {
         "text": generation.text,
         **content,
+        "latency_ms": generation.latency * 1000,
+        "time_to_first_token_ms": None if first is None else first * 1000,
         "tokens_per_second": generation.tokens_per_second,
         "sequences": [asdict(sequence) for sequence in generation.sequences],
         "outputs": outputs,

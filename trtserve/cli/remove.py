@@ -15,7 +15,10 @@ from trtserve.errors import UsageError
 def remove(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names as `trtserve list` shows.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Everything in the store, unfinished pulls included.")
+        bool,
+        typer.Option(
+            "--all", help="Everything in the store, unfinished pulls included, and when no server runs their logs too."
+        ),
     ] = False,
     dry_run: DryRunOption = False,
     json: JsonOption = False,

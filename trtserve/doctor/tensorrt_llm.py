@@ -24,13 +24,17 @@ def check_installed(here: Installed | None, asked: Installed | None, *, suited: 
     `suited` is the tag of the container that the driver runs best.
     """
     if here is None:
+        newer = asked is not None and not has_engine_path(asked.release)
         best = container(suited) if suited and not asked else _container(asked.release if asked else NEWEST)
         return Finding(
             group="tensorrt_llm",
             name="TensorRT-LLM",
             state="failed",
             evidence="not installed, neither beside trtllm-build on PATH nor in this Python",
-            fix=f"Use NVIDIA's container: `--container {best.tag}` of the stages, or "
+            fix="Install the wheel of that release, or use its container: `--container IMAGE`. "
+            f"The newest in the table, {best.tag}, has {best.tensorrt_llm}."
+            if newer
+            else f"Use NVIDIA's container: `--container {best.tag}` of the stages, or "
             f"docker run --gpus all -it {best.image}",
             needed_by=GPU,
         )

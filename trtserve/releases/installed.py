@@ -86,7 +86,8 @@ ENGINE_REMOVED = (
     f"Triton were removed after {NEWEST}."
 )
 ENGINE_REMOVED_HINT = (
-    f"Serve the model with `--runtime llmapi`, or use TensorRT-LLM {NEWEST} (container {CONTAINERS[-1].tag})."
+    "Serve the model without one (`trtserve import MODEL --runtime llmapi`), or use "
+    f"TensorRT-LLM {NEWEST} (container {CONTAINERS[-1].tag})."
 )
 
 
