@@ -151,6 +151,29 @@ def test_several_nodes_are_a_leader_worker_set(tmp_path: Path) -> None:
     assert "startupProbe" in template["leaderTemplate"]["spec"]["containers"][0]
 
 
+def orchestrated(tmp_path: Path) -> ModelRepository:
+    write_engine_folder(tmp_path / "repository" / "engine", tp=4)
+    devices = {"gpu_device_ids": "0,1,2,3", "participant_ids": "1,2,3,4"}
+    path = write_core_model(tmp_path / "repository", "tensorrt_llm", "engine", **devices)
+    return ModelRepository(path=path)
+
+
+def test_an_orchestrator_is_one_rank_more_on_the_first_node(tmp_path: Path) -> None:
+    spec = ServerSpec(multi_model=True, spawn_processes=False)
+    found = documents(planned(orchestrated(tmp_path), spec, nodes=2, ssh_secret="keys"))
+    script = found["ConfigMap"]["data"]["leader.sh"]
+    hosts = [line.split('"')[1] for line in script.splitlines() if "--host" in line]
+    assert hosts == ["${hosts[0]}:3"] * 3 + ["${hosts[1]}:3"] * 2
+    leader = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"][0]
+    assert leader["resources"]["limits"] == {"nvidia.com/gpu": 2}
+
+
+def test_an_orchestrator_that_spawns_is_on_one_node(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="this server is one process") as caught:
+        planned(orchestrated(tmp_path), ServerSpec(multi_model=True), nodes=2, ssh_secret="keys")
+    assert "--disable-spawn-processes" in str(caught.value.hint)
+
+
 def test_the_scripts_pass_shellcheck(tmp_path: Path) -> None:
     scripts = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys"))["ConfigMap"]["data"]
     for name, text in scripts.items():

@@ -81,6 +81,15 @@ def test_the_scripts_pass_shellcheck_and_slurms_parsers(tmp_path: Path) -> None:
     }
 
 
+def test_an_orchestrator_needs_no_gpu_of_its_own(tmp_path: Path) -> None:
+    repository = repository_of(tmp_path, gpu_device_ids="0,1,2,3", participant_ids="1,2,3,4")
+    spec = ServerSpec(container=TAG, host="0.0.0.0", multi_model=True, spawn_processes=False)
+    job = plan_job(repository, spec, SlurmSpec(), tmp_path / "job")
+    assert script_options(job.files["server.sbatch"])[-1] == "--ntasks-per-node=5"
+    assert 'if [ "${gpus}" -lt 4 ]' in job.files["node.sh"]
+    assert "export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0" in job.files["task.sh"]
+
+
 @pytest.mark.parametrize(("container", "version"), [("24.08", "0.12.0"), ("25.04", "0.18.2"), ("26.07", "1.2.1")])
 def test_every_task_has_the_arguments_that_mpirun_would_give_it(container: str, version: str, tmp_path: Path) -> None:
     engine = write_engine_folder(tmp_path / "engine", tp=3, container=container)

@@ -77,10 +77,11 @@ def worker_script(ssh: str) -> str:
 
 
 def leader_script(launch: Launch, each: int, ssh: str) -> str:
-    """What the leader's pod runs: `each` ranks on every node, rank 0 here."""
+    """What the leader's pod runs: `each` ranks on every node, rank 0 here; an orchestrator is one more here."""
     exported = "".join(f"-x {name} " for name in launch.environment)
+    more = 1 if launch.mode == "orchestrator" else 0
     ranks = [
-        f'    -n 1 --host "${{hosts[{rank // each}]}}:{each}" {exported}{shlex.join(group)} :'
+        f'    -n 1 --host "${{hosts[{max(0, rank - more) // each}]}}:{each + more}" {exported}{shlex.join(group)} :'
         for rank, group in enumerate(launch.groups)
     ]
     return _LEADER.format(keys=_KEYS.format(ssh=ssh), port=SSH_PORT, sshd=_SSHD, wait=_WAIT, ranks=" \\\n".join(ranks))

@@ -104,9 +104,11 @@ def compose_job(
     name: str,
     folder: Path,
     image: Image | None = None,
+    without_gpu: int = 0,
 ) -> Job:
     """The scripts of a server whose ranks have the command lines `groups`, composed with SHM_PLACEHOLDER as prefix.
 
+    `without_gpu` ranks need none: an orchestrator whose workers are other ranks.
     UsageError for a folder that Slurm cannot have in its options.
     """
     folder = folder.absolute()
@@ -117,7 +119,7 @@ def compose_job(
     each = tasks_per_node(spec, len(groups))
     files = {
         JOB: _job_script(setup, spec, each, name=name, folder=folder, logs=logs, image=image),
-        NODE: _node_script(setup, each, name),
+        NODE: _node_script(setup, each - without_gpu, name),
         TASK: _task_script(setup, groups, environment, name),
     }
     return Job(folder=folder, logs=logs, files=files)

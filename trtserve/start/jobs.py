@@ -21,7 +21,7 @@ from trtserve.specs import ServerSpec
 from trtserve.start.checks import require_release
 from trtserve.start.mentions import named_paths
 from trtserve.start.plan import EMBEDDED, gpu_triton, server_name, server_setup
-from trtserve.start.world import pool_of, ranks_of, require_engine_mode, require_world_size
+from trtserve.start.world import pool_of, require_engine_mode, require_world_size
 from trtserve.store import writing
 from trtserve.triton.preflight import Served, inspect_repository, require_loadable
 from trtserve.triton.server import CONTAINER_TRITON, Address, Triton
@@ -70,7 +70,16 @@ def plan_job(
         image = Image(name=image_of(spec.container), mounts=_outer(with_targets((repository.path, *outside, folder))))
     if spec.host.startswith("127.") or spec.host == "localhost":
         progress.warn(f"The server will listen on {spec.host} of its node only: --host 0.0.0.0 lets others ask it.")
-    return compose_job(setup, groups, launch.environment, slurm, name=name, folder=folder, image=image)
+    return compose_job(
+        setup,
+        groups,
+        launch.environment,
+        slurm,
+        name=name,
+        folder=folder,
+        image=image,
+        without_gpu=1 if spec.multi_model else 0,
+    )
 
 
 def write_job(job: Job) -> None:
@@ -101,7 +110,14 @@ def plan_manifest(
     place = _place(repository.path, wishes)
     setup = replace(probe, repository=place)
     launch = _launch(setup, served, spec)
-    gpus = ranks_of(served, spec) if not spec.multi_model else _claimed(served)
+    gpus = _claimed(served) if launch.ranks == 1 or spec.multi_model else launch.ranks
+    if wishes.nodes > 1 and launch.ranks == 1:
+        raise UsageError(
+            f"--nodes is {wishes.nodes}; this server is one process, with its workers on its own node.",
+            hint="Orchestrators: --disable-spawn-processes, with participant_ids. Several LLMs: one server for each."
+            if spec.multi_model or served.runtime == "llmapi"
+            else "Build the engine for more ranks: tensor × pipeline parallel.",
+        )
     objects = compose_objects(setup, launch, wishes, name=name, gpus=gpus)
     return Manifest(objects=objects, notes=(f"Image: {image}", f"Repository in the volume {wishes.claim}: {place}"))
 
