@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.quantised_models import write_quantised_model
+from tests.support.quantised_models import EXPERT_SIZES, ROUTERS, QuantisedModel, write_quantised_model
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
 from trtserve.convert import convert_model
@@ -35,6 +35,35 @@ NEW_TOKENS = 12
 )
 def test_greedy_tokens_equal_transformers(scheme: str, spec: ConvertSpec, tmp_path: Path) -> None:
     model = write_quantised_model(tmp_path, scheme, gain=1.0)
+    require_equal_tokens(model, spec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "spec"),
+    [
+        ("mixtral", "awq", ConvertSpec(tp_size=4, moe_ep_size=2, gpu_sm=90)),
+        ("qwen2_moe", "gptq_asym", ConvertSpec(tp_size=2, moe_ep_size=2)),
+        ("qwen3_moe", "fp8", ConvertSpec(tp_size=2)),
+    ],
+)
+def test_quantised_experts(family: str, scheme: str, spec: ConvertSpec, tmp_path: Path) -> None:
+    require_equal_tokens(write_quantised_model(tmp_path, scheme, family, gain=1.0, **EXPERT_SIZES), spec, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "kept", "spec"),
+    [
+        ("llama", "awq", "down_proj", ConvertSpec(pp_size=2)),
+        ("llama", "fp8", r"layers\.0\.self_attn|layers\.1\.mlp", ConvertSpec(tp_size=2)),
+        ("mixtral", "gptq", f"{ROUTERS}|experts", ConvertSpec()),
+    ],
+)
+def test_models_quantised_in_part(family: str, scheme: str, kept: str, spec: ConvertSpec, tmp_path: Path) -> None:
+    model = write_quantised_model(tmp_path, scheme, family, gain=1.0, kept=kept, head_dim=64)
+    require_equal_tokens(model, spec, tmp_path)
+
+
+def require_equal_tokens(model: QuantisedModel, spec: ConvertSpec, tmp_path: Path) -> None:
     checkpoint = convert_model(Model(path=model.folder), spec, out=tmp_path / "checkpoint")
     limits = BuildSpec(max_batch_size=4, max_seq_len=128, kv_precision="f32", runtime="openvino")
     engine = build_engine(checkpoint, limits, out=tmp_path / "engine")

@@ -7,6 +7,7 @@ Packing: AutoAWQ's README and `WQLinear_GEMM` (eight outputs in a number, lowest
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,13 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 512,
     "num_hidden_layers": 2,
 }
+EXPERT_SIZES: dict[str, Any] = {
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 512,
+    "head_dim": 64,
+}
+# Routers and the gates of shared experts, which no tool quantises.
+ROUTERS = r"gate\.weight$"
 GROUP = 64
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 _CODES = {"float16": "F16", "float32": "F32", "int32": "I32", "float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16"}
@@ -67,16 +75,19 @@ class QuantisedModel:
 
 
 def write_quantised_model(
-    folder: Path, scheme: str, family: str = "llama", *, gain: float = 2.0, **overrides: Any
+    folder: Path, scheme: str, family: str = "llama", *, gain: float = 2.0, kept: str = ROUTERS, **overrides: Any
 ) -> QuantisedModel:
-    """Quantise a random model of `family` by one of `SCHEMES`: groups rounded to nearest."""
+    """Quantise a random model of `family` by one of `SCHEMES`: groups rounded to nearest.
+
+    Tensors whose names have the pattern `kept` stay floats.
+    """
     original = write_tiny_model(folder / "original", family, dtype="float16", gain=gain, **(SIZES | overrides))
     config = json.loads((original / "config.json").read_text())
     stored: dict[str, Array] = {}
     weights: dict[str, Array] = {}
     for name, tensor in read_safetensors(original / "model.safetensors").items():
         stem = name.removesuffix(".weight")
-        if ".layers." not in name or tensor.ndim != 2:
+        if ".layers." not in name or tensor.ndim != 2 or re.search(kept, name):
             stored[name], weights[name] = tensor, tensor.astype(np.float32)
             continue
         parts, weights[name] = _quantise(scheme, tensor.astype(np.float32))

@@ -14,7 +14,6 @@ from trtserve.architectures.quantized import (
     AWQ,
     FP8,
     GPTQ,
-    Fp8Weight,
     Int4Weight,
     quant_algo,
     unpack_fp8,
@@ -185,7 +184,8 @@ class CheckpointReader:
             # TensorRT-LLM's loader takes the embedding for an absent output head (tied embeddings).
             return self.merged(_EMBEDDING)
         if (kind := self.kind(name)) != "float":
-            return (self.int4(name) if kind == "int4" else self.fp8(name)).dequantized()
+            floats = self.int4(name).dequantized() if kind == "int4" else self._fp8(target)
+            return floats.reshape(target.shape)
         first = self._file(target, 0)
         local = self._local_name(target, first)
         if self.tp_size == 1 or target.split == "replicated":
@@ -197,7 +197,7 @@ class CheckpointReader:
         return whole.reshape(target.shape)
 
     def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
-        """What a tensor holds: numbers, or codes that `int4` and `fp8` explain."""
+        """What a tensor holds: numbers, codes that `int4` explains, or FP8 numbers."""
         algorithm = quant_algo(self.config)
         if algorithm not in (GPTQ, AWQ, FP8) or not name.endswith(".weight"):
             return "float"
@@ -206,13 +206,13 @@ class CheckpointReader:
         return ("fp8" if algorithm == FP8 else "int4") if self._holds(scales) else "float"
 
     def int4(self, name: str) -> Int4Weight:
-        """A matrix of 4-bit codes of the whole model."""
+        """A matrix of 4-bit codes of the whole model; those of experts as one [experts · out, in]."""
         target = self._targets[name]
         shards = [unpack_int4(*self._shard(target, rank), self.config) for rank in range(self.tp_size)]
         groups = shards[0].group_size
         zeros = None
         if any(part.zero_points is not None for part in shards):
-            zeros = self._merge(target, [_zero_points(part) for part in shards], groups)
+            zeros = self._merge(target, [part.all_zero_points() for part in shards], groups)
         inputs = [part.input_scales for part in shards if part.input_scales is not None]
         return Int4Weight(
             codes=self._merge(target, [part.codes for part in shards]),
@@ -222,13 +222,12 @@ class CheckpointReader:
             input_scales=_joined(inputs, target) if inputs else None,
         )
 
-    def fp8(self, name: str) -> Fp8Weight:
+    def _fp8(self, target: Target) -> npt.NDArray[np.float32]:
         """A matrix of FP8 numbers of the whole model; CorruptFileError when ranks have different scales."""
-        target = self._targets[name]
         shards = [unpack_fp8(*self._shard(target, rank)) for rank in range(self.tp_size)]
-        if len({part.scale for part in shards}) > 1:
-            raise CorruptFileError(f"{name} has other scales on other ranks.", hint="Convert the model again.")
-        return replace(shards[0], codes=self._merge(target, [part.codes for part in shards]))
+        if len(target.shape) == 2 and len({float(part.scales[0, 0]) for part in shards}) > 1:
+            raise CorruptFileError(f"{target.name} has other scales on other ranks.", hint="Convert the model again.")
+        return self._merge(target, [part.dequantized() for part in shards])
 
     def _shard(self, target: Target, tp_rank: int) -> tuple[dict[str, npt.NDArray[Any]], str]:
         """All tensors of a matrix on one rank, and the name that they have in common."""
@@ -241,12 +240,14 @@ class CheckpointReader:
         """A matrix [out, in / group] of the whole model from those of its ranks."""
         import numpy as np
 
-        rows, columns = target.shape
+        rows, columns = matrix(target.shape)
         whole = np.empty((rows, columns // group), dtype=shards[0].dtype)
         for tp_rank, values in enumerate(shards):
             part, row = shard(target, self.tp_size, tp_rank, self._ep_size), 0
-            if values.shape != (part.shape[0], part.shape[1] // group):
+            held, width = matrix(part.shape)
+            if matrix(values.shape) != (held, width // group):
                 raise CorruptFileError(f"{target.name} of rank {tp_rank} is {list(values.shape)} as [out, in].")
+            values = values.reshape(held, -1)  # noqa: PLW2901
             for piece in part.pieces:
                 low, high = piece.first_column // group, (piece.first_column + piece.columns) // group
                 whole[piece.first_row : piece.first_row + piece.rows, low:high] = values[row : row + piece.rows]
@@ -280,12 +281,6 @@ class CheckpointReader:
         if rank not in self._files:
             self._files[rank] = _rank_file(self.folder, rank, self.tp_size * self.pp_size)
         return self._files[rank]
-
-
-def _zero_points(part: Int4Weight) -> npt.NDArray[np.uint8]:
-    import numpy as np
-
-    return part.zero_points if part.zero_points is not None else np.full(part.scales.shape, 8, dtype=np.uint8)
 
 
 def _joined(inputs: Sequence[npt.NDArray[np.float32]], target: Target) -> npt.NDArray[np.float32]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _ROWS, _TILE = 32, 64
 _INTERLEAVED = 4
 HOPPER = 90
+EXPERTS_GPU_SM = 80
+"""The matrices of experts have the order of Ampere on every GPU."""
 _OLDEST = 75
 
 

@@ -51,8 +51,8 @@ class Packed(Protocol):
     def write(self, placement: Placement, files: RankFiles) -> None:
         """Write its tensors into the files of all ranks that hold a part of it."""
 
-    def shapes(self, tp_size: int, tp_rank: int, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Names (of the whole model), shapes and types of the tensors that a rank holds of it."""
+    def shapes(self, held: tuple[int, ...], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Names (of the whole model), shapes and types of the tensors of a rank that holds this shape of floats."""
 
 
 class Placement:
@@ -105,7 +105,7 @@ class Placement:
             name_in_stage(replace(work.target, name=name), self._stages): shape
             for work in packed
             if stage_of(work.target, self._stages) == stage
-            for name, shape in work.shapes(self._tp_size, tp_rank, self.dtype).items()
+            for name, shape in work.shapes(self.shard(work.target, tp_rank).shape, self.dtype).items()
         }
 
     def shard(self, target: Target, tp_rank: int) -> Shard:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve.architectures.base import Factor, Target
 from trtserve.architectures.placement import Placement, refuse_weights
-from trtserve.architectures.sharding import Piece, shard
+from trtserve.architectures.sharding import Piece
 from trtserve.architectures.source import SourceTensor
 from trtserve.architectures.streaming import RankFiles, write_at
 from trtserve.architectures.tensor_files import CODES, numpy_dtype, read_into
@@ -50,9 +50,9 @@ class Product:
         """Bytes of memory at most: the factor in two types, and a block of rows and of the product in three."""
         return 4 * self.factor.entry.size + 6 * _BLOCK_BYTES
 
-    def shapes(self, tp_size: int, tp_rank: int, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Name, shape and type of the tensor that a rank holds."""
-        return {self.target.name: (shard(self.target, tp_size, tp_rank).shape, dtype)}
+    def shapes(self, held: tuple[int, ...], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name, shape and type of the tensor of a rank."""
+        return {self.target.name: (held, dtype)}
 
     def write(self, placement: Placement, files: RankFiles) -> None:
         """Write the product into the files of all ranks that hold a part of it."""

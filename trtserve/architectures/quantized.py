@@ -6,13 +6,14 @@ Source of the layouts: convert-and-build, "Quantised tensors", and TensorRT-LLM'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trtserve.architectures.base import CheckpointConfig
-from trtserve.architectures.kernel_layout import from_kernel, nibbles
-from trtserve.errors import CorruptFileError
+from trtserve.architectures.base import CheckpointConfig, Target
+from trtserve.architectures.kernel_layout import EXPERTS_GPU_SM, from_kernel, nibbles
+from trtserve.errors import CorruptFileError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +43,12 @@ class Int4Weight:
     group_size: int
     input_scales: npt.NDArray[np.float32] | None = None
 
+    def all_zero_points(self) -> npt.NDArray[np.uint8]:
+        """Zero points u8[out, in / group_size], also where all are 8."""
+        import numpy as np
+
+        return np.full(self.scales.shape, _ZERO, dtype=np.uint8) if self.zero_points is None else self.zero_points
+
     def dequantized(self) -> npt.NDArray[np.float32]:
         """The weights f32[out, in], `input_scales` included."""
         import numpy as np
@@ -54,22 +61,23 @@ class Int4Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Weight:
-    """A matrix [out, in] of FP8 numbers (e4m3): weight = codes × scale.
+    """A matrix [out, in], or those of experts [experts, out, in], of FP8 numbers (e4m3): weight = codes × scales.
 
-    `codes` u8[out, in] are the bits of the numbers. `input_scale` is the step of the 8-bit activations.
+    `codes` are the bits of the numbers; `scales` f32[1, 1], or f32[experts, 1, 1]. `input_scale` is the step of the
+    8-bit activations.
     """
 
     codes: npt.NDArray[np.uint8]
-    scale: float
+    scales: npt.NDArray[np.float32]
     input_scale: float | None = None
 
     def dequantized(self) -> npt.NDArray[np.float32]:
-        """The weights f32[out, in]."""
+        """The weights f32, in the shape of the codes."""
         import ml_dtypes
         import numpy as np
 
         whole: npt.NDArray[np.float32] = self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        return whole * np.float32(self.scale)
+        return whole * self.scales
 
 
 def group_size(inputs: int) -> int:
@@ -83,6 +91,18 @@ def quant_algo(config: CheckpointConfig) -> str | None:
     return None if name in (None, "NO_QUANT") else str(name)
 
 
+def module_of(target: Target) -> str:
+    """TensorRT-LLM's name of the module that a matrix belongs to; all experts of a layer are one module."""
+    module = target.name.removesuffix(".weight")
+    return module.rpartition(".")[0] if len(target.shape) > 2 else module
+
+
+def is_excluded(config: CheckpointConfig, target: Target) -> bool:
+    """Whether a checkpoint that is quantised keeps this matrix as floats (`exclude_modules`)."""
+    patterns = (config.get("quantization") or {}).get("exclude_modules") or ()
+    return any(fnmatch.fnmatchcase(module_of(target), pattern) for pattern in patterns)
+
+
 def gpu_sm(config: CheckpointConfig) -> int:
     """Compute capability (× 10) of the GPU for which 4-bit weights of a checkpoint are in order."""
     return int((config.get("trtserve") or {}).get("gpu_sm", _DEFAULT_GPU_SM))
@@ -91,30 +111,58 @@ def gpu_sm(config: CheckpointConfig) -> int:
 def unpack_int4(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, config: CheckpointConfig) -> Int4Weight:
     """The matrix `prefix` (`transformer.layers.0.attention.qkv`) of one rank, from this rank's `tensors`.
 
-    CorruptFileError when a tensor is absent or sizes do not agree.
+    The matrices of experts become one [experts · out, in]. CorruptFileError when a tensor is absent or sizes do not
+    agree, UnsupportedModelError for ModelOpt's experts.
     """
     weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
     scales = _tensor(tensors, f"{prefix}.weights_scaling_factor")
     if quant_algo(config) == AWQ:
+        if weight.ndim > 2:
+            raise UnsupportedModelError(
+                f"{prefix} holds experts that ModelOpt quantised ({AWQ}): their layout is not known here."
+            )
         return _modelopt(tensors, prefix, weight, scales)
-    return _gptq(tensors, prefix, weight, scales, gpu_sm(config))
+    zeros = _tensor(tensors, f"{prefix}.zero")
+    if weight.ndim == 2:
+        return _gptq(prefix, weight, scales, zeros, gpu_sm(config))
+    sm = EXPERTS_GPU_SM
+    return _stacked([_gptq(prefix, *parts, sm) for parts in zip(weight, scales, zeros, strict=True)])
 
 
 def unpack_fp8(tensors: Mapping[str, npt.NDArray[Any]], prefix: str) -> Fp8Weight:
     """The FP8 matrix `prefix` of one rank, from this rank's `tensors`; CorruptFileError when one is absent."""
+    import numpy as np
+
     weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
-    scale, activations = (
-        float(_tensor(tensors, f"{prefix}.{name}").reshape(-1)[0])
-        for name in ("weights_scaling_factor", "activation_scaling_factor")
+    scales = _tensor(tensors, f"{prefix}.weights_scaling_factor").astype(np.float32)
+    activations = float(_tensor(tensors, f"{prefix}.activation_scaling_factor").reshape(-1)[0])
+    return Fp8Weight(
+        codes=weight,
+        scales=scales.reshape(*weight.shape[:-2], 1, 1) if scales.size > 1 else scales.reshape(1, 1),
+        input_scale=activations,
     )
-    return Fp8Weight(codes=weight, scale=scale, input_scale=activations)
+
+
+def _stacked(experts: Sequence[Int4Weight]) -> Int4Weight:
+    """The matrices of experts below each other."""
+    import numpy as np
+
+    zeros = None
+    if any(expert.zero_points is not None for expert in experts):
+        zeros = np.concatenate([expert.all_zero_points() for expert in experts])
+    return Int4Weight(
+        codes=np.concatenate([expert.codes for expert in experts]),
+        scales=np.concatenate([expert.scales for expert in experts]),
+        zero_points=zeros,
+        group_size=experts[0].group_size,
+    )
 
 
 def _gptq(
-    tensors: Mapping[str, npt.NDArray[Any]],
     prefix: str,
     weight: npt.NDArray[np.uint8],
     scales: npt.NDArray[Any],
+    zeros: npt.NDArray[Any],
     sm: int,
 ) -> Int4Weight:
     """Codes in the kernels' order; `zero` is (8 − zero point) × scale."""
@@ -122,8 +170,8 @@ def _gptq(
 
     codes = from_kernel(weight, sm)
     wide = np.ascontiguousarray(scales.T.astype(np.float32))
-    zeros = _tensor(tensors, f"{prefix}.zero").T.astype(np.float32)
-    steps = np.divide(zeros, wide, out=np.zeros_like(wide), where=wide != 0)
+    products = zeros.T.astype(np.float32)
+    steps = np.divide(products, wide, out=np.zeros_like(wide), where=wide != 0)
     points = np.rint(_ZERO - steps).astype(np.uint8)
     return Int4Weight(
         codes=codes,

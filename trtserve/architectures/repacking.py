@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trtserve.architectures.base import Target
-from trtserve.architectures.kernel_layout import to_kernel
+from trtserve.architectures.kernel_layout import EXPERTS_GPU_SM, to_kernel
 from trtserve.architectures.placement import Placement, runs
 from trtserve.architectures.quantized_source import SourceQuantization
-from trtserve.architectures.sharding import Piece, shard
+from trtserve.architectures.sharding import Piece, Shard
 from trtserve.architectures.source import SourceTensor
 from trtserve.architectures.streaming import RankFiles, write_at
 from trtserve.architectures.tensor_files import CODES, numpy_dtype
@@ -56,32 +56,33 @@ class Repack:
         """Bytes of memory at most: the packed sources, and one block as codes of several widths."""
         return self.source_bytes + 12 * _BLOCK_BYTES
 
-    def shapes(self, tp_size: int, tp_rank: int, dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Names (of the whole model), shapes and types of the tensors that a rank holds."""
-        outputs, inputs = shard(self.target, tp_size, tp_rank).shape
+    def shapes(self, held: tuple[int, ...], dtype: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Names (of the whole model), shapes and types of the tensors of a rank that holds this shape of floats."""
+        *experts, outputs, inputs = held
         name = self.target.name
         if self.quantization.method == "fp8":
             return {
-                name: ((outputs, inputs), "float8_e4m3"),
+                name: (held, "float8_e4m3"),
                 _beside(name, "activation_scaling_factor"): ((1,), "float32"),
-                _beside(name, "weights_scaling_factor"): ((1,), "float32"),
+                _beside(name, "weights_scaling_factor"): ((*experts, 1), "float32"),
             }
         groups = inputs // self.quantization.group_size
         return {
-            name: ((inputs, outputs // 4), dtype),
-            _beside(name, "weights_scaling_factor"): ((groups, outputs), dtype),
-            _beside(name, "zero"): ((groups, outputs), dtype),
+            name: ((*experts, inputs, outputs // 4), dtype),
+            _beside(name, "weights_scaling_factor"): ((*experts, groups, outputs), dtype),
+            _beside(name, "zero"): ((*experts, groups, outputs), dtype),
         }
 
     def write(self, placement: Placement, files: RankFiles) -> None:
         """Write its tensors into the files of all ranks that hold a part of it."""
         for rank, tp_rank in placement.ranks(self.target):
-            pieces = placement.shard(self.target, tp_rank).pieces
-            places = {name: placement.place(rank, self.target, name) for name in self.shapes(1, 0, placement.dtype)}
+            held = placement.shard(self.target, tp_rank)
+            names = self.shapes(held.shape, placement.dtype)
+            places = {name: placement.place(rank, self.target, name) for name in names}
             if self.quantization.method == "fp8":
-                _write_fp8(self, pieces, places, files[rank])
+                _write_fp8(self, held, places, files[rank])
             else:
-                _write_int4(self, pieces, places, files[rank], placement.dtype)
+                _write_int4(self, held, places, files[rank], placement.dtype)
 
 
 def _beside(name: str, ending: str) -> str:
@@ -90,7 +91,7 @@ def _beside(name: str, ending: str) -> str:
 
 def _write_int4(
     work: Repack,
-    pieces: Sequence[Piece],
+    held: Shard,
     places: Mapping[str, int],
     file: int,
     dtype: str,
@@ -100,17 +101,21 @@ def _write_int4(
     wanted, name = numpy_dtype(CODES[dtype]), work.target.name
     scales, zeros = [], []
     offset = places[name]
-    for source, rows, columns in _spans(work.target, pieces):
+    gpu_sm = work.gpu_sm if len(held.shape) == 2 else EXPERTS_GPU_SM
+    for source, rows, columns in _spans(work.target, held.pieces):
         matrix = _Int4Source(work.sources[source], work.quantization)
         for block in _blocks(rows, columns):
-            packed = to_kernel(matrix.codes(block, columns).astype(np.int8).T - np.int8(8), work.gpu_sm)
+            packed = to_kernel(matrix.codes(block, columns).astype(np.int8).T - np.int8(8), gpu_sm)
             write_at(file, packed, offset)
             offset += packed.nbytes
         scale = _rounded(matrix.scales(rows, columns), wanted, work)
         scales.append(scale)
         zeros.append(_rounded((8 - matrix.zeros(rows, columns)) * scale.astype(np.float32), wanted, work))
-    write_at(file, np.concatenate(scales, axis=1), places[_beside(name, "weights_scaling_factor")])
-    write_at(file, np.concatenate(zeros, axis=1), places[_beside(name, "zero")])
+    for ending, parts in (("weights_scaling_factor", scales), ("zero", zeros)):
+        # As many parts follow each other for each expert; another matrix has all of them.
+        each = len(parts) // (held.shape[0] if len(held.shape) > 2 else 1)
+        joined = [np.concatenate(parts[first : first + each], axis=1) for first in range(0, len(parts), each)]
+        write_at(file, np.stack(joined), places[_beside(name, ending)])
 
 
 def _rounded(values: npt.NDArray[Any], wanted: np.dtype[Any], work: Repack) -> npt.NDArray[Any]:
@@ -127,22 +132,33 @@ def _rounded(values: npt.NDArray[Any], wanted: np.dtype[Any], work: Repack) -> n
     return cast
 
 
-def _write_fp8(work: Repack, pieces: Sequence[Piece], places: Mapping[str, int], file: int) -> None:
+def _write_fp8(work: Repack, held: Shard, places: Mapping[str, int], file: int) -> None:
     """Matrices that are fused share the largest of their scales, and the codes of the others are rounded anew."""
     import numpy as np
 
     name = work.target.name
     own = {source: _scale(parts["weight_scale"]) for source, parts in work.sources.items()}
-    scale = max(own.values())
+    shared = _shared_scales(work.target, own)
     offset = places[name]
-    for source, rows, columns in _spans(work.target, pieces):
+    written: dict[int, float] = {}
+    for source, rows, columns in _spans(work.target, held.pieces):
+        expert, scale = shared[source]
         codes = _values(work.sources[source]["weight"])[rows, columns]
         part = _rescaled(np.ascontiguousarray(codes), own[source], scale)
         write_at(file, part, offset)
         offset += part.nbytes
+        written[expert] = scale
     activations = max(_scale(parts["input_scale"]) for parts in work.sources.values())
-    write_at(file, np.array([scale], np.float32), places[_beside(name, "weights_scaling_factor")])
+    write_at(file, np.array([*written.values()], np.float32), places[_beside(name, "weights_scaling_factor")])
     write_at(file, np.array([activations], np.float32), places[_beside(name, "activation_scaling_factor")])
+
+
+def _shared_scales(target: Target, own: Mapping[str, float]) -> dict[str, tuple[int, float]]:
+    """Of each source the number of its expert, and the largest scale of what this expert is made of."""
+    sources = list(target.sources)
+    each = len(sources) // (target.shape[0] if len(target.shape) > 2 else 1)
+    largest = [max(own[name] for name in sources[first : first + each]) for first in range(0, len(sources), each)]
+    return {name: (number // each, largest[number // each]) for number, name in enumerate(sources)}
 
 
 def _rescaled(codes: npt.NDArray[np.uint8], own: float, scale: float) -> npt.NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from trtserve.architectures import family
 from trtserve.architectures.kernel_layout import require_gpu_sm
-from trtserve.architectures.quantized import GPTQ, quant_algo
+from trtserve.architectures.quantized import GPTQ, is_excluded, quant_algo
 from trtserve.architectures.quantized_tensors import is_packed, require_divisible
 from trtserve.architectures.sharding import check_parallel_sizes, stage_layers
 from trtserve.capacity.gpus import Gpu
@@ -135,7 +135,8 @@ def _check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int) 
     """UsageError for sizes that the model does not divide by; 4-bit matrices divide by their groups too."""
     check_parallel_sizes(config, tp_size, pp_size)
     if quant_algo(config) == GPTQ:
-        packed = (target for target in family(config["architecture"]).targets(config) if is_packed(target))
+        targets = family(config["architecture"]).targets(config)
+        packed = (target for target in targets if is_packed(target) and not is_excluded(config, target))
         require_divisible(packed, int(config["quantization"]["group_size"]), tp_size)
 
 

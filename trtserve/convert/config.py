@@ -9,13 +9,14 @@ from typing import Any, Literal
 from trtserve import architectures
 from trtserve.architectures.checkpoint import complete_config
 from trtserve.architectures.kernel_layout import require_gpu_sm
+from trtserve.architectures.quantized import GPTQ
 from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
 from trtserve.architectures.sharding import check_parallel_sizes, moe_parallel_sizes
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.releases.checkpoint_config import require_stages
 from trtserve.releases.converters import CONVERTERS, converter_script
 from trtserve.releases.installed import require_engine_path
-from trtserve.releases.weight_only import require_loader_quantises
+from trtserve.releases.weight_only import require_loader_quantises, require_quantised_experts
 from trtserve.specs import ConvertSpec
 
 # Weight-only quantisation is recorded, the weights stay floats: TensorRT-LLM's loader (preprocess_weights →
@@ -60,6 +61,8 @@ def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any
     if release is not None:
         _require_loadable(release, own.get("architecture", architecture), own["num_hidden_layers"], spec)
         require_loader_quantises(release, quantization["quant_algo"])
+        if (own.get("moe") or {}).get("num_experts") and quantization["quant_algo"] == GPTQ:
+            require_quantised_experts(release)
     config = complete_config(
         own,
         architecture=architecture,

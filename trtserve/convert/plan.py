@@ -14,7 +14,7 @@ from trtserve.architectures.checkpoint import HEAD
 from trtserve.architectures.placement import Packed, Placement, match, moves
 from trtserve.architectures.products import split_products
 from trtserve.architectures.quantized_source import source_quantization
-from trtserve.architectures.quantized_tensors import require_divisible, split_targets
+from trtserve.architectures.quantized_tensors import excluded_modules, require_divisible, split_targets
 from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move
 from trtserve.architectures.tensor_files import CODES, numpy_dtype
@@ -106,8 +106,11 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
             targets, sources, stored, gpu_sm=spec.gpu_sm, headers_only=headers_only
         )
         packed += repacks
+        excluded = excluded_modules(targets, config["num_hidden_layers"], spec.pp_size)
+        config = {**config, "quantization": {**config["quantization"], "exclude_modules": excluded}}
         if stored.method != "fp8":
-            require_divisible((work.target for work in repacks), stored.group_size, spec.tp_size)
+            sizes = spec.tp_size, config["mapping"]["moe_ep_size"]
+            require_divisible((work.target for work in repacks), stored.group_size, *sizes)
     targets, products, sources = split_products(targets, sources)
     packed += products
     placement = Placement(

@@ -20,7 +20,7 @@ from trtserve.architectures.base import Decoder, Experts, LongRope
 from trtserve.architectures.quantized import Int4Weight
 from trtserve.errors import BuildError
 from trtserve.executor.attention_limits import require_paged_attention
-from trtserve.executor.graph_experts import columns_of_experts, rows_of_experts, token_weights
+from trtserve.executor.graph_experts import columns_of_experts, rows_of_experts, stacked_int4, token_weights
 from trtserve.executor.graph_operations import add, constant, dimension, gather, integers, parameter
 from trtserve.executor.graph_rotation import Rotation
 from trtserve.executor.graph_weights import float_tensor, int4_matrix, packed
@@ -354,6 +354,8 @@ class _GraphBuilder:
 
     def _stacked(self, name: str, arranged: Callable[[Array], Array]) -> Any:
         """The matrices of all experts as one [out, in]; each row of each expert has its own scales."""
+        if self._weights.kind(name) == "int4" and self._decoder.experts is not None:
+            return int4_matrix(stacked_int4(self._weights.int4(name), self._decoder.experts.count, arranged), name)
         return packed(arranged(self._floats(name)), name, self._packing)
 
     def _matrix(self, name: str, packing: Packing) -> tuple[Any, Any]:

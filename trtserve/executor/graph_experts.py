@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import numpy.typing as npt
 from openvino import opset13 as ops
 
 from trtserve.architectures.base import Experts
+from trtserve.architectures.quantized import Int4Weight
 from trtserve.executor.graph_operations import integers
 
 Array = npt.NDArray[Any]
@@ -37,3 +40,19 @@ def rows_of_experts(weight: Array) -> Array:
 def columns_of_experts(weight: Array) -> Array:
     """[experts, out, in] → [out, experts, in]: a product with its rows sums over all experts."""
     return np.ascontiguousarray(weight.transpose(1, 0, 2))
+
+
+def stacked_int4(weight: Int4Weight, experts: int, arranged: Callable[[Array], Array]) -> Int4Weight:
+    """The matrices [experts · out, in] of experts as `arranged` puts those of floats; groups stay whole in both."""
+
+    def turned(values: Array) -> Array:
+        rows = arranged(values.reshape(experts, -1, values.shape[-1]))
+        return rows.reshape(len(rows), -1)
+
+    zeros = weight.zero_points
+    return replace(
+        weight,
+        codes=turned(weight.codes),
+        scales=turned(weight.scales),
+        zero_points=None if zeros is None else turned(zeros),
+    )

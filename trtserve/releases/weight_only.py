@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trtserve.errors import UsageError
-from trtserve.releases import normalize_release
+from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.releases import normalize_release, order
 
 WEIGHT_ONLY = ("W8A16", "W4A16")
 """The algorithms that the loader quantises with; every other one needs weights that are quantised already."""
@@ -44,6 +44,8 @@ class Proof:
 _BEFORE_0_17 = "42a7b0922"
 _FROM_0_20 = "0.20.0"
 _LATE = ("1.1.0rc6", "008b2b8d")
+
+_FIRST_QUANTISED_EXPERTS = "1.0"
 
 PROOFS: tuple[Proof, ...] = (
     Proof(release="0.12", quantises=True, how="development", commits=("d2ff97fde (2024-07-23)",)),
@@ -82,4 +84,17 @@ def require_loader_quantises(release: str, algorithm: str | None) -> None:
             f"TensorRT-LLM {proof(release).release} does not quantise float weights when it loads a {algorithm} "
             f"checkpoint; {covered[0]} … {covered[-1]} do.",
             hint="Let NVIDIA's converter write quantised weights: --converter upstream.",
+        )
+
+
+def require_quantised_experts(release: str) -> None:
+    """UnsupportedModelError for a release whose loader is not known to have groups of 4-bit weights in experts.
+
+    `MOEWeightWrapper` had none in 0.17 (development snapshot of 2024-12-17), and has them in 1.x.
+    """
+    if order(release) < order(_FIRST_QUANTISED_EXPERTS):
+        raise UnsupportedModelError(
+            f"4-bit experts with scales for groups (AWQ, GPTQ) are not known to load in TensorRT-LLM {release}; "
+            f"{_FIRST_QUANTISED_EXPERTS} and later have a place for them.",
+            hint=f"Use --trtllm-version {_FIRST_QUANTISED_EXPERTS} or later, or the original model.",
         )

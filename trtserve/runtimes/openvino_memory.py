@@ -14,7 +14,7 @@ from typing import Any
 from trtserve.architectures import family
 from trtserve.architectures.base import Target, expert_size
 from trtserve.architectures.checkpoint import with_defaults
-from trtserve.architectures.quantized import AWQ, FP8, GPTQ, group_size, quant_algo
+from trtserve.architectures.quantized import AWQ, FP8, GPTQ, group_size, is_excluded, quant_algo
 from trtserve.runtimes.base import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, CheckpointConfig, Limits
 
 # Interpreter, trtserve, NumPy and OpenVINO before the first weight: a build's process, and the executor's in Triton.
@@ -133,7 +133,8 @@ def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
         if target.name == _HEAD and algorithm in _PACKS_HEAD:
             yield _weight(target, item, WEIGHT_ONLY_INT8, group)
         else:
-            yield _weight(target, item, algorithm if algorithm in _CODES and is_quantised(target) else None, group)
+            packed = algorithm in _CODES and is_quantised(target) and not is_excluded(config, target)
+            yield _weight(target, item, algorithm if packed else None, group)
 
 
 def is_quantised(target: Target) -> bool:

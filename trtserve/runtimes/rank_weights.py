@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trtserve.architectures import family
 from trtserve.architectures.base import Target
 from trtserve.architectures.checkpoint import with_defaults
-from trtserve.architectures.quantized import FP8, quant_algo
+from trtserve.architectures.quantized import FP8, is_excluded, quant_algo
 from trtserve.architectures.sharding import matrix, shard, stage_layers, stage_of
 from trtserve.runtimes.base import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, CheckpointConfig, weights_precision
 from trtserve.runtimes.openvino_memory import is_quantised
@@ -51,7 +51,7 @@ def rank_weights(config: CheckpointConfig) -> RankWeights:
 def _kept(target: Target, shape: tuple[int, ...], config: CheckpointConfig) -> int:
     item = _ITEM_SIZE[target.dtype or config["dtype"]]
     bits = _BITS.get(weights_precision(config))
-    if bits is None or not is_quantised(target):
+    if bits is None or not is_quantised(target) or is_excluded(config, target):
         return math.prod(shape) * item
     return math.prod(shape) * bits // 8 + _scales(*matrix(shape), item, config)
 
