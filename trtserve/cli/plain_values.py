@@ -26,9 +26,7 @@ class _NotPlainError(Exception):
 def take_plain_values(tree: Any) -> None:
     """Let the options and arguments of every command of a tree take plain values as they are."""
     for parameter in tree.params:
-        described: Any = getattr(parameter, "type_descriptor", None)  # not of Typer's own, for completion
-        if described is None or parameter.callback is not None:
-            continue
+        described = parameter.type_descriptor
         if _LAX.items() <= vars(described.parameter_info).items():
             _shorten(parameter, described.annotation)
     for child in getattr(tree, "commands", {}).values():
@@ -39,12 +37,12 @@ def _shorten(parameter: Any, kind: Any) -> None:
     process, several = parameter.process_value, parameter.multiple or parameter.nargs == -1
 
     def process_plain(context: Any, value: Any) -> Any:
-        if value is None and not parameter.required:
-            return () if several else None
+        absent = value is None and not parameter.required
         try:
-            return _plain(kind, value)
+            plain = (() if several else None) if absent else _plain(kind, value)
         except _NotPlainError:
             return process(context, value)
+        return plain if parameter.callback is None else parameter.callback(context, parameter, plain)
 
     parameter.process_value = process_plain
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +193,10 @@ LocalOption = Annotated[
 ]
 
 
+# Seconds that another rank waits with its error.
+_LEADER_FIRST = 3.0
+
+
 @with_request_options
 def query(
     prompt: PromptArgument = None,
@@ -239,15 +245,14 @@ def query(
     Chat models get the prompt in their chat template. Ctrl-C stops the request in the engine too.
     """
     from trtserve.query.checking import expectation
-    from trtserve.query.local import asks_locally, local_endpoint, work_for_leader
     from trtserve.query.values import split_input
 
     address = {"--server": server, "--host": host, "--http-port": http_port, "--grpc-port": grpc_port, "--url": url}
     found = None
-    if asks_locally(engine, local, {**address, "--ssl": ssl}):
+    if _asks_locally(engine, local, {**address, "--ssl": ssl}):
         found = _local_engine(engine, tokenizer, dry_run=dry_run)
     if found is not None and found.works_for_leader():
-        work_for_leader(found)
+        _work_for_leader(found)
         return
     texts, token_ids = read_prompts(prompt, prompts=prompts, file=input_file, tokens=input_tokens_csv)
     spec = QuerySpec(
@@ -272,7 +277,7 @@ def query(
     )
     place: AbstractContextManager[Endpoint]
     if found is not None:
-        place = local_endpoint(found, timeout=timeout)
+        place = found.endpoint(timeout=timeout)
     else:
         remote = find_endpoint(
             server=server,
@@ -301,10 +306,21 @@ def query(
         _ask(replace(spec, stream=stream or verbose), endpoint, sink, expected)
 
 
+def _asks_locally(engine: str | None, local: bool, of_servers: Mapping[str, object]) -> bool:
+    """Whether the question goes to an engine in this process; UsageError for half a wish, or options `of_servers`."""
+    if (engine is None) == local:
+        flag, other = ("--local", "--engine ENGINE") if local else ("--engine", "--local")
+        raise UsageError(f"{flag} needs {other}: an engine is asked in this process, without a server.")
+    given = [name for name, value in of_servers.items() if value not in (None, False)]
+    if local and given:
+        raise UsageError(f"{given[0]} belongs to servers, and --local asks none.", hint="Leave it out.")
+    return local
+
+
 def _local_engine(engine: str | None, tokenizer: Path | None, *, dry_run: bool) -> LocalEngine:
     """The engine to be asked here; where it has several ranks, mpirun takes the place of this process first."""
     from trtserve.process import become
-    from trtserve.query.local import find_local
+    from trtserve.query.local import find_local  # loads what runs engines
 
     found = find_local(str(engine), tokenizer)
     if found.needs_mpi():
@@ -315,6 +331,20 @@ def _local_engine(engine: str | None, tokenizer: Path | None, *, dry_run: bool) 
         found.require_runtime()
         become(command)
     return found
+
+
+def _work_for_leader(engine: LocalEngine) -> None:
+    """What a rank does that is asked nothing.
+
+    What ails an engine ails all of its ranks. The leader's error goes first, and ends the others through mpirun; so a
+    rank speaks only of what the leader does not know.
+    """
+    try:
+        engine.work_for_leader()
+    except TrtserveError as error:
+        time.sleep(_LEADER_FIRST)
+        error.message = f"Rank {engine.rank}: {error.message}"
+        raise
 
 
 def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:

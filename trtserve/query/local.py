@@ -6,14 +6,14 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import Engine, ModelRepository, looks_like
-from trtserve.errors import MissingDependencyError, UsageError
+from trtserve.errors import MissingDependencyError
 from trtserve.process import Command
 from trtserve.releases.installed import PACKAGE
 from trtserve.repo.engine import is_embedded, read_engine, require_engine_files
@@ -59,7 +59,12 @@ class LocalEngine:
 
     def works_for_leader(self) -> bool:
         """Whether this process is a rank that is asked nothing."""
-        return self.ranks > 1 and os.environ.get(_RANK, "0") != "0"
+        return self.ranks > 1 and self.rank != 0
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among them."""
+        return int(os.environ.get(_RANK, "0"))
 
     def under_mpirun(self, arguments: Sequence[str]) -> Command:
         """This command line once for each rank."""
@@ -74,6 +79,22 @@ class LocalEngine:
             *arguments,
         )
         return Command(argv=argv)
+
+    @contextmanager
+    def endpoint(self, *, timeout: float) -> Iterator[LocalEndpoint]:
+        """The executor of the engine while it is used; it gives an answer `timeout` seconds.
+
+        MissingDependencyError when the runtime is not installed, RequestError when the engine cannot be loaded.
+        """
+        client = LocalClient(self.path, _model(self), timeout=timeout)
+        try:
+            yield LocalEndpoint(client=client, model=CORE)
+        finally:
+            client.shutdown()
+
+    def work_for_leader(self) -> None:
+        """What a rank does that is asked nothing: its executor works until the leader's ends."""
+        LocalClient(self.path, _model(self), timeout=math.inf).shutdown()
 
 
 def find_local(text: str, tokenizer: Path | None, *, store: Store | None = None) -> LocalEngine:
@@ -102,24 +123,6 @@ def _tokenizer_of(engine: Path, store: Store) -> Path | None:
     return inside if inside.is_dir() else None
 
 
-@contextmanager
-def local_endpoint(engine: LocalEngine, *, timeout: float) -> Iterator[LocalEndpoint]:
-    """The executor of `engine` while it is used.
-
-    MissingDependencyError when the runtime is not installed, RequestError when the engine cannot be loaded.
-    """
-    client = LocalClient(engine.path, _model(engine), timeout=timeout)
-    try:
-        yield LocalEndpoint(client=client, model=CORE)
-    finally:
-        client.shutdown()
-
-
-def work_for_leader(engine: LocalEngine) -> None:
-    """What a rank does that is asked nothing: its executor works until the leader's ends."""
-    LocalClient(engine.path, _model(engine), timeout=math.inf).shutdown()
-
-
 def _model(engine: LocalEngine) -> dict[str, Any]:
     """The configuration that the core model of a repository would have, as JSON."""
     try:
@@ -136,14 +139,3 @@ def _model(engine: LocalEngine) -> dict[str, Any]:
     message = build_config(table, CORE, options)
     found: dict[str, Any] = MessageToDict(message, preserving_proto_field_name=True)
     return found
-
-
-def asks_locally(engine: str | None, local: bool, of_servers: Mapping[str, object]) -> bool:
-    """Whether the question goes to an engine in this process; UsageError for half a wish, or options `of_servers`."""
-    if (engine is None) == local:
-        flag, other = ("--local", "--engine ENGINE") if local else ("--engine", "--local")
-        raise UsageError(f"{flag} needs {other}: an engine is asked in this process, without a server.")
-    given = [name for name, value in of_servers.items() if value not in (None, False)]
-    if local and given:
-        raise UsageError(f"{given[0]} belongs to servers, and --local asks none.", hint="Leave it out.")
-    return local
