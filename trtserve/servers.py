@@ -252,7 +252,7 @@ def find_server(name: str | None = None, *, store: Store | None = None, hint: st
         names = ", ".join(server.name for server in living)
         raise ServerAmbiguousError(
             f"{len(living)} servers are running: {names}.",
-            hint=hint or "Name one of them: --server NAME for query and bench, NAME alone for status and logs.",
+            hint=hint or "Name one of them: --server NAME for query and bench, NAME alone for metrics and logs.",
         )
     return living[0]
 

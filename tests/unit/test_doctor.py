@@ -159,7 +159,13 @@ def test_ports_name_who_holds_them() -> None:
         address = server.Address(host="127.0.0.1", http_port=port, grpc_port=port, metrics_port=port)
         finding = host.check_ports(address)
     assert finding.state == "warning"
-    assert f"{port} is taken by process {os.getpid()}" in finding.evidence
+    assert finding.evidence.startswith(f"{port} is taken by process {os.getpid()}")
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        first, second = one.getsockname()[1], two.getsockname()[1]
+        address = server.Address(host="127.0.0.1", http_port=first, grpc_port=second, metrics_port=first)
+        finding = host.check_ports(address)
+    assert finding.evidence.startswith(f"{first}, {second} are taken by process {os.getpid()}")
+    assert finding.evidence.count("taken") == 1
 
 
 class Installed:

@@ -9,7 +9,7 @@ import pytest
 
 from trtserve.cli import run
 from trtserve.process import Identity
-from trtserve.servers import Server, log_file, write_state
+from trtserve.servers import RunningProxy, Server, log_file, write_state
 from trtserve.store import Store
 
 
@@ -31,6 +31,7 @@ def _record(name: str, port: int) -> None:
         streaming=True,
         phase="running",
         shm_prefix="",
+        proxy=RunningProxy(file=Path("nginx.conf"), log=Path("nginx.log"), http_port=port + 5, grpc_port=port + 6),
     )
     write_state(server, store)
 
@@ -52,6 +53,11 @@ def _record(name: str, port: int) -> None:
             ["query", "hi", "--grpc-port", "9002"],
             "9002 is the metrics port of the server demo, whose gRPC port is 9001.",
             "Give --url 127.0.0.1:9001.",
+        ),
+        (
+            ["query", "hi", "--url", "127.0.0.1:9005"],
+            "9005 is the HTTP port of the server demo, whose gRPC port is 9006.",
+            "Give --url 127.0.0.1:9006; or ask over HTTP: --protocol http (query).",
         ),
         (
             ["metrics", "--url", "127.0.0.1:9000"],

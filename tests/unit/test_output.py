@@ -101,6 +101,20 @@ def test_a_table_without_room_for_its_lines(
     assert capsys.readouterr().out.splitlines()[:2] == ["model        tensorrt_llm_bls", "some header  1234567890"]
 
 
+def test_room_goes_where_cells_would_be_folded_most(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _narrow(monkeypatch)
+    row = ("name", "21 MiB", "seven " * 10, "eight " * 5)
+    output.print_table(("a", "b", "c", "d"), [row])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert len(lines) == 6  # two lines of cells, and four of the table
+    assert "21 MiB" in lines[3]
+    output.print_table(("a", "b", "c", "d"), [(*row[:2], "seven " * 30, row[3])])
+    assert capsys.readouterr().out.startswith("a  name\nb  21 MiB\nc  seven")
+
+
 def test_columns_have_names_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(("a", "b", "c"), [(1, 2, 3)])
     output.print_table(("name", "value"), [("speed", 2)])

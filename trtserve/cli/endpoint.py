@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,6 +12,7 @@ import typer
 from trtserve.errors import UsageError
 
 if TYPE_CHECKING:
+    from trtserve.servers import Server
     from trtserve.triton.client import Endpoint, Tls
 
 CONNECTION = "Server and connection"
@@ -146,14 +148,21 @@ def require_port(host: str, port: int, wanted: Literal["HTTP", "gRPC", "metrics"
     if host not in _LOOPBACK:
         return
     for server in list_servers():
-        for instance in server.instances:
-            ports = {"HTTP": instance.http_port, "gRPC": instance.grpc_port, "metrics": instance.metrics_port}
+        for ports in _ports_of(server):
             found = next((kind for kind, number in ports.items() if number == port), wanted)
-            if found != wanted:
+            if found != wanted and wanted in ports:
                 raise UsageError(
                     f"{port} is the {found} port of the server {server.name}, whose {wanted} port is {ports[wanted]}.",
                     hint=_other_port(found, wanted, f"{host}:{ports[wanted]}"),
                 )
+
+
+def _ports_of(server: Server) -> Iterator[dict[str, int]]:
+    """Ports of every launch of a server, and of the proxy before them, by what they answer."""
+    for each in server.instances:
+        yield {"HTTP": each.http_port, "gRPC": each.grpc_port, "metrics": each.metrics_port}
+    if server.proxy is not None:
+        yield {"HTTP": server.proxy.http_port, "gRPC": server.proxy.grpc_port}
 
 
 def _other_port(found: str, wanted: str, address: str) -> str:

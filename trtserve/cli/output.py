@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ ENVELOPE_VERSION = 1
 _LABEL = len("error: ")
 _LONG_WORD = 24
 _LEAST_ROOM = 20
+# Of a cell, in a table that is still one.
+_MOST_LINES = 3
 # A size is one word.
 _SIZE = re.compile(r"(?<=\d) (?=[KMGT]i?B\b)")
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -112,7 +115,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
 
 
 def _fitting_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], room: int) -> list[int] | None:
-    """Width of each column, so that the table takes no more than `room` characters; None when its words do not fit.
+    """Width of each column, so that the table takes no more than `room` characters; None when its cells do not fit.
 
     Rich's own share-out goes below the least widths and then cuts the table at the right.
     """
@@ -121,18 +124,20 @@ def _fitting_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], ro
     spare = room - (sum(widths) + 3 * len(widths) + 1)
     if spare < 0:
         return None
-    # Those that lack least come first: so most cells stay on one line.
-    for index in sorted(range(len(widths)), key=lambda i: whole[i] - widths[i]):
-        more = min(spare, whole[index] - widths[index])
-        widths[index] += more
-        spare -= more
-    return widths
+    for _ in range(spare):
+        # The next blank goes to the column that would be folded into most lines.
+        fullest = max(range(len(widths)), key=lambda i: whole[i] / max(1, widths[i]))
+        widths[fullest] += widths[fullest] < whole[fullest]
+    folded = max(ceil(all_ / max(1, width)) for all_, width in zip(whole, widths, strict=True))
+    return widths if folded <= _MOST_LINES else None
 
 
 def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[int]:
     """Width of each column's longest word; words that no table has room for, such as paths, count less."""
     cells = zip(columns, *rows, strict=True)
-    longest = (max(len(word) for cell in column for word in (str(cell).split() or [""])) for column in cells)
+    longest = (
+        max(len(word) for cell in column for word in (_SIZE.sub("_", str(cell)).split() or [""])) for column in cells
+    )
     return [min(width, _LONG_WORD) for width in longest]
 
 

@@ -142,12 +142,17 @@ def check_disk(store: Store) -> Finding:
 def check_ports(address: Address) -> Finding:
     """Whether the default ports are free; taken ones are a warning, since `start` takes flags."""
     numbers = tuple(address.ports.values())
-    taken = [port for port in numbers if not is_free(address.host, port)]
+    taken = [port for port in dict.fromkeys(numbers) if not is_free(address.host, port)]
     if not taken:
         return Finding(group="machine", name="ports", state="ok", evidence=f"{', '.join(map(str, numbers))} are free")
-    owners = "; ".join(f"{port} is taken by {owner(port)[1] or 'another process'}" for port in taken)
+    owners: dict[str, list[str]] = {}
+    for port in taken:
+        owners.setdefault(owner(port)[1] or "another process", []).append(str(port))
+    evidence = "; ".join(
+        f"{', '.join(ports)} {'is' if len(ports) == 1 else 'are'} taken by {name}" for name, ports in owners.items()
+    )
     return Finding(
-        group="machine", name="ports", state="warning", evidence=owners, fix="Use `trtserve start --auto-ports`."
+        group="machine", name="ports", state="warning", evidence=evidence, fix="Use `trtserve start --auto-ports`."
     )
 
 
