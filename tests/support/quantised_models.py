@@ -97,6 +97,19 @@ def write_quantised_model(
     return QuantisedModel(folder=quantised, dequantised=plain, weights=weights)
 
 
+def fused(model: QuantisedModel, layer: int) -> dict[str, Array]:
+    """The float weights [out, in] of a layer under the checkpoint's names, fused as in one rank."""
+    prefix = f"model.layers.{layer}."
+    attention = [model.weights[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"]
+    return {
+        "attention.qkv": np.concatenate(attention),
+        "attention.dense": model.weights[f"{prefix}self_attn.o_proj.weight"],
+        "mlp.fc": model.weights[f"{prefix}mlp.gate_proj.weight"],
+        "mlp.gate": model.weights[f"{prefix}mlp.up_proj.weight"],
+        "mlp.proj": model.weights[f"{prefix}mlp.down_proj.weight"],
+    }
+
+
 def _copy(original: Path, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Array]) -> Path:
     folder.mkdir()
     for path in original.iterdir():
