@@ -14,7 +14,7 @@ from trtserve.architectures.kernel_layout import HOPPER
 from trtserve.architectures.quantized import GPTQ, quant_algo
 from trtserve.architectures.source import read_hf_config
 from trtserve.artifacts import Manifest, Model
-from trtserve.capacity.fitting import GpuFit, fit_gpu, shorter_fit, smallest_fit, unable
+from trtserve.capacity.fitting import FIRST_BFLOAT16, FIRST_FP8, GpuFit, fit_gpu, shorter_fit, smallest_fit, unable
 from trtserve.capacity.gpus import Gpu
 from trtserve.capacity.needs import import_memory
 from trtserve.capacity.rates import Runs, expected_seconds, read_rates
@@ -31,7 +31,7 @@ from trtserve.progress import SILENT, Progress
 from trtserve.releases import RELEASES
 from trtserve.releases.gpus import kernels_for
 from trtserve.runtimes.rank_weights import rank_weights
-from trtserve.specs import BuildSpec, ConvertSpec
+from trtserve.specs import CALIBRATED, BuildSpec, ConvertSpec
 from trtserve.store import Store
 
 StageName = Literal["import", "convert", "build", "repo", "start"]
@@ -77,8 +77,8 @@ class MachineFit:
 class GpuAnswer:
     """The GPUs that were asked for, the smallest tp × pp that fits them, and the longest sequence that would.
 
-    `problem` is why GPUs of this kind cannot run the model, whatever fits; `note` what a conversion for them needs, and
-    which releases have kernels for them.
+    `problem` is why GPUs of this kind cannot run the model, whatever fits, and nothing smaller is looked for then;
+    `note` what a conversion for them needs, and which releases have kernels for them.
     """
 
     asked: GpuFit
@@ -94,7 +94,7 @@ class ModelNeed:
 
     `source_bytes` are those of its tensors, `pull_bytes` those that are not on this machine yet. `engine_bytes` and
     `kv_bytes_per_token` are of the whole engine on this machine, None where the plan is for GPUs, `machine` likewise;
-    `problem` is why this machine cannot build it.
+    `problem` is why this machine cannot build it, `converter` what makes the checkpoint where we do not.
     """
 
     name: str
@@ -112,6 +112,7 @@ class ModelNeed:
     machine: MachineFit | None
     gpu: GpuAnswer | None
     problem: str | None = None
+    converter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +166,14 @@ def plan_needs(
         machine=_machine(model, question, need, store) if serving and need else None,
         gpu=_gpu_answer(conversion, question),
         problem=problem if question.gpu is None else None,
+        converter=_converter(question.convert),
     )
+
+
+def _converter(spec: ConvertSpec) -> str | None:
+    if spec.quantize in CALIBRATED:
+        return "NVIDIA ModelOpt, on a machine with an NVIDIA GPU"
+    return "NVIDIA's convert_checkpoint.py, which TensorRT-LLM brings" if spec.upstream else None
 
 
 def require_fit(need: ModelNeed) -> None:
@@ -174,7 +182,7 @@ def require_fit(need: ModelNeed) -> None:
     problem = need.problem if gpu is None else gpu.problem
     if problem:
         where = "this machine's runtime" if gpu is None else gpu.asked.gpu.name
-        raise UnsupportedModelError(f"{where} cannot run {need.name}: {problem}")
+        raise UnsupportedModelError(f"{where} cannot run {need.name}: {problem}", hint=_other_precision(need))
     if machine is not None and not machine.fits:
         raise MemoryLimitError(f"{need.name} does not fit the free memory of this machine.", hint=machine.hint)
     if gpu is not None and not gpu.asked.fits:
@@ -184,6 +192,17 @@ def require_fit(need: ModelNeed) -> None:
             f"{asked.limits.max_seq_len} tokens.",
             hint=_gpu_advice(gpu),
         )
+
+
+def _other_precision(need: ModelNeed) -> str | None:
+    """The options of a precision that the GPU has; None where precision is not what it lacks."""
+    sm = need.gpu.asked.gpu.sm if need.gpu else None
+    if sm is None:
+        return None
+    options = ["--dtype float16"] if need.dtype == "bfloat16" and sm < FIRST_BFLOAT16 else []
+    if (need.quantization or "").startswith("FP8") and sm < FIRST_FP8:
+        options.append("--quantize int8")
+    return f"Plan with {' '.join(options)}." if options else None
 
 
 def _gpu_advice(answer: GpuAnswer) -> str:
@@ -319,14 +338,14 @@ def _gpu_answer(conversion: Conversion, question: Question) -> GpuAnswer | None:
     if gpu is None:
         return None
     asked = fit_gpu(conversion.config, question.build, gpu)
+    if problem := unable(conversion.config, gpu):
+        return GpuAnswer(asked=asked, smallest=None, longest=None, problem=problem, note=_release_note(gpu))
     smallest = asked if asked.fits and asked.tp_size * asked.pp_size == 1 else None
-    problem = unable(conversion.config, gpu)
-    notes = (None if problem else _conversion_note(conversion, gpu), _release_note(gpu))
+    notes = (_conversion_note(conversion, gpu), _release_note(gpu))
     return GpuAnswer(
         asked=asked,
         smallest=smallest or smallest_fit(conversion.config, question.build, gpu),
         longest=None if asked.fits else shorter_fit(conversion.config, question.build, gpu),
-        problem=problem,
         note="; ".join(filter(None, notes)) or None,
     )
 

@@ -151,6 +151,12 @@ def test_what_a_gpu_cannot_run(tiny: Path, quantised: dict[str, Path], capsys: p
     turing = _plan(capsys, str(tiny), "--gpu", "t4", code=UNABLE)["gpu"]
     assert "bfloat16 need" in turing["problem"]
     assert "until 0.14" in turing["note"]
+    assert turing["smallest"] is None
+    assert run(["plan", str(tiny), "--gpu", "t4", "--quantize", "fp8"]) == UNABLE
+    shown = capsys.readouterr()
+    assert "Plan with --dtype float16 --quantize int8." in shown.err
+    assert "converter   NVIDIA ModelOpt" in shown.out
+    assert "smallest" not in shown.out
     blackwell = _plan(capsys, awq, "--gpu", "b200", code=UNABLE)["gpu"]
     assert "10.0" in blackwell["problem"]
     assert blackwell["note"] == "b200-180gb (Blackwell) is supported by TensorRT-LLM from 0.17 on"

@@ -34,8 +34,8 @@ _MOST_GPUS = 64
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Compute capabilities (× 10) from which on GPUs multiply FP8 and bfloat16.
-_FIRST_FP8 = 89
-_FIRST_BFLOAT16 = 80
+FIRST_FP8 = 89
+FIRST_BFLOAT16 = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,8 @@ def unable(config: CheckpointConfig, gpu: Gpu) -> str | None:
     if sm is None:
         return None
     for wanted, least, present in (
-        ("FP8 weights", _FIRST_FP8, algorithm.startswith("FP8")),
-        ("bfloat16", _FIRST_BFLOAT16, config["dtype"] == "bfloat16"),
+        ("FP8 weights", FIRST_FP8, algorithm.startswith("FP8")),
+        ("bfloat16", FIRST_BFLOAT16, config["dtype"] == "bfloat16"),
     ):
         if present and sm < least:
             return f"{wanted} need a GPU of compute capability {least / 10:.1f} or later; {gpu.name} has {sm / 10:.1f}."

@@ -110,6 +110,8 @@ def _print(needs: ModelNeed) -> None:
         f"weights     {gibibytes(needs.source_bytes)}, {gibibytes(needs.pull_bytes)} to pull; as {needs.dtype}"
         + (f", {needs.quantization}" if needs.quantization else ""),
     ]
+    if needs.converter:
+        lines.append(f"converter   {needs.converter}")
     if needs.engine_bytes is not None and needs.kv_bytes_per_token is not None:
         lines.append(f"engine      {gibibytes(needs.engine_bytes)}: {needs.precision}")
         lines.append(f"KV cache    {gibibytes(needs.kv_bytes_per_token)} per token")
@@ -158,9 +160,9 @@ def _gpu_lines(answer: GpuAnswer) -> list[str]:
     lines += [f"note        {answer.note}"] if answer.note else []
     if answer.longest:
         lines.append(f"shorter     --max-seq-len {answer.longest} would fit")
-    if answer.smallest is None:
+    if answer.smallest is None and not answer.problem:
         lines.append("smallest    no tp × pp up to 64 GPUs fits")
-    elif answer.smallest is not asked:
+    elif answer.smallest is not None and answer.smallest is not asked:
         lines.append(f"smallest    {_fit_words(answer.smallest)}")
     return lines
 
