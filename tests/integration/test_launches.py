@@ -117,7 +117,7 @@ def test_a_rank_that_ends_quietly_ends_the_server(
 def test_the_deadline_names_the_missing_rank(tmp_path: Path, store: Store, doubles: Doubles) -> None:
     doubles.configure(hang_rank=1)
     spec = replace(free_spec(ready_timeout=1.5), oversubscribe=True)
-    with pytest.raises(ServerStartError, match=r"not ready after 1\.5 s.* Rank \d keeps the others waiting") as caught:
+    with pytest.raises(ServerStartError, match=r"not ready after 1\.5 s.* keeps the others waiting:") as caught:
         start_server(repository_of(tmp_path), spec, store=store)
     for rank in (0, 1):
         assert f"rank {rank}: " in caught.value.message

@@ -69,8 +69,12 @@ def own_process() -> Identity:
 
 def test_a_rank_without_process_is_the_missing_one() -> None:
     me = own_process()
-    assert ranks.missing_rank({0: me, 2: me}, 3, LOG) == 1
-    assert ranks.missing_rank({0: me, 1: me, 2: me}, 3, LOG) == 1
+    all_there = {0: me, 1: me, 2: me}
+    assert ranks.kept_waiting({0: me, 2: me}, 3, LOG) == "Rank 1 keeps the others waiting:"
+    assert ranks.kept_waiting(all_there, 3, LOG).startswith("Rank 1 has been silent for the longest time and probably")
+    # The same last line of all ranks tells nothing.
+    same = "".join(f'[1,{rank}]<stderr>:I1120 12:00:0{rank}.1 {rank} a.cc:1] "loaded"\n' for rank in (1, 0, 2))
+    assert "the log does not tell which" in ranks.kept_waiting(all_there, 3, same)
     lines = ranks.describe_ranks({0: me}, 2, LOG).splitlines()
     assert lines[0].endswith("last line: waiting")
     assert "% CPU" in lines[0]

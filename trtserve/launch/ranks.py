@@ -11,7 +11,7 @@ from pathlib import Path
 from trtserve.machine import gibibytes
 from trtserve.process import Identity, arguments, children, environment_of, tree, usage
 from trtserve.releases.launcher import LLMAPI_LAUNCH
-from trtserve.triton import rank_log
+from trtserve.triton import rank_log, server_log
 
 # Open MPI and PMIx name the rank in the environment of each process that they start.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
@@ -48,9 +48,23 @@ def _is_server(line: list[str]) -> bool:
     return "tritonserver" in words and LLMAPI_LAUNCH not in words
 
 
-def missing_rank(processes: Mapping[int, Identity], ranks: int, text: str) -> int:
-    """Which of `ranks` keeps the others waiting: one without a process, else the one silent for the longest time."""
-    return next((rank for rank in range(ranks) if rank not in processes), rank_log.silent_longest(text, ranks))
+def kept_waiting(processes: Mapping[int, Identity], ranks: int, text: str) -> str:
+    """Which of `ranks` keeps the others waiting, as far as processes and the log tell: a sentence that ends with `:`.
+
+    A rank without a process does; one that has stopped at a line of its own while others went on probably does.
+    """
+    gone = next((rank for rank in range(ranks) if rank not in processes), None)
+    if gone is not None:
+        return f"Rank {gone} keeps the others waiting:"
+    silent = rank_log.silent_longest(text, ranks)
+    others = {_last_line(text, rank) for rank in range(ranks) if rank != silent}
+    if _last_line(text, silent) not in others:
+        return f"Rank {silent} has been silent for the longest time and probably keeps the others waiting:"
+    return "All ranks have a process, and the log does not tell which of them keeps the others waiting:"
+
+
+def _last_line(text: str, rank: int) -> str:
+    return server_log.plain(next(reversed(rank_log.lines_of(text, rank)), ""))
 
 
 def describe_ranks(processes: Mapping[int, Identity], ranks: int, text: str) -> str:

@@ -308,7 +308,6 @@ def _problem(instance: Instance) -> str:
 
 def _died(server: Server, instance: Instance, what: str) -> ServerDiedError:
     """The rank that mpirun names, where it names one: at the end of a job the others follow it within a moment."""
-    hint = "A process that ends without an error line was killed, most often for lack of memory."
     words = last_words(instance.log)
     deadline = time.monotonic() + (_EXPLANATION if instance.ranks else 0)
     while instance.identity.alive() and time.monotonic() < deadline:
@@ -321,5 +320,8 @@ def _died(server: Server, instance: Instance, what: str) -> ServerDiedError:
         what = what if ended is None else f"{ended.sentence}, which ends all ranks"
         lines = server_log.significant("\n".join(rank_log.lines_of(text, rank)))
         words = indented(lines[-5:]) or "  (it wrote nothing)"
+    said = "[ERROR]" in words or server_log.failures("\n".join(server_log.significant(text)[-5:]))
+    killed = not said if ended is None else ended.code < 0
+    hint = "A process that ends without an error line was killed, most often for lack of memory." if killed else None
     which = f"{server.name}, HTTP port {instance.http_port}" if server.more else server.name
     return ServerDiedError(f"{which}: {what}. Last lines:\n{words}", hint=hint, log=instance.log)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.launch.container import explained
-from trtserve.launch.ranks import describe_ranks, missing_rank, rank_processes
+from trtserve.launch.ranks import describe_ranks, kept_waiting, rank_processes
 from trtserve.process import Identity
 from trtserve.servers import Server
 from trtserve.start.plan import InstancePlan, Plan
@@ -94,5 +94,4 @@ class _Waiting:
         ranks = self.planned.launch.ranks
         processes = {rank: each for rank, each in rank_processes(self.root).items() if rank < ranks}
         text = server_log.read(self.planned.log)
-        missing = missing_rank(processes, ranks, text)
-        return f" Rank {missing} keeps the others waiting:\n{describe_ranks(processes, ranks, text)}"
+        return f" {kept_waiting(processes, ranks, text)}\n{describe_ranks(processes, ranks, text)}"
