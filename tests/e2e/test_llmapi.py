@@ -15,9 +15,11 @@ import pytest
 from tests.support.model_server import ModelServer, flags, integers, serving, texts
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, ModelRepository
+from trtserve.bench import run_benchmark
 from trtserve.cli import run
 from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
-from trtserve.specs import RepositorySpec
+from trtserve.specs import BenchSpec, RepositorySpec
+from trtserve.triton.client import Endpoint
 from trtserve.triton.preflight import inspect_repository
 
 pytestmark = pytest.mark.triton
@@ -115,6 +117,21 @@ def test_many_streams_at_once(server: ModelServer) -> None:
     with ThreadPoolExecutor(8) as pool:
         counts = [5 + number % 7 for number in range(24)]
         assert list(pool.map(ask, counts)) == [words(count) for count in counts]
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tiny"])
+def test_benchmarks_count_every_token_once(server: ModelServer, repository: ModelRepository, model: str) -> None:
+    """NVIDIA's model sends all text and tokens so far in each answer, the alias what is new."""
+    endpoint = Endpoint(http_port=server.address.http_port, grpc_port=server.address.grpc_port)
+    spec = BenchSpec(
+        model=model, tokenizer=repository.path / "tensorrt_llm" / "1" / "model", num_requests=3, warmup_requests=1
+    )
+    report = run_benchmark(spec, endpoint)
+    assert report.tokens_counted_by == "server"
+    assert report.statistics.short_answers == 0
+    for record in report.records:
+        assert "".join(response.text for response in record.texts) == words(record.requested_tokens)
+        assert [tokens for _, tokens in record.arrivals] == [1] * record.requested_tokens
 
 
 def test_a_stop_reaches_the_request_behind_the_alias(server: ModelServer) -> None:

@@ -97,6 +97,25 @@ def test_figures_of_a_closed_loop() -> None:
     assert statistics.delivered_ratio is None
 
 
+def test_tokens_of_the_first_response_have_no_pace() -> None:
+    """Nor has an answer that came in one response, as those of static batches do."""
+    statistics = compute([record(arrivals=[(5, 2)]), record(arrivals=[(4, 3), (10, 2)])])
+    assert (statistics.time_per_output_token.count, statistics.time_per_output_token.mean) == (1, 3)
+
+
+def test_empty_answers_have_no_first_token() -> None:
+    statistics = compute([record(), record(arrivals=[], finish_reason="end_id")])
+    assert (statistics.counts.completed, statistics.empty_answers) == (2, 1)
+    assert (statistics.time_to_first_token.count, statistics.time_to_first_token.censored) == (1, 0)
+    assert any("ended without a token" in note for note in notes_on(statistics))
+
+
+def test_every_figure_has_its_unit() -> None:
+    report = _report([record()]).to_json()
+    unitless = {"counts", "in_flight", "short_answers", "empty_answers", "delivered_ratio", "finish_reasons"}
+    assert report["statistics"].keys() - report["units"].keys() == unitless
+
+
 def test_tokens_of_one_response_share_its_gap() -> None:
     gaps = token_gaps(record(arrivals=[(0, 1), (6, 3), (8, 1)]))
     assert [gap / MS for gap in gaps] == [2, 2, 2, 2]

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Literal
 
 from trtserve.bench.load import Record
-from trtserve.bench.messages import TextResponse, repeats_prompt
+from trtserve.bench.messages import TextResponse, new_responses, repeats_prompt
 from trtserve.bench.traffic import TrafficRequest
 from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.triton.client import ModelDescription
@@ -89,13 +89,12 @@ def _total(numbers: Sequence[int | None]) -> int | None:
 
 
 def new_texts(record: Record, model: ModelDescription, *, prompt: str) -> list[TextResponse]:
-    """The responses with the text that is new in each: some models repeat the prompt, or all text so far."""
+    """The responses with the text that is new in each; a whole answer may begin with the prompt."""
+    if record.streamed:
+        return new_responses(model, record.texts)
     texts = list(record.texts)
-    if texts and not record.streamed and repeats_prompt(model):
+    if texts and repeats_prompt(model):
         texts[0] = replace(texts[0], text=texts[0].text.removeprefix(prompt))
-    if record.streamed and model.flag("accumulate_tokens"):
-        before = ["", *(each.text for each in texts)]
-        texts = [replace(each, text=each.text[len(earlier) :]) for each, earlier in zip(texts, before, strict=False)]
     return texts
 
 

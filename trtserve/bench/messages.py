@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trtserve.bench.traffic import TrafficRequest
@@ -17,6 +17,8 @@ TEXT_OUTPUT = "text_output"
 REASON_OUTPUT = "finish_reason"
 REASON_INPUT = f"return_{REASON_OUTPUT}"
 OUTPUT_COUNT, INPUT_COUNT = "num_output_tokens", "num_input_tokens"
+# A model of the LLM API names its inputs after SamplingParams, and each answer of a stream holds all so far.
+LLM_API_LENGTH = "sampling_param_max_tokens"
 # Outputs that a model sends only when the input of the same name asks for them: return_num_output_tokens.
 COUNTS = (OUTPUT_COUNT, INPUT_COUNT)
 UNFINISHED = ("", "not_finished")
@@ -68,7 +70,7 @@ def text_tensors(model: ModelDescription, request: TrafficRequest) -> list[Tenso
     }
     values: dict[str, Sequence[Any]] = {
         TEXT_INPUT: [request.text],
-        model.first_input("max_tokens", "sampling_param_max_tokens"): [request.output_len],
+        model.first_input("max_tokens", LLM_API_LENGTH): [request.output_len],
         **_optional(model, switches),
         **_end(model, request),
     }
@@ -80,7 +82,13 @@ def _optional(model: ModelDescription, switches: dict[str, bool]) -> dict[str, l
 
 
 def _end(model: ModelDescription, request: TrafficRequest) -> dict[str, list[int]]:
-    return {"end_id": [request.end_id]} if request.end_id is not None and "end_id" in model.inputs else {}
+    name = end_input(model)
+    return {} if request.end_id is None or name not in model.inputs else {name: [request.end_id]}
+
+
+def end_input(model: ModelDescription) -> str:
+    """Name of the input that says which token ends an answer; the model need not have it."""
+    return model.first_input("end_id", "sampling_param_end_id")
 
 
 def _wanted_outputs(model: ModelDescription) -> tuple[str, ...]:
@@ -114,6 +122,19 @@ def text_response(response: Any, *, time: int) -> TextResponse:
         tokens=counts.get(OUTPUT_COUNT),
         prompt_tokens=counts.get(INPUT_COUNT),
     )
+
+
+def new_responses(model: ModelDescription, responses: Sequence[TextResponse]) -> list[TextResponse]:
+    """The responses of a stream with what is new in each: some models send all text so far, some the count as well."""
+    whole = LLM_API_LENGTH in model.inputs
+    if not whole and not model.flag("accumulate_tokens"):
+        return list(responses)
+    found, text, tokens = [], 0, 0
+    for each in responses:
+        new = each.tokens if each.tokens is None or not whole else each.tokens - tokens
+        found.append(replace(each, text=each.text[text:], tokens=new))
+        text, tokens = len(each.text), each.tokens or 0
+    return found
 
 
 def repeats_prompt(model: ModelDescription) -> bool:

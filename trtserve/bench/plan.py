@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from trtserve.bench.arrivals import schedule
 from trtserve.bench.dataset import dataset_traffic
-from trtserve.bench.messages import IDS_INPUT, TEXT_INPUT, takes_text
+from trtserve.bench.messages import IDS_INPUT, TEXT_INPUT, end_input, takes_text
 from trtserve.bench.texts import TextWriter
 from trtserve.bench.traffic import Limits, Traffic, limits_of_repository, override_limits, token_norm_dist
-from trtserve.errors import RequestError, UsageError
+from trtserve.errors import RequestError, ServerUnreachableError, UsageError
 from trtserve.query.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
 from trtserve.specs import BenchSpec
 from trtserve.triton.client import CORE_MODEL, Client, Endpoint, GrpcClient, ModelDescription
@@ -62,10 +62,15 @@ def plan_benchmark(spec: BenchSpec, endpoint: Endpoint) -> Plan:
     """Make the traffic of `spec` within the limits of the engine behind `endpoint`; sends no request.
 
     Limits come from the recorded repository of the server, or from `spec`; UsageError without a vocabulary size, or
-    without a tokenizer where text is tokenised. The server is asked what a model is unless it is the core model.
+    without a tokenizer where text is tokenised. A server that does not answer is taken to have a core model.
     """
     with closing(GrpcClient(endpoint, timeout=DESCRIBE_TIMEOUT)) as client:
-        model = None if spec.model == CORE_MODEL else client.describe(spec.model)
+        try:
+            model = client.describe(spec.model)
+        except ServerUnreachableError:
+            if spec.model != CORE_MODEL:
+                raise
+            model = None
         return make_plan(spec, endpoint, find_target(spec, endpoint, client, model))
 
 
@@ -153,6 +158,6 @@ def _warmup_notes(spec: BenchSpec) -> list[str]:
 def _end_notes(spec: BenchSpec, target: Target) -> list[str]:
     if not spec.ignore_eos:
         return ["Answers end at the model's end token (--no-ignore-eos)."]
-    if target.text and target.model is not None and "end_id" not in target.model.inputs:
+    if target.text and target.model is not None and end_input(target.model) not in target.model.inputs:
         return [f"The model {spec.model!r} cannot be told to go on after its end token: answers may be shorter."]
     return []

@@ -18,6 +18,24 @@ COLUMNS = ("Stat", "Value")
 SCHEMA = 1
 VALID_DELIVERY = 0.99
 
+_TIMES = (
+    "total_latency",
+    "latency",
+    "latency_from_send",
+    "dispatch_delay",
+    "time_to_first_token",
+    "inter_token",
+    "time_per_output_token",
+)
+UNITS: Mapping[str, str] = {
+    **dict.fromkeys(_TIMES, "ms"),
+    "requests_per_second": "requests/s",
+    "output_tokens_per_second": "tokens/s",
+    "input_tokens": "tokens/request",
+    "output_tokens": "tokens/request",
+}
+"""What the figures of `Statistics` count."""
+
 Row = tuple[str, str]
 
 
@@ -51,7 +69,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """All but the records; values that are infinite (see Distribution) are null."""
         content = {name: value for name, value in vars(self).items() if name not in ("records", "spec", "statistics")}
-        content |= {"spec": asdict(self.spec), "statistics": asdict(self.statistics)}
+        content |= {"spec": asdict(self.spec), "statistics": asdict(self.statistics), "units": UNITS}
         files = {"dataset": self.spec.dataset, "tokenizer": self.spec.tokenizer}
         content["spec"] |= {name: None if path is None else str(path) for name, path in files.items()}
         finite: dict[str, Any] = _finite({"schema": SCHEMA, **content})

@@ -75,10 +75,10 @@ class Statistics:
     """Figures of one measured window; times in ms, rates per second.
 
     `latency` counts from the intended send, `latency_from_send` from the actual one; `dispatch_delay` is the
-    difference. `inter_token` has one value per token after the first; tokens that came in one response share the gap
-    before it. `time_per_output_token` is (last − first) ÷ (tokens − 1) of each request. `empty_answers` were completed
-    without a token and have no time to the first. `finish_reasons` counts why completed answers ended, most frequent
-    first; it is empty where the model does not tell.
+    difference. `inter_token` has one value per token after the first response; tokens that came in one response share
+    the gap before it. `time_per_output_token` is (last − first response) ÷ tokens after the first response, of each
+    request. `empty_answers` were completed without a token and have no time to the first. `finish_reasons` counts why
+    completed answers ended, most frequent first; it is empty where the model does not tell.
     """
 
     counts: Counts
@@ -122,7 +122,7 @@ def compute(records: Sequence[Record]) -> Statistics:
         ),
         inter_token=_milliseconds(gap for record in completed for gap in token_gaps(record)),
         time_per_output_token=_milliseconds(
-            _pace(record) for record in completed if record.output_tokens > 1 and record.streamed
+            _pace(record) for record in completed if len(record.arrivals) > 1 and record.streamed
         ),
         input_tokens=_mean([record.input_tokens for record in completed]),
         output_tokens=_mean([record.output_tokens for record in completed]),
@@ -151,7 +151,9 @@ def token_gaps(record: Record) -> list[float]:
 
 
 def _pace(record: Record) -> float:
-    return (record.arrivals[-1][0] - record.arrivals[0][0]) / (record.output_tokens - 1)
+    """Nanoseconds per token after the first response, whose own tokens came together."""
+    (first, tokens), (last, _) = record.arrivals[0], record.arrivals[-1]
+    return (last - first) / (record.output_tokens - tokens)
 
 
 def _milliseconds(nanoseconds: Iterable[float], *, censored: int = 0) -> Distribution:
