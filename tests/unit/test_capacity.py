@@ -254,6 +254,16 @@ def test_start_refuses_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> Non
         assert bool(lines.warnings) == warned
 
 
+def test_too_large_a_batch_is_what_the_advice_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = server_needs(_engine(max_seq_len=4000, max_batch_size=256))
+    monkeypatch.setattr(FREE, lambda: small.total)
+    served = _served()
+    large = {**served.engine, "build_config": {**served.engine["build_config"], "max_batch_size": 10**8}}
+    with pytest.raises(MemoryLimitError) as caught:
+        require_servable(replace(served, engine=large), "m")
+    assert str(caught.value.hint).startswith("--max-batch-size 256 of `trtserve build`")
+
+
 def test_fitting_tokens_fit() -> None:
     needs = server_needs(_engine())
     assert fitting_tokens(needs, 1000, needs.processes + needs.engine + 65_999) == 64

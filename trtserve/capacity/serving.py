@@ -64,7 +64,7 @@ def require_servable(served: Served, name: str, progress: Progress = SILENT) -> 
         needs.processes + needs.engine + least,
         f"Serving {name} takes {gibibytes(needs.engine)} for the engine, {gibibytes(least)} for its KV cache and"
         f" {gibibytes(needs.processes)} for Triton: it needs",
-        lambda free: _advice(needs, per_token, free, explicit=explicit),
+        lambda free: _advice(served.engine, needs, per_token, free, explicit=explicit),
     )
     fitting = fitting_tokens(needs, per_token, free_memory())
     if fitting < needs.kv_tokens:
@@ -73,8 +73,20 @@ def require_servable(served: Served, name: str, progress: Progress = SILENT) -> 
         )
 
 
-def _advice(needs: ServerNeeds, per_token: int, free: int, *, explicit: bool) -> str:
+def _advice(engine: Mapping[str, Any], needs: ServerNeeds, per_token: int, free: int, *, explicit: bool) -> str:
     tokens = fitting_tokens(needs, per_token, free)
     if explicit and tokens:
         return f"--max-tokens-in-paged-kv-cache {tokens} of `trtserve repo` or `import` would fit."
+    rows = _fitting_batch(engine, free - needs.processes - _BLOCK * per_token)
+    if rows:
+        return f"--max-batch-size {rows} of `trtserve build` or `import` would fit."
     return "Free some memory, or build a smaller engine: trtserve import --quantize int8 or int4, or a smaller model."
+
+
+def _fitting_batch(engine: Mapping[str, Any], room: int) -> int:
+    """The largest power of two below the engine's max_batch_size with which it takes no more than `room`; else 0."""
+    build = engine["build_config"]
+    rows = 1 << (int(build["max_batch_size"]) - 1).bit_length() >> 1
+    while rows and engine_needs_of({**engine, "build_config": {**build, "max_batch_size": rows}}).serving > room:
+        rows //= 2
+    return rows
