@@ -49,7 +49,7 @@ def _require_positive(owner: object, *names: str) -> None:
 def _require_not_negative(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if not 0 <= value <= _LARGEST:
+        if value is not None and not 0 <= value <= _LARGEST:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be 0 … {_LARGEST}.")
 
 
@@ -284,8 +284,8 @@ class RepositorySpec:
             "postprocessing_instance_count",
             "bls_instance_count",
             "max_tokens_in_paged_kv_cache",
-            "max_queue_size",
         )
+        _require_not_negative(self, "max_queue_size")
         fraction = self.kv_cache_free_gpu_mem_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise UsageError(f"--kv-cache-free-gpu-mem-fraction is {fraction}; it must lie in (0, 1].")

@@ -133,3 +133,15 @@ def test_a_parameter_of_other_releases_is_told() -> None:
     with pytest.raises(UsageError) as caught:
         resolve_settings({"guided_decoding_backend": "xgrammar"}, profile("0.12"))
     assert caught.value.hint == "Releases that have it: 0.19 – 0.21, 1.0 –."
+
+
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    given = {"foo": "1", "max_beam_width": "x", "gpt_model_type": "fast", "exclude_input_in_output": "true"}
+    with pytest.raises(UsageError) as caught:
+        resolve_settings(given, profile("1.2"), spelled={"gpt_model_type": "--batching-strategy"})
+    lines = caught.value.message.splitlines()
+    assert lines[0] == "--set foo: tensorrt_llm has no parameter 'foo' in release 1.2."
+    assert lines[1].startswith("--set max_beam_width=x: expected ")
+    assert lines[2].startswith("--batching-strategy fast: expected ")
+    assert len(lines) == 3
+    assert str(caught.value.hint).startswith("--set foo: ")

@@ -6,15 +6,17 @@ import difflib
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from trtserve.cli.environment import commands_of
 from trtserve.cli.usage import explain_usage, no_such_command, only_shows_help
-from trtserve.errors import UsageError
+from trtserve.errors import TrtserveError, UsageError
 
 if TYPE_CHECKING:
+    from trtserve.cli.corrections import CommandLine
     from trtserve.releases.build_flags import BuildFlag
 
 
@@ -58,8 +60,8 @@ def _answer(node: Any, names: tuple[str, ...], whole: Callable[[], Any]) -> None
             # Typer has no public name for this error; of all its errors only this one has possibilities.
             if not hasattr(error, "possibilities"):
                 raise explain_usage(error, " ".join(("trtserve", *names))) from error
-            option = str(getattr(error, "option_name", ""))
-            raise explain(names, _as_typed(option, typed), _options(node), _owners(whole())) from None
+            option = _as_typed(str(getattr(error, "option_name", "")), typed)
+            raise _explain_all(node, names, option, typed, _owners(whole())) from None
 
     node.parse_args = parse_or_explain
     if hasattr(node, "commands"):
@@ -102,6 +104,61 @@ def _as_typed(option: str, arguments: Sequence[str]) -> str:
     return option
 
 
+def _explain_all(
+    node: Any, names: tuple[str, ...], option: str, typed: Sequence[str], owners: Mapping[str, Sequence[str]]
+) -> UsageError:
+    """The error for `option` and every other one that the command does not have, with the command line that does it."""
+    from trtserve.cli.corrections import corrected, in_one_line, take_apart
+
+    known = _options(node)
+    required = sum(each.param_type_name == "argument" and each.required for each in node.params)
+    line = take_apart(typed, node.params, required=required)
+    unknown = list(dict.fromkeys((option, *(each.name for each in line.unknown))))
+    command = " ".join(("trtserve", *names))
+    answers = {name: _hint(names, name, known, owners) for name in unknown}
+    told = [_about(name, answer) for name, answer in answers.items()]
+    embedded, cpu = _builds_for_cpus(names, line)
+    instead = corrected(line, answers, known, embedded=embedded)
+    if len(unknown) == 1 and (instead is None or not _is_complete(node, instead)):
+        return explain(names, option, known, owners)
+    if instead is not None and _is_complete(node, instead):
+        told = [*told, *cpu, f"As a whole: {in_one_line(command, instead)}"]
+    lacking = f"no option {unknown[0]}" if len(unknown) == 1 else f"none of the options {', '.join(unknown)}"
+    return UsageError(f"`{command}` has {lacking}.", hint="\n".join(told))
+
+
+def _about(name: str, answer: str | None) -> str:
+    """An answer that stands among others."""
+    if answer is None:
+        return f"{name} is not known."
+    return answer if answer.lstrip("-").startswith(name.lstrip("-")) else f"{name}: {answer}"
+
+
+def _builds_for_cpus(names: tuple[str, ...], line: CommandLine) -> tuple[bool, list[str]]:
+    """Whether the engine is for CPUs, where options of trtllm-build mean nothing; and what to say of those."""
+    from trtserve.cli.corrections import builder_options
+    from trtserve.runtimes import choose_runtime, openvino
+
+    if names[:1] not in (("build",), ("import",)):
+        return False, []
+    with suppress(TrtserveError, ValueError):
+        runtime = cast(Any, line.value_of("--runtime") or "auto")
+        if choose_runtime(runtime, container=line.value_of("--container")).NAME == openvino.NAME:
+            typed = list(builder_options(line))
+            verb = "is" if len(typed) == 1 else "are"
+            return True, [f"{', '.join(typed)} {verb} for trtllm-build, and the engine for CPUs here."] if typed else []
+    return False, []
+
+
+def _is_complete(node: Any, words: Sequence[str]) -> bool:
+    """Whether the command takes these words, as far as it can tell from them alone."""
+    from trtserve.cli.corrections import take_apart
+
+    required = sum(each.param_type_name == "argument" and each.required for each in node.params)
+    line = take_apart(words, node.params, required=required)
+    return not line.unknown and len(line.positional) >= required
+
+
 def explain(
     names: tuple[str, ...], option: str, known: Sequence[str], owners: Mapping[str, Sequence[str]]
 ) -> UsageError:
@@ -122,13 +179,13 @@ def _hint(names: tuple[str, ...], option: str, known: Sequence[str], owners: Map
         return old.answer
     key = settable(option.lstrip("-").replace("-", "_")) if names[:1] in (("repo",), ("import",)) else None
     if key is not None:
-        return f"It is a key of fill_template.py: `trtserve {names[0]} … --set {key}=VALUE`."
+        return f"{option} is a key of fill_template.py: `trtserve {names[0]} … --set {key}=VALUE`."
     spelled = option.replace("_", "-")
     flag = build_flags(NEWEST).get("--" + option.lstrip("-").replace("-", "_"))
     if names[:1] in (("build",), ("import",)) and flag is not None:
         return _behind(flag)
     if spelled in owners:
-        return f"It is an option of {', '.join(f'`{owner}`' for owner in owners[spelled])}."
+        return f"{option} is an option of {', '.join(f'`{owner}`' for owner in owners[spelled])}."
     close = difflib.get_close_matches(spelled, known, n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(close)}?" if close else None
 
@@ -137,4 +194,5 @@ def _behind(flag: BuildFlag) -> str:
     """What to do with a flag of trtllm-build that is no option of ours."""
     if flag.deprecated:
         return f"{flag.name} is an option of trtllm-build, and deprecated: {flag.deprecated}."
-    return f"It is an option of trtllm-build; what stands behind `--` goes there: `trtserve build … -- {flag.name} …`."
+    there = f"`trtserve build … -- {flag.name} …`"
+    return f"{flag.name} is an option of trtllm-build; what stands behind `--` goes there: {there}."

@@ -43,6 +43,7 @@ from trtserve.repo import (
 )
 from trtserve.repo import require_room as require_repository_room
 from trtserve.repo.engine import read_engine
+from trtserve.repo.options import spelled_as
 from trtserve.runtimes import choose_runtime
 from trtserve.store import NameRecord, Store, reusable
 from trtserve.triton.profiles import profile
@@ -144,7 +145,8 @@ def plan_import(
     """
     store = store or Store()
     # The repository is assembled last, but what would stop it is told first.
-    resolve_settings(settings_of(spec.repository), profile(spec.repository.release))
+    asked = spec.repository
+    resolve_settings(settings_of(asked), profile(asked.release), spelled=spelled_as(asked))
     _require_replaceable(spec)
     _require_tokenizer(spec)
     own = spec.tokenizer is None

@@ -29,6 +29,7 @@ gpus_per_node                    1.1   It belonged to --auto_parallel, which is 
 cluster_key                      1.1   It belonged to --auto_parallel, which is gone; leave it out.
 checkpoint_dir                   -     Here the checkpoint is the argument: `trtserve build CHECKPOINT`.
 output_dir                       -     Here it is --out.
+log_level                        -     Leave it out: the log is kept whole, and a build that fails names it.
 """
 
 BUILD_PY = """
@@ -261,7 +262,7 @@ TABLES = {
 TOOLS_OF = {
     "import": ("trtllm-build", "convert_checkpoint.py", "quantize.py", "build.py", "fill_template.py"),
     "convert": ("convert_checkpoint.py", "quantize.py", "build.py", "trtllm-build"),
-    "build": ("trtllm-build", "build.py", "convert_checkpoint.py", "quantize.py"),
+    "build": ("trtllm-build", "build.py", "convert_checkpoint.py", "quantize.py", "fill_template.py"),
     "repo": ("fill_template.py",),
     "start": ("launch_triton_server.py",),
     "lora": ("hf_lora_convert.py",),

@@ -47,6 +47,11 @@ def settings_of(spec: RepositorySpec) -> dict[str, str]:
     return settings
 
 
+def spelled_as(spec: RepositorySpec) -> dict[str, str]:
+    """Key of `settings_of` → the option that gave it, for those that have one."""
+    return {key: f"--{field.replace('_', '-')}" for field, key in _NAMED.items() if getattr(spec, field) is not None}
+
+
 def resolve_options(
     spec: RepositorySpec, config: Mapping[str, Any], *, tokenizer: Path | None = None
 ) -> tuple[Profile, ConfigOptions]:
@@ -57,7 +62,7 @@ def resolve_options(
     """
     embedded = is_embedded(config)
     table = profile(_embedded_release(spec) if embedded else release_of_engine(spec, config))
-    settings = resolve_settings(settings_of(spec), table)
+    settings = resolve_settings(settings_of(spec), table, spelled=spelled_as(spec))
     options = _options(spec, table, settings, config, tokenizer)
     if embedded:
         require_carried_out({**settings.parameters, CORE: {}}, table.release)

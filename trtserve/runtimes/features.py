@@ -115,13 +115,15 @@ def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Feature
 
 def _require_no_builder_options(spec: BuildSpec) -> None:
     """UsageError for what only `trtllm-build` has; `use_paged_context_fmha` means the same here."""
-    for name in BUILDER_FIELDS:
-        if getattr(spec, name) not in (None, ()):
-            shown = {"build_workers": "--workers", "builder_flags": "`--`"}.get(name, f"--{name.replace('_', '-')}")
-            raise UsageError(
-                f"{shown} is for trtllm-build, and this engine is built for CPUs.",
-                hint="Leave it out, or choose --runtime tensorrt_llm.",
-            )
+    given = [name for name in BUILDER_FIELDS if getattr(spec, name) not in (None, ())]
+    if given:
+        spelled = {"build_workers": "--workers", "builder_flags": "`--`"}
+        shown = [spelled.get(name, f"--{name.replace('_', '-')}") for name in given]
+        raise UsageError(
+            f"{', '.join(shown)} {'is' if len(shown) == 1 else 'are'} for trtllm-build, and this engine is built for "
+            "CPUs.",
+            hint=f"Leave {'it' if len(shown) == 1 else 'them'} out, or choose --runtime tensorrt_llm.",
+        )
 
 
 def _resolve_mode(spec: BuildSpec) -> tuple[str, tuple[str, ...]]:
