@@ -68,7 +68,7 @@ def _rate(side: Side, streams: int) -> Callable[[int], float]:
 
 def _pair(case: str, streams: int, ours: Side, other: Side, reach: str, pairs: int) -> Comparison:
     words = f"{case}, {streams} stream{'s' if streams > 1 else ''}"
-    return compare(words, _rate(ours, streams), _rate(other, streams), pairs=pairs, unit="tokens/s", reach=f"≥ {reach}")
+    return compare(words, _rate(ours, streams), _rate(other, streams), pairs=pairs, unit="tokens/s", reach=reach)
 
 
 @contextmanager

@@ -172,6 +172,15 @@ def test_every_limit_feature_and_precision_is_in_the_fingerprint(checkpoint: Che
     assert plan_build(checkpoint, spec).fingerprint != plan_build(checkpoint, SPEC).fingerprint
 
 
+def test_groups_of_int4_are_in_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of other groups are built anew; those that have none are reused."""
+    sources = [_convert(tmp_path / name, quantize=name) for name in ("int4", "int8")]
+    before = [plan_build(source, SPEC).fingerprint for source in sources]
+    monkeypatch.setattr("trtserve.runtimes.openvino_plan.INT4_GROUPS", (128, 64, 32))
+    after = [plan_build(source, SPEC).fingerprint for source in sources]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
+
+
 def test_version_of_openvino_is_in_the_fingerprint(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     before = plan_build(checkpoint, SPEC).fingerprint
     monkeypatch.setattr(metadata, "version", lambda _: "2099.1")

@@ -25,7 +25,7 @@ GPTQ, AWQ, FP8 = "W4A16_GPTQ", "W4A16_AWQ", "FP8"
 _DEFAULT_GPU_SM = 80
 _ZERO = 8
 # Inputs that share a scale where a runtime makes int4 of floats: the first of these that divides the inputs.
-_GROUPS = (128, 64, 32)
+INT4_GROUPS = (256, 128, 64, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Fp8Weight:
 
 def group_size(inputs: int) -> int:
     """How many inputs share a scale in an int4 matrix that is made of floats; all where no size of a group divides."""
-    return next((size for size in _GROUPS if inputs % size == 0), inputs)
+    return next((size for size in INT4_GROUPS if inputs % size == 0), inputs)
 
 
 def quant_algo(config: CheckpointConfig) -> str | None:

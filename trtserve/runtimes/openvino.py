@@ -132,8 +132,8 @@ def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple
 
 
 _INT4_NOTE = (
-    "int4 has a scale for each group of 128 inputs here (64 or 32 where 128 does not divide them), and lm_head is "
-    "int8; TensorRT-LLM's own W4A16 has a scale for each output channel and leaves lm_head alone."
+    "int4 has a scale for each group of 256 inputs here (128, 64 or 32 where 256 does not divide them), and lm_head "
+    "is int8; TensorRT-LLM's own W4A16 has a scale for each output channel and leaves lm_head alone."
 )
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtserve import machine
-from trtserve.runtimes.base import EnginePlan
+from trtserve.architectures.quantized import INT4_GROUPS, quant_algo
+from trtserve.runtimes.base import WEIGHT_ONLY_INT4, EnginePlan
 from trtserve.runtimes.features import Features
 
 
@@ -24,8 +25,9 @@ class OpenvinoPlan(EnginePlan):
         return f"{self.weights_precision} weights, {self.compute_precision} arithmetic, {self.kv_precision} KV cache"
 
     def settings(self) -> dict[str, Any]:
-        """Features and precisions."""
-        return {**self.features.record(), **self._precisions()}
+        """Features and precisions, and where int4 is made of floats, in groups of how many inputs at most."""
+        groups = {"int4_group_size": INT4_GROUPS[0]} if quant_algo(self.config) == WEIGHT_ONLY_INT4 else {}
+        return {**self.features.record(), **self._precisions(), **groups}
 
     def words(self) -> str:
         """What goes beyond plain decoding, in words."""
