@@ -70,6 +70,30 @@ def test_more_numbers_than_are_looked_up_at_a_time() -> None:
     assert cast(values, TYPES[2]).tobytes() == values.astype(ml_dtypes.bfloat16).tobytes()
 
 
+def test_a_few_numbers_that_float16_cannot_hold_as_they_are_among_many_that_it_can() -> None:
+    """Both ways from bfloat16 to float16: new exponents with some lookups, then lookups alone."""
+    normal = every(TYPES[2])[0x3880:0x4780]
+    values = np.concatenate([np.repeat(np.concatenate([normal, -normal]), 40), np.zeros(9, TYPES[2]), every(TYPES[2])])
+    values[::1000] = every(TYPES[2])[: len(values[::1000])]
+    with np.errstate(all="ignore"):
+        expected = values.astype(np.float16)
+    assert len(values) > 1 << 18
+    assert cast(values, TYPES[1]).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("number", [65536.0, -3e38, float("inf"), float("nan")])
+@pytest.mark.parametrize("others", [0.0, 0.5], ids=["looked up", "new exponents"])
+@pytest.mark.parametrize("place", [0, 70_000, 300_000])
+def test_a_cast_tells_of_one_number_that_is_not_finite(number: float, others: float, place: int) -> None:
+    values = np.full(300_001, others, TYPES[2])
+    out = np.empty(values.shape, np.float16)
+    convert = Cast(TYPES[2], TYPES[1])
+    assert convert.into(values, out)
+    values[place] = number
+    assert not convert.into(values, out)
+    assert np.flatnonzero(~np.isfinite(out)).tolist() == [place]
+
+
 @pytest.mark.parametrize("kind", TYPES[1:], ids=str)
 def test_each_number_that_is_not_finite_is_seen(kind: np.dtype[Any]) -> None:
     values = every(kind)

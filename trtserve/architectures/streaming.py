@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.architectures.casts import CAST_BYTES, Cast, all_finite, not_finite_exponent
+from trtserve.architectures.casts import CAST_BYTES, Cast, not_finite_exponent
 from trtserve.architectures.source import SourceTensor
 from trtserve.architectures.tensor_files import CODES, TensorFile, numpy_dtype, read_into
 from trtserve.architectures.threads import run_all, worker_count
@@ -313,8 +313,7 @@ class _Hands:
         kinds = values.dtype, wanted
         if kinds not in self._casts:
             self._casts[kinds] = Cast(*kinds)
-        self._casts[kinds].into(values, cast)
-        if wanted.itemsize == 2 and not all_finite(cast):
+        if not self._casts[kinds].into(values, cast):
             raise _not_finite(source, values, cast)
         return cast
 
