@@ -119,3 +119,16 @@ def test_columns_have_names_off_a_terminal(capsys: pytest.CaptureFixture[str]) -
     output.print_table(("a", "b", "c"), [(1, 2, 3)])
     output.print_table(("name", "value"), [("speed", 2)])
     assert capsys.readouterr().out == "a\tb\tc\n1\t2\t3\nspeed\t2\n"
+
+
+@pytest.mark.parametrize("text", ["Converting", "Converting " + "seven " * 12 + "ranks"])
+def test_a_bar_leaves_its_text_whole(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _narrow(monkeypatch)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with output.TerminalProgress().task(text, total=2, unit="bytes") as task:
+        task.advance(1)
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(line.strip() for line in lines if line.strip()).endswith(text)
+    assert all(len(line) <= 80 for line in lines)

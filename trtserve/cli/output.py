@@ -222,23 +222,34 @@ class TerminalProgress:
             say(text)
             yield _LineTask(text, total=total, unit=unit, done=done)
             return
-        from rich import progress as rich_progress
-        from rich.table import Column
+        console = _stderr()
+        # A long text stands above its bar, which has the line to itself.
+        above = len(text) > console.width // 2
+        if above:
+            say(text)
+        with _bar(console, unit) as bar:
+            yield _BarTask(bar, bar.add_task("" if above else text, total=total, completed=done))
+        if not above:
+            say(text)
 
-        columns: list[Any] = [rich_progress.TextColumn("{task.description}"), rich_progress.BarColumn()]
-        if unit == "bytes":
-            # Where there is little room the bar gets shorter, not the figures longer than a line.
-            columns += [
-                kind(table_column=Column(no_wrap=True))
-                for kind in (rich_progress.DownloadColumn, rich_progress.TransferSpeedColumn)
-            ]
-        else:
-            columns += [rich_progress.MofNCompleteColumn()]
-        columns += [rich_progress.TimeRemainingColumn()]
-        with rich_progress.Progress(*columns, console=_stderr(), transient=True) as bar:
-            identifier = bar.add_task(text, total=total, completed=done)
-            yield _BarTask(bar, identifier)
-        say(text)
+
+def _bar(console: Console, unit: Unit) -> Any:
+    """Text, bar, figures and remaining time; where there is little room the bar gets shorter, no figure is cut."""
+    from rich import progress as rich_progress
+    from rich.table import Column
+
+    if unit == "bytes":
+        kinds: list[Any] = [rich_progress.DownloadColumn, rich_progress.TransferSpeedColumn]
+    else:
+        kinds = [rich_progress.MofNCompleteColumn]
+    figures = [kind(table_column=Column(no_wrap=True)) for kind in (*kinds, rich_progress.TimeRemainingColumn)]
+    return rich_progress.Progress(
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        *figures,
+        console=console,
+        transient=True,
+    )
 
 
 class _SilentTask:
