@@ -21,8 +21,8 @@ def end_with_parent() -> Callable[[], None] | None:
         return None
     import ctypes
 
-    # Found before the fork: the child may do little between it and its program.
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    # Found before the fork, and called without giving up the GIL: the child may do little before its program.
+    prctl = ctypes.PyDLL(None).prctl
     parent = os.getpid()
 
     def ask() -> None:
