@@ -10,7 +10,9 @@ import pytest
 from tests.support.commands import command_line, environment
 from trtserve.cli import run
 from trtserve.cli.query_output import Sink
+from trtserve.errors import RequestError
 from trtserve.query import QuerySpec
+from trtserve.query.local import LocalEngine
 from trtserve.query.options import REQUEST_OPTIONS
 
 LATIN1 = "café".encode("latin1")
@@ -197,3 +199,23 @@ def test_a_failed_stream_ends_its_line_if_it_began_one(capsys: pytest.CaptureFix
     sink.on_text("Mach")
     sink.broken()
     assert capsys.readouterr().out == "Mach\n"
+
+
+def test_another_rank_speaks_after_the_leader(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"pretrained_config": {"mapping": {"world_size": 4, "tp_size": 4}}}
+    engine = LocalEngine(path=Path("engine"), config=config, tokenizer=None)
+    monkeypatch.setattr("trtserve.query.local.find_local", lambda *_: engine)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+
+    def fail(_: LocalEngine) -> None:
+        raise RequestError("The engine cannot be loaded.")
+
+    waited: list[float] = []
+    monkeypatch.setattr(LocalEngine, "work_for_leader", fail)
+    monkeypatch.setattr("trtserve.cli.query.time.sleep", waited.append)
+    assert run(["query", "hi", "--local", "--engine", "x"]) == RequestError.code
+    assert capsys.readouterr().err == "error: Rank 3: The engine cannot be loaded.\n"
+    assert len(waited) == 1
