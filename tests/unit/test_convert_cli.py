@@ -24,7 +24,7 @@ def test_it_prints_the_path_of_the_checkpoint(tmp_path: Path, capsys: pytest.Cap
         "rank0.safetensors",
         "rank1.safetensors",
     }
-    assert "float16, 2 rank(s)" in captured.err
+    assert "float16, 2 ranks" in captured.err
 
 
 def test_json_tells_what_was_made_and_reuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def convert(
     place = destination_of(plan, name or source.name, out=out)
     if not dry_run:
         asked = CheckSpec() if verify else None
-        convert_model(source, spec, name=name, out=out, verify=asked, progress=progress)
+        convert_model(source, spec, name=name, out=out, verify=asked, plan=plan, progress=progress)
     result = {"path": str(place.path), "reused": place.reused, "verified": verify and not dry_run, **_described(plan)}
     if json:
         print_json("convert", result)

@@ -26,11 +26,30 @@ class _NotPlainError(Exception):
 def take_plain_values(tree: Any) -> None:
     """Let the options and arguments of every command of a tree take plain values as they are."""
     for parameter in tree.params:
-        described = parameter.type_descriptor
-        if _LAX.items() <= vars(described.parameter_info).items():
-            _shorten(parameter, described.annotation)
+        _take(parameter)
+    _take_of_help(tree)
     for child in getattr(tree, "commands", {}).values():
         take_plain_values(child)
+
+
+def _take(parameter: Any) -> None:
+    described = parameter.type_descriptor
+    if _LAX.items() <= vars(described.parameter_info).items():
+        _shorten(parameter, described.annotation)
+
+
+def _take_of_help(command: Any) -> None:
+    """The option --help, which Typer makes when it reads a command line, and then keeps."""
+    find, taken = command.get_help_option, list[Any]()
+
+    def help_option(context: Any) -> Any:
+        option = find(context)
+        if option is not None and option not in taken:
+            _take(option)
+            taken.append(option)
+        return option
+
+    command.get_help_option = help_option
 
 
 def _shorten(parameter: Any, kind: Any) -> None:

@@ -51,15 +51,17 @@ def convert_model(
     out: Path | None = None,
     store: Store | None = None,
     verify: CheckSpec | None = None,
+    plan: Plan | None = None,
     progress: Progress = SILENT,
 ) -> Checkpoint:
     """Convert a Hugging Face folder to a TensorRT-LLM checkpoint, or reuse the one that was made from it before.
 
-    With `verify` it is compared with the model before it is published, also one that is reused. Raises
-    UnsupportedModelError, ConversionError, CorruptFileError, MemoryLimitError, DiskSpaceError, UsageError (sizes that
-    do not divide), or what `plan_check` and `require_passed` raise; nothing is left behind then.
+    `plan` is what `plan_conversion` says of the same model and wishes, where that is known already. With `verify` the
+    checkpoint is compared with the model before it is published, also one that is reused. Raises UnsupportedModelError,
+    ConversionError, CorruptFileError, MemoryLimitError, DiskSpaceError, UsageError (sizes that do not divide), or what
+    `plan_check` and `require_passed` raise; nothing is left behind then.
     """
-    plan = plan_conversion(model, spec)
+    plan = plan or plan_conversion(model, spec)
     name = name or model.name
     place = destination_of(plan, name, out=out, store=store)
     if plan.toolkit is not None:
@@ -97,9 +99,10 @@ def convert_model(
 def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
     require_memory(plan.memory_bytes, "This conversion needs", lambda _: "Free some memory: no setting needs less.")
     require_disk(folder.parent, plan.total_bytes, "The checkpoint")
-    text = f"Converting to {plan.spec.dtype}, {len(plan.sizes)} rank(s), {gibibytes(plan.total_bytes)}"
+    ranks = f"{len(plan.sizes)} rank{'s' if len(plan.sizes) > 1 else ''}"
+    text = f"Converting to {plan.spec.dtype}, {ranks}, {gibibytes(plan.total_bytes)}"
     if plan.spec.quantize != "none":
-        text += f" ({plan.spec.quantize} weights are made when the engine is built)"
+        progress.step(f"The {plan.spec.quantize} weights are made when the engine is built")
     load_types(plan.moves, plan.spec.dtype)
     with (
         timed(store, "convert", plan.source_bytes),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from shutil import which
+from typing import TYPE_CHECKING
 
 from trtserve.errors import UsageError
 from trtserve.releases import NEWEST, RELEASES, order, release_of
 from trtserve.releases.containers import CONTAINERS
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 OPTION = "--trtllm-version"
 PACKAGE = "tensorrt_llm"
@@ -117,14 +120,15 @@ def _environments() -> Iterator[list[str] | None]:
 
 def _version(package: str, folders: list[str] | None) -> tuple[str, Path] | None:
     """Version and place of an installed package, from its dist-info."""
-    found = metadata.distributions(name=package) if folders is None else _distributions(package, folders)
-    for each in found:
+    for each in _distributions(package, folders):
         return each.version, Path(str(each.locate_file("")))
     return None
 
 
-def _distributions(package: str, folders: list[str]) -> Iterable[metadata.Distribution]:
-    return metadata.distributions(name=package, path=folders)
+def _distributions(package: str, folders: list[str] | None) -> Iterable[Distribution]:
+    from importlib import metadata  # loads much, of which most commands need nothing
+
+    return metadata.distributions(name=package, path=sys.path if folders is None else folders)
 
 
 def _tensorrt_of_container(version: str) -> str | None:
