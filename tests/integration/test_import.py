@@ -162,7 +162,9 @@ def test_a_name_that_changes_its_meaning_is_told(hub: Hub, tiny: Path, capsys: p
     _import(capsys, ID, *FLOAT32)
     capsys.readouterr()
     assert run(["import", str(tiny), *FLOAT32, "--name", "tiny-llama", "--quiet"]) == 0
-    assert f"The name tiny-llama meant {ID} until now" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert f"The name tiny-llama meant {ID} until now" in captured.err
+    assert captured.out == f"{Store().recorded()[0].repository}\n"  # quiet: the path, and not what lies in it
 
 
 def test_names_of_single_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

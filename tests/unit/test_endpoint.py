@@ -9,11 +9,11 @@ import pytest
 
 from trtserve.cli import run
 from trtserve.process import Identity
-from trtserve.servers import RunningProxy, Server, log_file, write_state
+from trtserve.servers import Phase, RunningProxy, Server, log_file, write_state
 from trtserve.store import Store
 
 
-def _record(name: str, port: int) -> None:
+def _record(name: str, port: int, phase: Phase = "running") -> None:
     """A server of this process, with its ports from `port` on."""
     own, store = Identity.of(os.getpid()), Store()
     assert own is not None
@@ -29,7 +29,7 @@ def _record(name: str, port: int) -> None:
         repository=Path("nowhere"),
         model=name,
         streaming=True,
-        phase="running",
+        phase=phase,
         shm_prefix="",
         proxy=RunningProxy(file=Path("nginx.conf"), log=Path("nginx.log"), http_port=port + 5, grpc_port=port + 6),
     )
@@ -80,3 +80,10 @@ def test_the_hint_of_several_servers_is_that_of_the_command(capsys: pytest.Captu
     assert run(["metrics"]) == 34
     said = ["error: 2 servers are running: demo, other.", "next:  Name one of them: trtserve metrics NAME"]
     assert capsys.readouterr().err.splitlines() == said
+
+
+def test_a_server_that_is_starting_is_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+    _record("demo", 1, "starting")  # nobody answers there
+    assert run(["query", "hi", "--timeout", "5"]) == 40
+    said = "warning: demo is still starting; `trtserve status` says when it runs."
+    assert capsys.readouterr().err.splitlines()[0] == said

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from trtserve.cli.output import TerminalProgress
 from trtserve.errors import UsageError
 
 if TYPE_CHECKING:
@@ -176,6 +177,8 @@ def _recorded(name: str | None) -> Endpoint:
     from trtserve.triton.client import Endpoint
 
     server = find_server(name)
+    if server.phase == "starting":
+        TerminalProgress().warn(f"{server.name} is still starting; `trtserve status` says when it runs.")
     return Endpoint(
         host=server.host,
         http_port=server.endpoint.http_port,
