@@ -68,6 +68,10 @@ GUIDES = [
     ("bench token-norm-dist --op-stats-csv f", "benchmark_core_model.py", "--out"),
     ("bench token-norm-dist --synthetic-input-tokens-mean 100", "genai-perf", "--input-mean"),
     ("bench --num-prompts 100", "genai-perf", "--num-requests"),
+    ("bench token-norm-dist --dataset f", "benchmark_core_model.py", "trtserve bench dataset"),
+    ("bench dataset --tokenizer_type auto", "benchmark_core_model.py", "Leave it out"),
+    ("bench dataset --test-bls", "end_to_end_test.py", "--model tensorrt_llm_bls"),
+    ("bench token-norm-dist --streaming", "end_to_end_test.py", "Leave it out"),
 ]
 
 

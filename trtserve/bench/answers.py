@@ -30,8 +30,8 @@ class Counted:
     def notes(self, files: TokenizerFiles) -> list[str]:
         """How the output tokens were counted, and where server and tokenizer disagree."""
         if self.by == "tokenizer":
-            counted = f"by the tokenizer in {files.folder}, without special tokens"
-            notes = [f"The server does not count output tokens: they are those of the answers' text {counted}."]
+            text = f"the answers' text by the tokenizer in {files.folder}, without special tokens"
+            notes = [f"The server does not count output tokens: they are those of {text}, and may be split otherwise."]
         else:
             notes = ["Output tokens are those that the server counted (num_output_tokens)."]
         if self.by_server is not None and self.by_server != self.by_tokenizer:
