@@ -12,9 +12,10 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.conversions import (
     TIMEOUT,
@@ -136,7 +137,7 @@ def beside_usual(name: str, work: Path, pairs: int) -> UsualRow:
     )
 
 
-def under_limit(name: str, work: Path) -> dict[str, object]:
+def under_limit(name: str, work: Path) -> dict[str, Any]:
     """Convert with RLIMIT_AS set to what the interpreter has, the largest tensor and 250 MB."""
     case = CASES[name]
     out = work / "limited" / "made"
@@ -156,6 +157,10 @@ def under_limit(name: str, work: Path) -> dict[str, object]:
 _HEADS = "Convert 1.1 B; Whole command, s; Writing, s; `cp`, s; Speed ÷ `cp` (lowest – highest); Reach; Writing ÷ `cp`"
 _PEAKS = "RssAnon + RssShmem, MB; ru_maxrss, MB; Pairs"
 _USUAL_HEADS = "Whole processes; trtserve, s; Usual way, s; Times faster (lowest – highest); Reach"
+_LIMITED_HEADS = (
+    "Under RLIMIT_AS; Python and libraries before, MB; Largest tensor, MB; "
+    f"Limit (sum and {ALLOWANCE // 10**6}), MB; ru_maxrss, MB; Whole model, MB"
+)
 _USUAL_PEAKS = "trtserve, MB; Usual way, MB; Memory ratio; Reach; Pairs"
 
 
@@ -179,6 +184,17 @@ def usual_table(rows: Sequence[UsualRow]) -> str:
         for row in rows
     ]
     return _markdown(f"{_USUAL_HEADS}; {_USUAL_PEAKS}", lines)
+
+
+def limited_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The conversions under a hard limit as Markdown; memory in MB."""
+    lines = [
+        f"{row['case']}; {row['base'] / 1e6:.0f}; {row['largest_tensor'] / 1e6:.0f}; {row['limit'] / 1e6:.0f}; "
+        f"{row['maxrss'] / 1e6:.0f}; {row['model_bytes'] / 1e6:.0f} "
+        f"({'fits' if row['whole_model_fits'] else 'does not fit'})"
+        for row in rows
+    ]
+    return _markdown(_LIMITED_HEADS, lines)
 
 
 def _markdown(heads: str, rows: Sequence[str]) -> str:
@@ -205,8 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "usual" in parts:
         report["usual"] = _usual_part([name for name in cases if name in USUAL], work, options.pairs)
     if "limit" in parts:
-        report["limited"] = [under_limit(name, work) for name in cases if name in LIMITED]
-        print(f"\nUnder RLIMIT_AS, largest tensor + {ALLOWANCE // 10**6} MB: {json.dumps(report['limited'])}")
+        limited = [under_limit(name, work) for name in cases if name in LIMITED]
+        report["limited"] = limited
+        print(f"\n{limited_table(limited)}", flush=True)
     ((options.out or work) / "convert.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
