@@ -154,7 +154,7 @@ def thief_of(ports: list[int]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("flag", ["http_port", "grpc_port", "metrics_port"])
+@pytest.mark.parametrize("flag", ["http_port", "metrics_port"])
 def test_auto_ports_outlives_a_thief(
     flag: str, tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,8 @@ def _without_worker(plan: Plan, model: str, worker: str, *, default: bool) -> Re
     elif not default:
         hint = f"Correct the parameter, or take it out: then they are {WORKER}."
     else:
-        hint = "Set the parameter to where the program trtllmExecutorWorker is, or start in NVIDIA's --container."
+        program_is = f"--set {model}.executor_worker_path=PATH of `trtserve repo`"
+        hint = f"Start it in NVIDIA's container (--container TAG), or say where trtllmExecutorWorker is: {program_is}"
     return RepositoryError(
         f"{told} ({key}), " + ("not on this machine." if worker else "an orchestrator spawns them."), hint=hint
     )
