@@ -275,6 +275,14 @@ class NameRecord:
     spec: dict[str, Any] = field(default_factory=dict)
 
 
+def require_name(name: str) -> None:
+    """UsageError for what cannot name an artefact."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} cannot name an artefact.", hint="Use letters, digits, '.', '_' and '-': --name NAME"
+        )
+
+
 class Store:
     """The folder of all artefacts of a user."""
 
@@ -283,10 +291,7 @@ class Store:
 
     def destination(self, kind: type[Artifact], name: str, fingerprint: str) -> Path:
         """Place of the artefact of `kind`; UsageError for a name that is no folder name."""
-        if not _NAME.fullmatch(name):
-            raise UsageError(
-                f"{name!r} cannot name an artefact.", hint="Use letters, digits, '.', '_' and '-': --name NAME"
-            )
+        require_name(name)
         return self.root / _FOLDERS[kind] / f"{name}-{fingerprint[:12]}"
 
     def folder(self, kind: type[Artifact]) -> Path:

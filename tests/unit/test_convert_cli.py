@@ -61,6 +61,10 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--dtype", "int3"], 2, "--dtype is 'int3'"),
         (["--tp-size", "0"], 2, "--tp-size is 0"),
         (["--quantize", "int3"], 2, "--quantize is 'int3'"),
+        (["--embedding-sharding-dim", "1"], 2, "add --use-parallel-embedding"),
+        (["--name", "ü x", "--out", "made"], 2, "'ü x' cannot name an artefact"),
+        (["second"], 2, "second stands behind the model"),
+        (["--", "--load_by_shard"], 2, "--load_by_shard stands behind the model"),
     ],
 )
 def test_what_cannot_work_has_its_exit_code(

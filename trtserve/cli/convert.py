@@ -34,7 +34,7 @@ from trtserve.cli.options import (
 from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json
 from trtserve.errors import UsageError
 from trtserve.machine import gibibytes
-from trtserve.specs import CheckSpec, Converter, ConvertSpec, DType, Quantization
+from trtserve.specs import CALIBRATED, CheckSpec, Converter, ConvertSpec, DType, Quantization
 
 if TYPE_CHECKING:
     from trtserve.convert import Plan
@@ -63,7 +63,7 @@ def convert(
     container: ContainerOption = None,
     container_flags: ContainerFlagOption = None,
     flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="The same: flags for NVIDIA's tool as they are.")
+        list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags for NVIDIA's tool as they are.")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
     out: OutOption = None,
@@ -75,6 +75,11 @@ def convert(
     """Convert a Hugging Face model to a TensorRT-LLM checkpoint and print its path."""
     from trtserve.convert import convert_model, destination_of, find_model, plan_conversion
 
+    if flags and converter == "own" and quantize not in CALIBRATED:
+        raise UsageError(
+            f"{' '.join(flags)} stands behind the model, which is for flags of NVIDIA's tools: none is run here.",
+            hint="Give one model, and options by their names; add --converter upstream for NVIDIA's converter.",
+        )
     spec = ConvertSpec(
         tp_size=tp_size,
         pp_size=pp_size,

@@ -56,6 +56,8 @@ def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any
     own = architectures.supported(hf).checkpoint_config(hf)
     stored = source_quantization(hf)
     ep_size, release = _expert_parallel_size(own, spec), resolve_release(spec)
+    if spec.embedding_sharding_dim and not (spec.use_parallel_embedding or own.get("use_parallel_embedding")):
+        raise UsageError("--embedding-sharding-dim is for an embedding that is split: add --use-parallel-embedding.")
     quantization = _quantization(stored, spec, hf)
     architecture = architectures.architecture_of(hf)
     if release is not None:

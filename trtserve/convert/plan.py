@@ -23,7 +23,7 @@ from trtserve.capacity.converting import convert_memory
 from trtserve.convert.config import checkpoint_config, expected_config, resolve_dtype, resolve_release
 from trtserve.errors import UnsupportedModelError
 from trtserve.specs import ConvertSpec
-from trtserve.store import Store, reusable
+from trtserve.store import Store, require_name, reusable
 
 if TYPE_CHECKING:
     from trtserve.upstream import Toolkit
@@ -198,6 +198,7 @@ class Destination:
 
 
 def destination_of(plan: Plan, name: str, *, out: Path | None = None, store: Store | None = None) -> Destination:
-    """Place of the checkpoint that `plan` makes."""
+    """Place of the checkpoint that `plan` makes; UsageError for what is no name."""
+    require_name(name)
     path = (out or (store or Store()).destination(Checkpoint, name, plan.fingerprint)).absolute()
     return Destination(path=path, reused=reusable(Checkpoint, path, plan.fingerprint) is not None)
