@@ -157,6 +157,7 @@ def test_dataset_command(server: Endpoint, tokenizer: Path, tmp_path: Path, caps
     (tmp_path / "data.json").write_text(json.dumps(entries))
     arguments = ["bench", "dataset", "--url", server.grpc, "--dataset", str(tmp_path / "data.json"), "--json"]
     arguments += ["--tokenizer-dir", str(tokenizer), "--max-input-len", "10", "--op-tokens-per-word", "2"]
+    arguments += ["--request-rate", "1000"]
     assert run(arguments) == 0
     printed = json.loads(capsys.readouterr().out)
     result = printed["result"]

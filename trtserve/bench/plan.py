@@ -86,9 +86,18 @@ def find_target(spec: BenchSpec, endpoint: Endpoint, client: Client, model: Mode
     return Target(
         model=model,
         text=text,
-        files=find_tokenizer(spec.tokenizer, endpoint, client) if tokenized else None,
+        files=_find_files(spec, endpoint, client) if tokenized else None,
         special=not text or server_adds_special_tokens(client),
     )
+
+
+def _find_files(spec: BenchSpec, endpoint: Endpoint, client: Client) -> TokenizerFiles | None:
+    """The tokenizer that preprocessing has, else that of the Hugging Face folder from which the LLM API loads."""
+    found = find_tokenizer(spec.tokenizer, endpoint, client)
+    if found is not None or endpoint.repository is None:
+        return found
+    folder = endpoint.repository / CORE_MODEL / "1" / "model"
+    return TokenizerFiles(folder) if any(folder.glob("tokenizer*")) else None
 
 
 def make_plan(spec: BenchSpec, endpoint: Endpoint, target: Target) -> Plan:
