@@ -304,10 +304,10 @@ def test_llmapi_builds_nothing(build: Builder, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_the_builder_too(number: int, late: Builder) -> None:
     late.doubles.configure(container="26.07", version="1.2.1", build_seconds=60)
-    environment = {**os.environ, "PYTHONPATH": f"{late.doubles.packages('1.1.0')}"}
+    environment = {**os.environ, "PYTHONPATH": str(late.doubles.folder / "packages-1.2.1")}
     argv = [sys.executable, "-m", "trtserve", "build", str(late.checkpoint), "--runtime", "tensorrt_llm"]
     with subprocess.Popen(
-        [*argv, "--out", str(late.out), "--trtllm-version", "1.2.1"],
+        [*argv, "--out", str(late.out)],
         env=environment,
         cwd=Path(__file__).parents[2],
         stderr=subprocess.PIPE,
@@ -377,3 +377,17 @@ def test_the_rebuild_command_keeps_the_limits_of_the_engine(build: Builder, caps
     assert again["fingerprint"] != old.fingerprint
     assert again["arguments"] == old.spec["arguments"]
     assert "--container 25.12" in rebuild_command(core, container="25.12")
+
+
+def test_another_version_than_the_installed_one_is_told_before_the_build(
+    late: Builder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert late("--trtllm-version", "1.1.0", "--dry-run") == 0
+    assert late("--trtllm-version", "1.1.0") == 2
+    assert "--trtllm-version is 1.1.0, and TensorRT-LLM 1.2.1 is installed here" in capsys.readouterr().err
+    assert not late.doubles.calls("trtllm-build")
+
+
+def test_ranks_of_adapters_mean_nothing_without_them(late: Builder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert late("--max-lora-rank", "8") == 2
+    assert "--max-lora-rank does nothing without --lora-plugin" in capsys.readouterr().err

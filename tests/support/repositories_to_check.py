@@ -84,12 +84,18 @@ class Kitchen:
         out = self.folder / "repositories" / name
         return assemble_repository(engine, self.hf, replace(SPEC, **changes), draft=draft, out=out).path
 
-    def llmapi(self, name: str, *, tp_size: int = 1, **changes: Any) -> Path:
-        """A repository for the LLM API."""
-        plan = plan_llmapi(
-            Model(path=self.hf), replace(SPEC, **changes), tp_size=tp_size, out=self.folder / "repositories" / name
-        )
-        return assemble_llmapi(plan).path
+    def placed(self, name: str, first: str, second: str) -> Path:
+        """Two models of two ranks each, on the GPUs that are given."""
+        engine, settings = self.engine(version="1.2.0", tp_size=2), {"gpu_device_ids": first}
+        path = self.own(name, engine, settings=settings)
+        spec = replace(SPEC, name="other", suffix="_b", settings={"gpu_device_ids": second})
+        return assemble_repository(engine, self.hf, spec, into=path).path
+
+    def llmapi(self, name: str, *, tp_size: int = 1, into: Path | None = None, **changes: Any) -> Path:
+        """A repository for the LLM API; its models may be added to another one."""
+        out = self.folder / "repositories" / name
+        spec = replace(SPEC, **changes) if into is None else replace(SPEC, name=name, **changes)
+        return assemble_llmapi(plan_llmapi(Model(path=self.hf), spec, tp_size=tp_size, out=out, into=into)).path
 
     def upstream(self, name: str, version: str, **changes: Any) -> Path:
         """A repository in the shape of NVIDIA's, whose engine and tokenizer lie elsewhere."""
@@ -105,7 +111,10 @@ def bases(kitchen: Kitchen) -> dict[str, Path]:
     two = made(version="1.2.0", tp_size=2)
     target, draft = made(version="1.2.0", build={"max_draft_len": 4}), made(version="1.2.0")
     adapters = {"french": kitchen.adapter("french")}
+    beside = own("beside", made(version="1.2.0"))
+    assemble_repository(made(version="1.2.0"), kitchen.hf, replace(SPEC, name="other", suffix="_b"), into=beside)
     return {
+        "beside": beside,
         "openvino": own("openvino", kitchen.embedded()),
         "cpp": own("cpp", built_here(made(version="0.18.2"))),
         "newest": own("newest", made(version="1.2.0")),
@@ -129,11 +138,11 @@ def others(kitchen: Kitchen) -> dict[str, Path]:
         found[f"upstream {version}"] = kitchen.upstream(f"upstream{version}", version, streaming=version > "0.15")
     gathered = {"gather_context_logits": True, "gather_generation_logits": True}
     logits = made(version="1.2.0", build=gathered, model={"logits_dtype": "float16"})
-    beside = own("beside", made(version="1.2.0"))
-    assemble_repository(made(version="1.2.0"), kitchen.hf, replace(SPEC, name="other", suffix="_b"), into=beside)
     found |= {
         "logits": own("logits", logits),
-        "suffix": beside,
+        "two models, the same GPUs": kitchen.placed("same", "0,1", "0,1"),
+        "two models, GPUs of their own": kitchen.placed("apart", "0,1", "2,3"),
+        "llmapi, two models": kitchen.llmapi("second", into=kitchen.llmapi("first"), suffix="_b"),
         "container paths": own("container", made(version="1.2.0"), container_paths="/models/tiny"),
         "absolute paths": own("absolute", made(version="1.2.0"), absolute_paths=True),
         "openvino, no streaming": own("quiet", kitchen.embedded(), streaming=False),

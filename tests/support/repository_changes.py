@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,16 @@ Change = Callable[[Path], object]
 CORE, PRE, POST, BLS = "tensorrt_llm", "preprocessing", "postprocessing", "tensorrt_llm_bls"
 ENGINE = "tensorrt_llm/1/config.json"
 TOKENIZER = "preprocessing/1/tokenizer"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`change` puts it into the good repository `base`; `rule` must find it."""
+
+    base: str
+    rule: str
+    what: str
+    change: Change
 
 
 def write(path: Path, text: str) -> None:
@@ -109,6 +120,17 @@ def remove(name: str) -> Change:
 
 def replaced(name: str, new: str) -> Change:
     return lambda repository: write(repository / name, new)
+
+
+def shortened(name: str) -> Change:
+    """Cut a file in half."""
+
+    def apply(repository: Path) -> None:
+        whole = (repository / name).read_bytes()
+        (repository / name).unlink()
+        (repository / name).write_bytes(whole[: len(whole) // 2])
+
+    return apply
 
 
 def dangling(name: str) -> Change:

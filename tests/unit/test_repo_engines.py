@@ -224,6 +224,8 @@ def test_an_engine_that_does_not_fit_names_the_command(tokenizer: Path, tmp_path
             require_matching(served, replace(here, **change))
         assert command in str(caught.value.hint)
         assert "--gather-context-logits" in str(caught.value.hint)
+    with pytest.raises(RepositoryError, match=r"0\.18\.2, and the container has 0\.19\.0"):
+        require_matching(served, replace(here, tensorrt_llm="0.19.0"), container="25.05")
 
 
 def test_the_command_asks_for_what_was_not_left_to_the_tool(tokenizer: Path, tmp_path: Path) -> None:

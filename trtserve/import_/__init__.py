@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trtserve import hub
 from trtserve.artifacts import Manifest, Model
@@ -221,16 +220,3 @@ def _take(source: Path, target: Path, *, refer: bool) -> None:
         target.symlink_to(source.resolve())
     else:
         link_or_copy(source, target, copy=not is_weights(source.name))
-
-
-def describe_plan(plan: ModelPlan) -> dict[str, Any]:
-    """What `--dry-run` tells of the pull."""
-    return {
-        "name": plan.name,
-        "source": plan.source.text,
-        "repository": plan.revision.repository if plan.revision else str(plan.folder),
-        "commit": plan.revision.commit if plan.revision else None,
-        "architecture": plan.architecture,
-        "files": len(plan.files),
-        "bytes": plan.total_bytes,
-    }

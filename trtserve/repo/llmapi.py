@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trtserve.architectures.source import weight_map
 from trtserve.artifacts import Manifest, Model, ModelRepository, fingerprint
 from trtserve.errors import RepositoryError, UsageError
+from trtserve.import_.plan import INDEX, require_whole
 from trtserve.import_.sources import served_name
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order, release_of
@@ -210,12 +212,23 @@ def _link_model(source: Path, target: Path, *, copy: bool) -> None:
 
 
 def require_weights(folder: Path) -> None:
-    """RepositoryError for a folder that is no Hugging Face model with weights."""
+    """RepositoryError for a folder that is no Hugging Face model with all of its weights; CorruptFileError when one of
+    its files is cut off.
+    """
     if not (folder / "config.json").is_file() or not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise RepositoryError(
             f"{folder} is no Hugging Face model: it needs a config.json and weights.",
             hint="Import one with `trtserve import NAME --download-only`, or give a name of the hub.",
         )
+    for path in sorted(folder.glob("*.safetensors")):
+        require_whole(path)
+    if (index := folder / INDEX).is_file():
+        lacking = sorted(name for name in set(weight_map(index).values()) if not (folder / name).is_file())
+        if lacking:
+            raise RepositoryError(
+                f"{index} names files of weights that are not there: {', '.join(lacking)}.",
+                hint="Pull the model again, or copy the missing files.",
+            )
 
 
 def _release(spec: RepositorySpec) -> str:

@@ -18,6 +18,7 @@ from trtserve.specs import BuildSpec
 
 _MAX_NUM_TOKENS = 8192
 _MOST = 2**31 - 1
+_LORA_RANK = BuildSpec().max_lora_rank
 # What requests need context FMHA and packed inputs for: both are on unless somebody switches them off.
 _PACKED = ("remove_input_padding", "context_fmha")
 # Options of ours that are flags of the same name; None leaves them out.
@@ -199,13 +200,18 @@ def _paged_kv_cache(spec: BuildSpec) -> str:
     return "enable" if spec.kv_cache_type == "paged" else "disable"
 
 
+def require_no_adapters(spec: BuildSpec) -> None:
+    """UsageError for what means nothing without --lora-plugin."""
+    given = (("--lora-target-modules", spec.lora_target_modules), ("--max-lora-rank", spec.max_lora_rank != _LORA_RANK))
+    for option, value in given:
+        if value:
+            raise UsageError(f"{option} does nothing without --lora-plugin.", hint="Add --lora-plugin auto.")
+
+
 def _lora(spec: BuildSpec) -> dict[str, Any]:
     modules = [name for word in spec.lora_target_modules or () for name in word.replace(",", " ").split()]
     if spec.lora_plugin == "disable":
-        if modules:
-            raise UsageError(
-                "--lora-target-modules does nothing without --lora-plugin.", hint="Add --lora-plugin auto."
-            )
+        require_no_adapters(spec)
         return {}
     if not modules and "--lora_dir" not in spec.builder_flags:
         raise UsageError(

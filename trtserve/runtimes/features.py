@@ -15,6 +15,7 @@ from trtserve.specs import BUILDER_FIELDS, BuildSpec
 CheckpointConfig = Mapping[str, Any]
 
 # TensorRT-LLM's SpeculativeDecodingMode; `config.json` holds the number.
+_LORA_RANK = BuildSpec().max_lora_rank
 _MODES = {"none": 1, "draft_tokens_external": 2}
 
 
@@ -107,7 +108,7 @@ def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Feature
         gather_generation_logits=spec.gather_generation_logits or spec.gather_all_token_logits,
         use_paged_context_fmha=spec.use_paged_context_fmha != "disable",
         lora_plugin=_lora_type(config, spec) if modules else None,
-        max_lora_rank=spec.max_lora_rank,
+        max_lora_rank=spec.max_lora_rank if modules else _LORA_RANK,
         lora_target_modules=modules,
     )
     return features, (*mode_notes, *lora_notes)
@@ -154,8 +155,11 @@ def _resolve_modules(config: CheckpointConfig, spec: BuildSpec) -> tuple[tuple[s
     for name in names:
         _require_module(config, name)
     if spec.lora_plugin == "disable":
-        note = "--lora-target-modules does nothing without --lora-plugin, as in trtllm-build."
-        return (), ((note,) if names else ())
+        given = {"--lora-target-modules": bool(names), "--max-lora-rank": spec.max_lora_rank != _LORA_RANK}
+        notes = (
+            f"{option} does nothing without --lora-plugin, as in trtllm-build." for option in given if given[option]
+        )
+        return (), tuple(notes)
     if not names:
         raise UsageError(
             f"--lora-plugin {spec.lora_plugin} without --lora-target-modules: the engine would take no adapter.",

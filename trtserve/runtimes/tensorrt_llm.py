@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,11 +12,8 @@ from trtserve import machine, process
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import (
     BuildError,
-    DiskSpaceError,
     MachineError,
-    MemoryLimitError,
     MissingDependencyError,
-    TrtserveError,
     UnsupportedModelError,
     UsageError,
 )
@@ -25,7 +21,6 @@ from trtserve.interrupts import stop_signals
 from trtserve.launch.container import (
     Box,
     container_name,
-    explained,
     image_of,
     in_container,
     remove_container,
@@ -42,6 +37,7 @@ from trtserve.releases.containers import CONTAINERS
 from trtserve.releases.installed import BUILDER, OPTION, Installed, installed, interpreter, require_engine_path
 from trtserve.runtimes.base import CheckpointConfig, EnginePlan
 from trtserve.runtimes.build_arguments import build_arguments
+from trtserve.runtimes.build_failure import explain_failure
 from trtserve.runtimes.build_log import BuildLog, duration, last_lines
 from trtserve.runtimes.built_engine import require_engine
 from trtserve.runtimes.rank_weights import RankWeights, rank_weights
@@ -56,7 +52,6 @@ _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 10.0
 # PyTorch, TensorRT and CUDA in the process that builds: an allowance, not a measurement.
 _PROCESS = 3 * 2**30
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +81,12 @@ class TensorrtPlan(EnginePlan):
         return f"{self.weights_precision} weights, {self.config['dtype']} arithmetic" + (
             f", {kv} KV cache" if kv else ""
         )
+
+    @property
+    def parallel(self) -> str:
+        """The parallelism of the checkpoint in words."""
+        mapping = self.config.get("mapping") or {}
+        return f"tp {mapping.get('tp_size') or 1} × pp {mapping.get('pp_size') or 1}"
 
     @property
     def world_size(self) -> int:
@@ -207,7 +208,7 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
         serving_bytes=rank.kept * world if rank else 0,
     )
     workers, memory_notes = _workers(made, spec)
-    parallel = f"Ranks are those of the checkpoint: {_parallel(config)}."
+    parallel = f"Ranks are those of the checkpoint: {made.parallel}."
     told = (parallel, *notes, *_foreign(config, release), *built.notes, *memory_notes)
     return replace(made, workers=workers, notes=told)
 
@@ -270,11 +271,6 @@ def _features(spec: BuildSpec) -> tuple[str, ...]:
     return tuple(text for present, text in words if present)
 
 
-def _parallel(config: CheckpointConfig) -> str:
-    mapping = config.get("mapping") or {}
-    return f"tp {mapping.get('tp_size') or 1} × pp {mapping.get('pp_size') or 1}"
-
-
 def _workers(plan: TensorrtPlan, spec: BuildSpec) -> tuple[int, tuple[str, ...]]:
     """How many ranks are built at once, and what to say: as many as memory and GPUs allow, or what was asked for."""
     each, free, gpus = plan.expected_memory, machine.free_memory(), count_gpus()
@@ -304,6 +300,7 @@ def build(
             "trtllm-build needs an NVIDIA GPU of the kind that will serve the engine; nvidia-smi finds none here.",
             hint="Build where the GPU is. `--dry-run` prints the command.",
         )
+    _require_named_version(plan)
     source, free, began = checkpoint.path.absolute(), machine.free_memory(), time.monotonic()
     box = plan.box(source, folder)
     command = plan.tool(source, folder) if box is None else in_container(plan.tool(source, folder), box)
@@ -314,7 +311,7 @@ def build(
         progress.step(f"It takes about {duration(seconds)}, as earlier builds did.")
     code = _run(command, BuildLog(log, plan.world_size, progress, seconds=seconds), log, box)
     if code != 0:
-        raise _explained(plan, command, code, log, free)
+        raise explain_failure(plan, command, code, log, free)
     _require_whole(plan, checkpoint, folder, log)
     (folder / _CACHE).unlink(missing_ok=True)
     files = [folder / f"rank{rank}.engine" for rank in range(plan.world_size)]
@@ -324,6 +321,16 @@ def build(
         "build_seconds": round(time.monotonic() - began, 3),
         "engine_bytes": [path.stat().st_size for path in files],
     }
+
+
+def _require_named_version(plan: TensorrtPlan) -> None:
+    """UsageError when --trtllm-version names another TensorRT-LLM than the one that would build."""
+    here = installed() if plan.container is None else None
+    if here is not None and here.version != plan.version:
+        raise UsageError(
+            f"{OPTION} is {plan.version}, and TensorRT-LLM {here.version} is installed here, which would build.",
+            hint=f"Leave {OPTION} out, or build in the --container of that version; --dry-run only shows the command.",
+        )
 
 
 def _run(command: Command, follow: BuildLog, log: Path, box: Box | None) -> int | None:
@@ -362,34 +369,3 @@ def _require_whole(plan: TensorrtPlan, checkpoint: Checkpoint, folder: Path, log
             hint=error.hint or "Read the log; too little memory or disk is the usual reason.",
             log=log,
         ) from error
-
-
-def _explained(plan: TensorrtPlan, command: Command, code: int | None, log: Path, free: int) -> TrtserveError:
-    """What the end of the log and the exit code mean."""
-    tail = last_lines(log)
-    if plan.container is not None and (reason := explained(tail)) is not None:
-        return reason
-    ended = f"trtllm-build ended with {_ending(code)}"
-    # With several workers the one that is killed breaks the pool of the others.
-    if code in _KILLED or "terminated abruptly" in tail:
-        needed = f"about {gibibytes(plan.expected_memory)} for each of {plan.workers} rank(s) at a time"
-        return MemoryLimitError(
-            f"{ended}: it ran out of memory. It needs {needed} (an estimate), and {gibibytes(free)} were free. Its "
-            f"last lines:\n{tail}",
-            hint=f"{'Build one rank after another (--workers 1), free' if plan.workers > 1 else 'Free'} some memory or "
-            f"raise its limit, or convert with a larger --tp-size ({_parallel(plan.config)} now): each rank is smaller "
-            "then.",
-            log=log,
-        )
-    if "No space left on device" in tail:
-        return DiskSpaceError(f"{ended}: the disk is full.", hint="Free some space, or choose another --out.", log=log)
-    hint = f"The command was: {command}"
-    if "out of memory" in tail.lower() or "GPU memory" in tail:
-        hint = "The GPU's memory is full: free it, or build with smaller --max-batch-size and --max-num-tokens."
-    return BuildError(f"{ended}. Its last lines:\n{tail}", hint=hint, log=log)
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "an unknown code"
-    return f"signal {-code}" if code < 0 else f"code {code}"

@@ -45,8 +45,8 @@ class CoreModel:
 
     @property
     def version(self) -> str | None:
-        """The TensorRT-LLM that built the engine; None when its config.json does not say it."""
-        found = self.origin.get("tensorrt_llm") or self.config.get("version")
+        """The TensorRT-LLM that built the engine, by its config.json, else by a manifest; None when neither says it."""
+        found = self.config.get("version") or self.origin.get("tensorrt_llm")
         return None if found is None else str(found)
 
 

@@ -81,7 +81,7 @@ def require_matching(
     for core in served.core_models:
         if core.backend == "llmapi" or served.runtime == "openvino":
             continue
-        if reasons := list(mismatches(core, here)):
+        if reasons := list(mismatches(core, here, in_container=container is not None)):
             built_as = (served.facts.get("core_models") or {}).get(core.name, {}).get("built_as")
             command = rebuild_command(core, built_as, container=container)
             build = f"Build it again here, then make the repository again: {command}"
@@ -93,13 +93,14 @@ def require_matching(
             progress.warn(f"{core.name}: {difference}")
 
 
-def mismatches(core: CoreModel, here: Installation) -> Iterator[str]:
-    """What keeps the engine of `core` from being loaded, each as a part of a sentence."""
+def mismatches(core: CoreModel, here: Installation, *, in_container: bool = False) -> Iterator[str]:
+    """What keeps the engine of `core` from being loaded `here`, each as a part of a sentence."""
+    found = "the container has {}" if in_container else "{} is installed"
     if core.version and here.tensorrt_llm and release_of(core.version) != release_of(here.tensorrt_llm):
-        yield f"it was built by TensorRT-LLM {core.version}, and {here.tensorrt_llm} is installed"
+        yield f"it was built by TensorRT-LLM {core.version}, and {found.format(here.tensorrt_llm)}"
     built = core.origin.get("tensorrt")
     if built and here.tensorrt and _significant(built) != _significant(here.tensorrt):
-        yield f"it was built by TensorRT {built}, and {here.tensorrt} is installed"
+        yield f"it was built by TensorRT {built}, and {found.format(here.tensorrt)}"
     sm = core.origin.get("sm")
     if sm and here.sm and _digits(sm) != _digits(here.sm):
         gpu = f" ({core.origin['gpu']})" if "gpu" in core.origin else ""

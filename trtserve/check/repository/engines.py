@@ -215,6 +215,22 @@ def repeated_numbers(subject: Subject) -> Iterator[Fault]:
             )
 
 
+def shared_gpus(subject: Subject) -> Iterator[Fault]:
+    """Models have the same GPUs, as a leader's ranks give them, or none in common, as an orchestrator needs."""
+    placed = [(model, groups) for model, key, groups in _groups(subject) if key == "gpu_device_ids"]
+    for number, (model, groups) in enumerate(placed):
+        for other, others in placed[:number]:
+            shared = {gpu for group in groups for gpu in group} & {gpu for group in others for gpu in group}
+            if shared and groups != others:
+                told = ", ".join(map(str, sorted(shared)))
+                yield _fault(
+                    model,
+                    f"gpu_device_ids of {model.name} and {other.name} share GPU {told} but are not the same: no "
+                    "launch can give them.",
+                    "Give each model GPUs of its own (--multi-model), or the same ones to both.",
+                )
+
+
 def leading_participants(subject: Subject) -> Iterator[Fault]:
     """Rank 0 is the orchestrator's."""
     for model, key, groups in _groups(subject):

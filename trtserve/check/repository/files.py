@@ -200,7 +200,7 @@ def _members(subject: Subject) -> list[Mapping[str, Any]]:
 
 
 def stale_engines(subject: Subject) -> Iterator[Fault]:
-    """The engine is the one that the manifest tells of: its limits, vocabulary, ranks, and the sizes of its files."""
+    """The engine is the one that the manifest tells of: its builder, limits, vocabulary, ranks, sizes of its files."""
     for model in subject.of(CORE):
         entry = (subject.facts.get("core_models") or {}).get(model.name)
         if entry is None or model.core is None or model.core.engine is None or not model.engine:
@@ -219,6 +219,7 @@ def _compared(subject: Subject, model: ModelFolder, entry: Mapping[str, Any]) ->
     assert model.core is not None
     assert model.core.engine is not None
     yield "world size", entry.get("world_size"), world_size(model.engine)
+    yield "the builder TensorRT-LLM", (entry.get("origin") or {}).get("tensorrt_llm"), model.engine.get("version")
     folder = model.core.engine
     for name, size in (entry.get("files") or {}).items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else size  # a missing one is another fault

@@ -1,0 +1,49 @@
+"""What the end of `trtllm-build` means, from its exit code and the end of its log."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtserve.errors import BuildError, DiskSpaceError, MemoryLimitError, TrtserveError
+from trtserve.launch.container import explained
+from trtserve.machine import gibibytes
+from trtserve.process import Command
+from trtserve.runtimes.build_log import last_lines
+
+if TYPE_CHECKING:
+    from trtserve.runtimes.tensorrt_llm import TensorrtPlan
+
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+def explain_failure(plan: TensorrtPlan, command: Command, code: int | None, log: Path, free: int) -> TrtserveError:
+    """What the end of the log and the exit code mean."""
+    tail = last_lines(log)
+    if plan.container is not None and (reason := explained(tail)) is not None:
+        return reason
+    ended = f"trtllm-build ended with {_ending(code)}"
+    # With several workers the one that is killed breaks the pool of the others.
+    if code in _KILLED or "terminated abruptly" in tail:
+        needed = f"about {gibibytes(plan.expected_memory)} for each of {plan.workers} rank(s) at a time"
+        return MemoryLimitError(
+            f"{ended}: it ran out of memory. It needs {needed} (an estimate), and {gibibytes(free)} were free. Its "
+            f"last lines:\n{tail}",
+            hint=f"{'Build one rank after another (--workers 1), free' if plan.workers > 1 else 'Free'} some memory or "
+            f"raise its limit, or convert with a larger --tp-size ({plan.parallel} now): each rank is smaller "
+            "then.",
+            log=log,
+        )
+    if "No space left on device" in tail:
+        return DiskSpaceError(f"{ended}: the disk is full.", hint="Free some space, or choose another --out.", log=log)
+    hint = f"The command was: {command}"
+    if "out of memory" in tail.lower() or "GPU memory" in tail:
+        hint = "The GPU's memory is full: free it, or build with smaller --max-batch-size and --max-num-tokens."
+    return BuildError(f"{ended}. Its last lines:\n{tail}", hint=hint, log=log)
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "an unknown code"
+    return f"signal {-code}" if code < 0 else f"code {code}"
