@@ -12,11 +12,13 @@ from trtserve.process import Identity
 from trtserve.servers import Server
 from trtserve.start.plan import InstancePlan, Plan
 from trtserve.triton import server_log
-from trtserve.triton.launch import came_up, pause, start_error, timeout_error
+from trtserve.triton.launch import came_up, opened_all_ports, pause, start_error, timeout_error
 
 # mpirun ends a job within a moment of a rank that fails; one that ends with code 0 it lets go.
 _RANK_INTERVAL = 1.0
 _LET_GO = 3.0
+# Triton opens its ports within a moment, and that of the metrics last.
+_LAST_PORT = 2.0
 _GIVEN_UP = "error: creating server: "
 
 
@@ -47,17 +49,25 @@ class _Waiting:
         self._seen: dict[int, Identity] = {}
         self._looked = time.monotonic()
         self._lost_since: float | None = None
+        self._ready_since: float | None = None
 
     def ready(self) -> bool:
         """Whether it is up; ServerStartError when it never will be."""
         if self._came_up():
-            return True
+            return self._has_all_ports()
         # trtllm-llmapi-launch waits for ever for a leader whose tritonserver has failed.
         if self.planned.launch.mode == "llmapi" and _GIVEN_UP in server_log.read(self.planned.log):
             raise start_error(self.root, self.planned.log)
         if self.planned.launch.ranks > 1 and time.monotonic() - self._looked > _RANK_INTERVAL:
             self._look_for_ranks()
         return False
+
+    def _has_all_ports(self) -> bool:
+        """A moment later at the latest: metrics may be switched off."""
+        self._ready_since = self._ready_since or time.monotonic()
+        if opened_all_ports(self.root, self.planned.address, contained=self.planned.box is not None):
+            return True
+        return time.monotonic() - self._ready_since > _LAST_PORT
 
     def _came_up(self) -> bool:
         planned = self.planned

@@ -9,7 +9,7 @@ from pathlib import Path
 from trtserve.errors import PortInUseError, ServerStartError, ServerStopError
 from trtserve.process import Identity, exit_code, listeners, stop_all, tree
 from trtserve.triton import rank_log, server_log
-from trtserve.triton.server import EXIT_TIMEOUT, Address, is_ready, sweep_shared_memory
+from trtserve.triton.server import EXIT_TIMEOUT, Address, is_ready, metrics_page, sweep_shared_memory
 
 STOP_GRACE = EXIT_TIMEOUT + 4.0
 _READY_POLL = 0.1
@@ -54,11 +54,21 @@ def pause(interrupted: Callable[[], int]) -> None:
     time.sleep(_READY_POLL)
 
 
+def opened_all_ports(identity: Identity, address: Address, *, contained: bool = False) -> bool:
+    """Whether the metrics port is open, which Triton opens last: one that is taken ends a server that was ready."""
+    if contained or not listeners(address.metrics_port):  # the kernel tells nothing
+        return metrics_page(address) is not None
+    return _holds(identity, address.metrics_port)
+
+
 def _answers_itself(identity: Identity, address: Address) -> bool:
     """False when another server took the port after it was found free: that one is ready, ours is about to fail."""
-    holders = listeners(address.http_port)
+    return not listeners(address.http_port) or _holds(identity, address.http_port)
+
+
+def _holds(identity: Identity, port: int) -> bool:
     own = {identity, *tree(identity)}
-    return not holders or any(holder.matches(member) for holder in holders for member in own)
+    return any(holder.matches(member) for holder in listeners(port) for member in own)
 
 
 def stop_triton(
