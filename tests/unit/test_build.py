@@ -10,48 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.doubles import Doubles
+from tests.support.checkpoints import convert_tiny
 from tests.support.paged_steps import PagedSteps
-from tests.support.tiny_models import write_tiny_model
-from trtserve import runtimes
-from trtserve.artifacts import Checkpoint, Engine, Manifest, Model, load_artifact
-from trtserve.build import build_engine, find_checkpoint, plan_build
-from trtserve.cli import run
-from trtserve.convert import convert_model
+from tests.support.told import Lines
+from trtserve.artifacts import Checkpoint, Engine, Manifest, load_artifact
+from trtserve.build import build_engine, plan_build
 from trtserve.errors import (
-    ArtifactError,
-    BuildError,
-    CorruptFileError,
-    DiskSpaceError,
-    MemoryLimitError,
-    MissingDependencyError,
-    ModelNotFoundError,
-    TrtserveError,
     UnsupportedModelError,
     UsageError,
 )
 from trtserve.executor.paged_model import PagedModel
-from trtserve.progress import SilentProgress
-from trtserve.releases.containers import CONTAINERS
-from trtserve.releases.installed import installed
 from trtserve.runtimes import openvino
 from trtserve.runtimes.base import longest_sequence
 from trtserve.runtimes.openvino_memory import weight_bytes
-from trtserve.specs import BUILDER_FIELDS, BuildSpec, ConvertSpec
-from trtserve.store import NameRecord, Store
+from trtserve.specs import BuildSpec
 
 SPEC = BuildSpec(max_batch_size=4, max_seq_len=128)
-
-
-def _convert(folder: Path, *, overrides: dict[str, Any] | None = None, **options: Any) -> Checkpoint:
-    model = Model(path=write_tiny_model(folder / "model", **(overrides or {})))
-    return convert_model(model, ConvertSpec(**({"dtype": "float32"} | options)), name="tiny", out=folder / "checkpoint")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A float32 Llama checkpoint of one rank."""
-    return _convert(tmp_path_factory.mktemp("llama"))
+    return convert_tiny(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +55,6 @@ PLUGIN_KEYS = (
     "reduce_fusion tokens_per_block use_paged_context_fmha use_fp8_context_fmha multiple_profiles paged_state "
     "streamingllm use_fused_mlp pp_reduce_scatter user_buffer"
 )
-
-
-class _Lines(SilentProgress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def step(self, text: str) -> None:
-        self.lines.append(text)
 
 
 def _manifest(artifact: Engine) -> Manifest:
@@ -145,7 +117,7 @@ def test_manifest_records_what_the_proof_measured(engine: Engine) -> None:
 
 def test_equal_builds_are_reused_and_others_are_not(checkpoint: Checkpoint) -> None:
     first = build_engine(checkpoint, SPEC)
-    lines = _Lines()
+    lines = Lines()
     again = build_engine(checkpoint, SPEC, progress=lines)
     assert again == first
     assert any("is reused" in line for line in lines.lines)
@@ -174,7 +146,7 @@ def test_every_limit_feature_and_precision_is_in_the_fingerprint(checkpoint: Che
 
 def test_groups_of_int4_are_in_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of other groups are built anew; those that have none are reused."""
-    sources = [_convert(tmp_path / name, quantize=name) for name in ("int4", "int8")]
+    sources = [convert_tiny(tmp_path / name, quantize=name) for name in ("int4", "int8")]
     before = [plan_build(source, SPEC).fingerprint for source in sources]
     monkeypatch.setattr("trtserve.runtimes.openvino_plan.INT4_GROUPS", (128, 64, 32))
     after = [plan_build(source, SPEC).fingerprint for source in sources]
@@ -191,10 +163,10 @@ def test_version_of_openvino_is_in_the_fingerprint(checkpoint: Checkpoint, monke
 def test_shards_are_merged_to_the_same_engine(sizes: dict[str, int], engine: Engine, tmp_path: Path) -> None:
     """vocab 321 does not divide, and tp 4 repeats the 2 key heads: neither may leave a trace."""
     overrides = {"vocab_size": 321}
-    whole = build_engine(_convert(tmp_path / "whole", overrides=overrides), SPEC, out=tmp_path / "whole-engine")
-    lines = _Lines()
+    whole = build_engine(convert_tiny(tmp_path / "whole", overrides=overrides), SPEC, out=tmp_path / "whole-engine")
+    lines = Lines()
     split = build_engine(
-        _convert(tmp_path / "split", overrides=overrides, **sizes), SPEC, out=tmp_path / "engine", progress=lines
+        convert_tiny(tmp_path / "split", overrides=overrides, **sizes), SPEC, out=tmp_path / "engine", progress=lines
     )
     assert (split.path / "rank0.bin").read_bytes() == (whole.path / "rank0.bin").read_bytes()
     mapping = _engine_config(split)["pretrained_config"]["mapping"]
@@ -204,11 +176,11 @@ def test_shards_are_merged_to_the_same_engine(sizes: dict[str, int], engine: Eng
 
 
 def test_defaults_are_those_of_the_model(tmp_path: Path) -> None:
-    short = plan_build(_convert(tmp_path / "short"), BuildSpec()).engine.limits
+    short = plan_build(convert_tiny(tmp_path / "short"), BuildSpec()).engine.limits
     assert (short.max_seq_len, short.max_input_len) == (512, 512)
     assert (short.max_batch_size, short.max_num_tokens) == (16, 2048)
     overrides = {"max_position_embeddings": 131072}
-    long = plan_build(_convert(tmp_path / "long", overrides=overrides), BuildSpec()).engine.limits
+    long = plan_build(convert_tiny(tmp_path / "long", overrides=overrides), BuildSpec()).engine.limits
     assert long.max_seq_len == 4096
 
 
@@ -242,14 +214,14 @@ def test_gemma3_counts_its_linear_scaling_in() -> None:
 
 
 def test_dynamic_rope_scaling_ends_at_the_models_own_positions(tmp_path: Path) -> None:
-    checkpoint = _convert(tmp_path, overrides={"family": "llama_dynamic"})
+    checkpoint = convert_tiny(tmp_path, overrides={"family": "llama_dynamic"})
     assert plan_build(checkpoint, BuildSpec(max_seq_len=512)).engine.limits.max_seq_len == 512
     with pytest.raises(UsageError, match="max-seq-len is 513; the model knows 512 positions"):
         plan_build(checkpoint, BuildSpec(max_seq_len=513))
 
 
 def test_capped_attention_converts_and_the_cpu_runtime_names_it(tmp_path: Path) -> None:
-    checkpoint = _convert(tmp_path, overrides={"family": "gemma2"}, tp_size=2)
+    checkpoint = convert_tiny(tmp_path, overrides={"family": "gemma2"}, tp_size=2)
     assert json.loads((checkpoint.path / "config.json").read_text())["attn_logit_softcapping"] == 50.0
     with pytest.raises(UnsupportedModelError, match=r"caps its attention scores at 50 \(attention soft-cap"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
@@ -276,8 +248,8 @@ def test_precision_follows_weights_and_machine(dtype: str, kv: str, bfloat16: bo
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("kv", ["auto", "f16", "f32"])
 def test_every_precision_builds_and_runs(dtype: str, quantize: str, kv: Any, tmp_path: Path) -> None:
-    source = _convert(tmp_path, dtype=dtype, quantize=quantize)
-    lines = _Lines()
+    source = convert_tiny(tmp_path, dtype=dtype, quantize=quantize)
+    lines = Lines()
     built = build_engine(source, BuildSpec(kv_precision=kv), out=tmp_path / "engine", progress=lines)
     words = dtype if quantize == "none" else quantize
     assert any(line.startswith(f"Loading the engine: {words} weights, ") for line in lines.lines)
@@ -286,220 +258,3 @@ def test_every_precision_builds_and_runs(dtype: str, quantize: str, kv: Any, tmp
     assert 0 <= size - weight_bytes(_engine_config(built)["pretrained_config"]) < 4096
     logits = PagedSteps(PagedModel(built.path, threads=1), {"a": range(3, 40)}).step({"a": 37})["a"]
     assert np.isfinite(logits).all()
-
-
-def test_too_little_memory_is_said_before_anything_is_written(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: 10 * 2**20)
-    with pytest.raises(MemoryLimitError, match=r"needs \d\d MiB of memory; 10 MiB are free"):
-        build_engine(checkpoint, SPEC, out=tmp_path / "engine")
-    assert not (tmp_path / "engine").exists()
-
-
-@pytest.mark.parametrize(
-    ("failure", "expected"),
-    [
-        (RuntimeError("Exception from allocator.cpp:79:\nstd::bad_alloc"), MemoryLimitError),
-        (RuntimeError("Exception from node.cpp:1:\nno such kernel"), BuildError),
-    ],
-)
-def test_what_openvino_raises_is_explained(
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    failure: Exception,
-    expected: type[TrtserveError],
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise failure
-
-    monkeypatch.setattr("trtserve.executor.graph.save_graph", fail)
-    with pytest.raises(expected):
-        build_engine(checkpoint, SPEC, out=tmp_path / "engine")
-    assert not (tmp_path / "engine").exists()
-
-
-def test_too_little_disk_is_said(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.capacity.room.free_disk", lambda _: 1024)
-    with pytest.raises(DiskSpaceError, match="has 1 KiB free"):
-        build_engine(checkpoint, SPEC, out=tmp_path / "engine")
-
-
-def test_missing_openvino_names_the_command(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", absent)
-    with pytest.raises(MissingDependencyError) as caught:
-        plan_build(checkpoint, SPEC)
-    assert caught.value.hint == "pip install 'trtserve[cpu]'"
-
-
-def test_a_tensorrt_llm_that_is_not_here_is_named(checkpoint: Checkpoint) -> None:
-    with pytest.raises(MissingDependencyError, match="TensorRT-LLM, which is not installed here") as caught:
-        plan_build(checkpoint, BuildSpec(runtime="tensorrt_llm"))
-    assert "nvcr.io/nvidia/tritonserver:" in str(caught.value.hint)
-    assert f"--container {CONTAINERS[-1].tag}," in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "version", "runtime", "reason"),
-    [
-        (False, "1.2.0", "openvino", "no NVIDIA GPU on this machine"),
-        (True, None, "openvino", "has an NVIDIA GPU, but TensorRT-LLM is not installed"),
-        (True, "1.2.0", "tensorrt_llm", "an NVIDIA GPU and TensorRT-LLM 1.2.0"),
-        (True, "1.3.0", "llmapi", "TensorRT-LLM 1.3.0 on this machine, which has no engines any more"),
-    ],
-)
-def test_auto_says_what_it_takes(
-    gpu: bool, version: str | None, runtime: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "0000:01:00.0").mkdir()
-    monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path if gpu else tmp_path / "absent")
-    monkeypatch.setattr(runtimes, "installed", lambda: installed(version) if version else None)
-    lines = _Lines()
-    assert runtimes.choose_runtime("auto", lines) is runtimes.RUNTIMES[runtime]
-    assert lines.lines[0].startswith(f"Runtime: {runtime} (")
-    assert reason in lines.lines[0]
-
-
-def test_a_gpu_that_only_nvidia_smi_shows(doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In WSL and in sandboxes the driver's folder of /proc is not there."""
-    monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path / "absent")
-    assert runtimes.has_nvidia_gpu()
-    doubles.configure(gpus=0)
-    assert not runtimes.has_nvidia_gpu()
-
-
-@pytest.mark.parametrize("name", BUILDER_FIELDS)
-def test_options_of_trtllm_build_are_refused_for_cpus(name: str, checkpoint: Checkpoint) -> None:
-    values = {"gemm_plugin": "auto", "gpt_attention_plugin": "auto", "kv_cache_type": "paged", "builder_flags": ("-x",)}
-    values |= {"logits_dtype": "float16", "profiling_verbosity": "none"}
-    values |= dict.fromkeys(("tokens_per_block", "opt_num_tokens", "build_workers"), 1)  # type: ignore[arg-type]
-    spec = BuildSpec(**{name: values.get(name, "enable")})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="is for trtllm-build, and this engine is built for CPUs"):
-        plan_build(checkpoint, spec)
-
-
-@pytest.mark.parametrize(
-    "quantization",
-    [
-        {"quant_algo": "W4A8_AWQ"},
-        {"quant_algo": "W8A8_SQ_PER_CHANNEL"},
-        {"quant_algo": None, "kv_cache_quant_algo": "INT8"},
-    ],
-    ids=str,
-)
-def test_foreign_quantisation_is_refused_by_name(quantization: dict[str, Any], tmp_path: Path) -> None:
-    source = _convert(tmp_path)
-    _edit(source.path / "config.json", quantization=quantization)
-    wanted = quantization["quant_algo"] or quantization["kv_cache_quant_algo"]
-    with pytest.raises(UnsupportedModelError, match=wanted):
-        plan_build(source, SPEC)
-
-
-def _edit(path: Path, **changes: Any) -> None:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(content | changes), encoding="utf-8")
-
-
-def test_quantised_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
-    """A W8A16 checkpoint of NVIDIA's own converter holds int8 tensors in the layout of its kernels."""
-    from safetensors.numpy import load_file, save_file
-
-    source = _convert(tmp_path, quantize="int8")
-    path = source.path / "rank0.safetensors"
-    tensors = load_file(path)
-    name = "transformer.layers.0.mlp.fc.weight"
-    save_file(tensors | {name: tensors[name].astype(np.int8)}, path)
-    with pytest.raises(UnsupportedModelError, match="type I8 cannot be read"):
-        build_engine(source, SPEC, out=tmp_path / "engine")
-
-
-def test_damaged_weights_leave_no_engine_behind(tmp_path: Path) -> None:
-    source = _convert(tmp_path)
-    path = source.path / "rank0.safetensors"
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 1000)
-    with pytest.raises(CorruptFileError, match=r"rank0\.safetensors"):
-        build_engine(source, SPEC, out=tmp_path / "engine")
-    assert [entry.name for entry in tmp_path.iterdir() if "engine" in entry.name] == []
-
-
-@pytest.mark.parametrize("flags", [["--dry-run"], []])
-def test_files_of_ranks_are_looked_at_before_the_work(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = _convert(tmp_path, tp_size=2)
-    command = ["build", str(source.path), "--max-seq-len", "64", "--out", str(tmp_path / "engine"), *flags]
-    monkeypatch.setattr("trtserve.build._require_room", None)  # never reached: the first thing that a build does
-    last = source.path / "rank1.safetensors"
-    with last.open("r+b") as file:
-        file.truncate(last.stat().st_size - 1000)
-    assert run(command) == CorruptFileError.code
-    assert "rank1.safetensors is damaged" in capsys.readouterr().err
-    last.unlink()
-    assert run(command) == ArtifactError.code
-    assert "rank1.safetensors is missing; the checkpoint has 2 ranks" in capsys.readouterr().err
-
-
-def test_weights_that_overflow_are_refused(tmp_path: Path) -> None:
-    source = _convert(tmp_path)
-    path = source.path / "rank0.safetensors"
-    from safetensors.numpy import load_file, save_file
-
-    tensors = load_file(path)
-    save_file(tensors | {"lm_head.weight": np.full_like(tensors["lm_head.weight"], np.inf)}, path)
-    with pytest.raises(BuildError, match="not finite"):
-        build_engine(source, SPEC, out=tmp_path / "engine")
-
-
-def test_checkpoints_of_other_tools_are_taken_by_path(tmp_path: Path) -> None:
-    source = _convert(tmp_path)
-    (source.path / "manifest.json").unlink()
-    found = find_checkpoint(str(source.path))
-    assert found.manifest is None
-    built = build_engine(found, SPEC, out=tmp_path / "engine")
-    assert _manifest(built).name == "checkpoint"
-
-
-def test_sources_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model")
-    with pytest.raises(ArtifactError, match="not the config of a TensorRT-LLM checkpoint"):
-        plan_build(find_checkpoint(str(tmp_path / "model")), SPEC)
-    with pytest.raises(ModelNotFoundError, match="neither a folder nor the name of a checkpoint"):
-        find_checkpoint("nothing-like-that")
-
-
-def test_imported_names_lead_to_their_checkpoint(checkpoint: Checkpoint) -> None:
-    record = NameRecord(
-        name="tiny",
-        source="local:tiny",
-        model="",
-        checkpoint=str(checkpoint.path),
-        engine="",
-        repository="",
-        imported="2026-01-01T00:00:00+00:00",
-    )
-    Store().record(record)
-    assert find_checkpoint("tiny") == checkpoint
-
-
-def test_command_prints_the_path(checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["build", str(checkpoint.path), "--max-batch-size", "4", "--out", str(tmp_path / "engine")]
-    assert run([*arguments, "--dry-run"]) == 0
-    assert "float32 weights, f32 arithmetic, f32 KV cache" in capsys.readouterr().out
-    assert not (tmp_path / "engine").exists()
-    assert run(arguments) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'engine'}\n"
-    assert run([*arguments, "--json", "--quiet"]) == 0
-    result = json.loads(capsys.readouterr().out)["result"]
-    assert (result["reused"], result["max_batch_size"], result["kv_precision"]) == (True, 4, "f32")
-    assert result["weights_bytes"] > 0
-
-
-def test_command_refuses_with_the_class_own_code(checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["build", str(checkpoint.path), "--max-seq-len", "1000"]) == UsageError.code
-    assert "the model knows 512 positions" in capsys.readouterr().err
-    assert run(["build", str(checkpoint.path), "--runtime", "tensorrt_llm"]) == MissingDependencyError.code

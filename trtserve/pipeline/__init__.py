@@ -171,7 +171,8 @@ def plan_import(
         missing=missing_bytes(model, store=store),
         checkpoint_bytes=_checkpoint_bytes(spec, model) if need else model.weight_bytes,
         engine_bytes=need.engine.disk_bytes if need else model.weight_bytes,
-        memory_bytes=need.total if need else None,
+        # What trtllm-build takes is an estimate that nothing is refused for; so it is told, and not a part of the need.
+        memory_bytes=max(need.total, need.engine.peak_memory) if need else None,
     )
     local = published or _model_in_place(model)
     return plan if local is None else _plan_further(spec, plan, local, store)

@@ -1,0 +1,17 @@
+"""Checkpoints of tiny models, as `trtserve convert` makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny_models import write_tiny_model
+from trtserve.artifacts import Checkpoint, Model
+from trtserve.convert import convert_model
+from trtserve.specs import ConvertSpec
+
+
+def convert_tiny(folder: Path, *, overrides: dict[str, Any] | None = None, **options: Any) -> Checkpoint:
+    """A checkpoint of a tiny Llama in float32, whose config.json has `overrides`; `options` are those of convert."""
+    model = Model(path=write_tiny_model(folder / "model", **(overrides or {})))
+    return convert_model(model, ConvertSpec(**({"dtype": "float32"} | options)), name="tiny", out=folder / "checkpoint")

@@ -1,0 +1,15 @@
+"""A progress that keeps the steps it is told."""
+
+from __future__ import annotations
+
+from trtserve.progress import SilentProgress
+
+
+class Lines(SilentProgress):
+    """`lines` are the steps, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def step(self, text: str) -> None:
+        self.lines.append(text)
