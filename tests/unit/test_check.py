@@ -214,8 +214,8 @@ def test_norms_that_count_from_one_are_rounded_after_the_sum(tmp_path: Path) -> 
 def test_a_quantisation_that_cannot_be_run_is_named(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     config = checkpoint_config(json.loads((folder / "config.json").read_text()), ConvertSpec())
-    config["quantization"]["quant_algo"] = "FP8"
-    with pytest.raises(UnsupportedModelError, match="quantised with FP8"):
+    config["quantization"]["quant_algo"] = "W8A8_SQ"
+    with pytest.raises(UnsupportedModelError, match="quantised with W8A8_SQ"):
         converted.changes_of(config, folder)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtserve.architectures import family
+from trtserve.architectures.quantized import FP8, GPTQ, quant_algo
 from trtserve.capacity.converting import TORCH
 from trtserve.runtimes import EnginePlan
 from trtserve.runtimes.base import CheckpointConfig, Limits
@@ -88,15 +89,15 @@ class CheckNeeds:
 def check_memory(config: CheckpointConfig, lengths: Sequence[int]) -> CheckNeeds:
     """What comparing a checkpoint with `config` takes over sequences of `lengths` tokens.
 
-    The original is float32, and one of its weights is there twice while it is read or rounded. The checkpoint is run
-    as it is stored, then as a runtime quantises it.
+    The original is float32, and one of its weights is there twice while it is read or rounded; all of them where codes
+    are widened before transformers takes them. The checkpoint is run as it is stored, then as a runtime quantises it.
     """
     counts = [math.prod(target.shape) for target in family(config["architecture"]).targets(config)]
     longest, row = max(lengths), int(config["vocab_size"]) * 4
     stored = {**config, "quantization": {}}
     return CheckNeeds(
         processes=BUILD_PROCESS + _TRANSFORMERS + TORCH,
-        original=4 * (sum(counts) + max(counts)),
+        original=4 * (sum(counts) + (sum(counts) if quant_algo(config) in (GPTQ, FP8) else max(counts))),
         converted=max(whole_model_bytes(each, longest) for each in (stored, config)),
         # Of the original, its rounded self and the checkpoint; those of one prompt as float64 while they are compared.
         logits=3 * sum(lengths) * row + 8 * longest * row,

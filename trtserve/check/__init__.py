@@ -220,16 +220,19 @@ def compare_checkpoint(
     plan: CheckPlan, said: Original, checkpoint: Path, *, progress: Progress = SILENT
 ) -> list[Stage]:
     """Run the checkpoint on what the original was asked; one stage, or two when weights are rounded."""
+    # The config of the folder, not that of the plan: it is a part of what is checked.
+    epsilon = _epsilon(CheckpointReader(checkpoint).config, said)
     stored = converted.logits_of(checkpoint, said.answers, progress=progress)
     rounded = [replace(answer, logits=logits) for answer, logits in zip(said.answers, said.rounded, strict=True)]
     experts = plan.changes.experts
-    stages = [_stage("conversion", plan.changes.conversion, rounded, stored, experts=experts)]
-    # The config of the folder, not that of the plan: it is a part of what is checked.
-    stages[0] = replace(stages[0], verdicts=[*stages[0].verdicts, *_epsilon(CheckpointReader(checkpoint).config, said)])
+    stages = []
+    if plan.changes.conversion is not None:
+        stages.append(_stage("conversion", plan.changes.conversion, rounded, stored, experts=experts))
     if plan.changes.quantised:
         stored = converted.logits_of(checkpoint, said.answers, quantised=True, progress=progress)
     if plan.changes.precision != "float32":
         stages.append(_stage("precision", plan.changes.precision, said.answers, stored, experts=experts))
+    stages[0] = replace(stages[0], verdicts=[*stages[0].verdicts, *epsilon])
     return stages
 
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtserve.architectures import described, family
 from trtserve.architectures.base import Target
 from trtserve.architectures.checkpoint import CheckpointReader
-from trtserve.architectures.source import read_hf_config, read_source
-from trtserve.architectures.tensor_files import DTYPES
+from trtserve.architectures.dequantized import float_types, quantised_names
+from trtserve.architectures.quantized import AWQ, FP8, GPTQ
+from trtserve.architectures.quantized_source import source_quantization
+from trtserve.architectures.source import SourceTensor, read_hf_config, read_source
 from trtserve.check.comparison import Answer, Precision
 from trtserve.check.original import Rounding
 from trtserve.errors import CheckError, MissingDependencyError, TrtserveError, UnsupportedModelError
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 # quant_algo → what the runtime packs the matrices as, and the precision whose bounds hold.
 _QUANTISED: Mapping[str, Literal["int8", "int4"]] = {"W8A16": "int8", "W4A16": "int4"}
+# The same for those whose checkpoints hold the codes: the bounds of what their codes may differ from floats.
+_CODES: Mapping[str, Precision] = {GPTQ: "int4", AWQ: "int4", FP8: "int8"}
 
 
 def require_runtime() -> None:
@@ -41,14 +45,15 @@ class Changes:
 
     `precision` names the bounds of what that may cost and `reason` says why those; `rounding` is None when no weight
     is rounded, `quantised` tells that the runtime rounds them further. `conversion` names the bounds of what equal
-    weights may differ: those of float32, unless transformers itself rounds. `experts` tells that tokens choose some.
+    weights may differ: those of float32, unless transformers itself rounds; None where another tool chose the codes of
+    the checkpoint, and no weight is equal. `experts` tells that tokens choose some.
     """
 
     precision: Precision
     reason: str
     rounding: Rounding | None
     quantised: bool
-    conversion: Precision
+    conversion: Precision | None
     experts: bool = False
 
 
@@ -59,28 +64,70 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
     left to explain a difference. UnsupportedModelError for a quantisation that cannot be run here.
     """
     algorithm, dtype = _algorithm(config), config["dtype"]
-    if algorithm and algorithm not in _QUANTISED:
+    known = (*_QUANTISED, *_CODES)
+    if algorithm and algorithm not in known:
         raise UnsupportedModelError(
-            f"The checkpoint is quantised with {algorithm}, which cannot be run here; these can: float weights and "
-            f"{', '.join(_QUANTISED)}.",
+            f"The checkpoint is quantised with {algorithm}, which cannot be run here; these can: float weights, "
+            f"{', '.join(known)}.",
             hint="Compare an engine of it with the original on the GPU it is for.",
         )
+    experts = bool((config.get("moe") or {}).get("num_experts"))
+    if algorithm in _CODES:
+        return _changes_of_codes(config, model, algorithm, experts=experts)
     targets = family(config["architecture"]).targets(described(read_hf_config(model), config))
-    offsets = {name: target.offset for target in targets if target.offset for name in target.sources}
-    kinds = _source_types(config, model)
+    kinds = float_types(_sources(config, model)) or {"unknown"}
     products = any(target.factor for target in targets)
-    rounded = dtype != "float32" and (kinds != {dtype} or bool(offsets) or products)
-    reason = f"weights {'were rounded' if rounded else 'kept their values'}: {dtype} from {', '.join(sorted(kinds))}"
+    rounding = _rounding(dtype, targets, kinds) if dtype != "float32" else None
+    reason = f"weights {'kept their values' if rounding is None else 'were rounded'}: {dtype} from {_listed(kinds)}"
     if algorithm:
         reason += f", and the runtime quantises them ({algorithm})"
     return Changes(
-        precision=_QUANTISED.get(algorithm, dtype if rounded else "float32"),
+        precision=_QUANTISED.get(algorithm, "float32" if rounding is None else dtype),
         reason=reason,
-        rounding=Rounding(dtype=dtype, offsets=offsets, kept=_kept(targets)) if rounded else None,
+        rounding=rounding,
         quantised=bool(algorithm),
         conversion=_conversion_bounds(config, products=products),
-        experts=bool((config.get("moe") or {}).get("num_experts")),
+        experts=experts,
     )
+
+
+def _changes_of_codes(config: Mapping[str, Any], model: Path, algorithm: str, *, experts: bool) -> Changes:
+    """Of a checkpoint that holds codes: those of its original, or others that a tool made of the original's floats."""
+    hf = read_hf_config(model)
+    if source_quantization(hf) is None:
+        return Changes(
+            precision=_CODES[algorithm],
+            reason=f"a calibrating tool quantised the weights ({algorithm})",
+            rounding=None,
+            quantised=False,
+            conversion=None,
+            experts=experts,
+        )
+    dtype, sources = config["dtype"], _sources(config, model)
+    kinds, targets = float_types(sources), family(config["architecture"]).targets(described(hf, config))
+    rounding = _rounding(dtype, targets, kinds, quantised_names(sources))
+    # Scales of 4-bit codes are of the checkpoint's type. Matrices that TensorRT-LLM holds as one share one scale of
+    # FP8, so that those with smaller ones are rounded again.
+    codes: Precision = "int8" if algorithm == FP8 else "float32" if kinds == {dtype} else dtype
+    kept = "share scales" if algorithm == FP8 else "kept their values"
+    return Changes(
+        precision="float32" if rounding is None else dtype,
+        reason=f"codes {kept} ({algorithm}); scales and floats: {dtype} from {_listed(kinds)}",
+        rounding=rounding,
+        quantised=False,
+        conversion=codes,
+        experts=experts,
+    )
+
+
+def _rounding(
+    dtype: str, targets: Sequence[Target], kinds: set[str], codes: frozenset[str] = frozenset()
+) -> Rounding | None:
+    """How weights of these types become `dtype`; None when every one keeps its value."""
+    offsets = {name: target.offset for target in targets if target.offset for name in target.sources}
+    if kinds == {dtype} and not offsets and not any(target.factor for target in targets):
+        return None
+    return Rounding(dtype=dtype, offsets=offsets, kept=_kept(targets) | codes)
 
 
 def _conversion_bounds(config: Mapping[str, Any], *, products: bool) -> Precision:
@@ -99,13 +146,16 @@ def _kept(targets: Sequence[Target]) -> frozenset[str]:
     return frozenset(name.replace(".block_sparse_moe.", ".mlp.") for name in names)
 
 
-def _source_types(config: Mapping[str, Any], model: Path) -> set[str]:
-    """Types of the original's weights; `unknown` where they lie in no safetensors file."""
+def _sources(config: Mapping[str, Any], model: Path) -> Mapping[str, SourceTensor]:
+    """The original's tensors; none where they lie in no file that is read here."""
     try:
-        tensors = read_source(model, family(config["architecture"]).BASE_PREFIX)
+        return read_source(model, family(config["architecture"]).BASE_PREFIX)
     except TrtserveError:
-        return {"unknown"}
-    return {DTYPES.get(tensor.entry.code, tensor.entry.code) for tensor in tensors.values()}
+        return {}
+
+
+def _listed(kinds: set[str]) -> str:
+    return ", ".join(sorted(kinds))
 
 
 def _algorithm(config: Mapping[str, Any]) -> str:

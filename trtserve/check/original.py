@@ -10,14 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.architectures.source import read_hf_config
+from trtserve.architectures import architecture_of, family
+from trtserve.architectures.dequantized import dequantized
+from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
+from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.check.comparison import Answer
-from trtserve.errors import CorruptFileError, MissingDependencyError
+from trtserve.errors import CorruptFileError, MissingDependencyError, listing
 from trtserve.machine import give_memory_back
 from trtserve.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from trtserve.check.comparison import Logits
+
+_OTHER_ORIGINAL = "Import the model again, or give another folder with --against."
 
 
 def require_oracle() -> None:
@@ -109,20 +114,48 @@ def _load(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    settings: dict[str, Any] = {
+        "attn_implementation": _attention(folder),
+        _dtype_argument(): torch.float32,
+        "output_loading_info": True,
+    }
+    hf = read_hf_config(folder)
+    quantization = source_quantization(hf)
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                attn_implementation=_attention(folder),
-                local_files_only=True,
-                **{_dtype_argument(): torch.float32},
-            )
+            if quantization is None:
+                model, report = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **settings)
+            else:
+                model, report = _dequantized(folder, architecture_of(hf), quantization, settings)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CorruptFileError(
-            f"transformers cannot load the original in {folder}: {' '.join(str(error).split())}",
-            hint="Import the model again, or give another folder with --against.",
+            f"transformers cannot load the original in {folder}: {' '.join(str(error).split())}", hint=_OTHER_ORIGINAL
         ) from error
+    if absent := sorted(report["missing_keys"]):
+        raise CorruptFileError(
+            f"The original in {folder} lacks tensors that its config.json calls for: {listing(absent)}. transformers "
+            "would take random numbers instead.",
+            hint=_OTHER_ORIGINAL,
+        )
     return model.eval()
+
+
+def _dequantized(
+    folder: Path, architecture: str, quantization: SourceQuantization, settings: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """A quantised model with the floats that its codes stand for, and transformers' report of its loading."""
+    import transformers
+    from torch import from_numpy
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    floats = dequantized(read_source(folder, family(architecture).BASE_PREFIX), quantization)
+    weights = {name: from_numpy(values) for name, values in floats}
+    loaded: tuple[Any, dict[str, Any]] = getattr(transformers, architecture).from_pretrained(
+        None, config=config, state_dict=weights, **settings
+    )
+    return loaded
 
 
 def _attention(folder: Path) -> str:

@@ -1,0 +1,105 @@
+"""Checkpoints of AWQ, GPTQ and FP8 models beside the weights that the codes of their originals stand for."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.support.quantised_models import EXPERT_SIZES, write_quantised_model
+from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
+from trtserve.artifacts import Model
+from trtserve.check import check_checkpoint
+from trtserve.cli import run
+from trtserve.convert import convert_model
+from trtserve.errors import CorruptFileError
+from trtserve.specs import CheckSpec, ConvertSpec
+
+pytestmark = pytest.mark.oracle
+
+SCALES = "mlp.fc.weights_scaling_factor"
+PROMPTS = "[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]\n[2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2, 3, 5, 3, 6]\n"
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> CheckSpec:
+    """Two short prompts."""
+    path = tmp_path / "prompts.txt"
+    path.write_text(PROMPTS)
+    return CheckSpec(max_tokens=8, prompts=path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "family", "spec", "stages"),
+    [
+        ("awq", "llama", ConvertSpec(tp_size=2), {"conversion": "float32"}),
+        (
+            "gptq",
+            "llama",
+            ConvertSpec(gpu_sm=90, dtype="bfloat16"),
+            {"conversion": "bfloat16", "precision": "bfloat16"},
+        ),
+        ("gptq_v2", "llama", ConvertSpec(pp_size=2), {"conversion": "float32"}),
+        ("gptq_asym", "qwen2_moe", ConvertSpec(tp_size=2), {"conversion": "float32"}),
+        ("fp8", "llama", ConvertSpec(pp_size=2), {"conversion": "int8"}),
+        ("float_quantized", "mixtral", ConvertSpec(), {"conversion": "int8"}),
+    ],
+)
+def test_codes_are_those_of_the_original(
+    scheme: str, family: str, spec: ConvertSpec, stages: dict[str, str], asked: CheckSpec, tmp_path: Path
+) -> None:
+    sizes = EXPERT_SIZES if family != "llama" else {}
+    model = write_quantised_model(tmp_path / "model", scheme, family, gain=1.0, **sizes)
+    checkpoint = convert_model(Model(path=model.folder), spec, out=tmp_path / "checkpoint").path
+    report = check_checkpoint(checkpoint, model.folder, asked)
+    assert {stage.name: stage.bounds for stage in report.stages} == stages
+    assert report.passed, report.described()
+    if family == "llama" and scheme != "gptq":
+        damage(checkpoint)
+        assert not check_checkpoint(checkpoint, model.folder, asked).passed
+
+
+def damage(checkpoint: Path) -> None:
+    """The scales of one matrix change places (4 bit), or its one scale is doubled (FP8), in the file itself."""
+    path = next(
+        path for path in sorted(checkpoint.glob("rank*.safetensors"), reverse=True) if SCALES in str(path.read_bytes())
+    )
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entry = next(entry for name, entry in json.loads(file.read(size)).items() if name.endswith(SCALES))
+        begin, end = (8 + size + offset for offset in entry["data_offsets"])
+        file.seek(begin)
+        held = file.read(end - begin)
+        file.seek(begin)
+        file.write(
+            held[2:] + held[:2] if entry["dtype"] == "F16" else struct.pack("<f", 2 * struct.unpack("<f", held)[0])
+        )
+
+
+def test_a_float_original_is_compared_within_what_codes_cost(asked: CheckSpec, tmp_path: Path) -> None:
+    model = write_quantised_model(tmp_path / "model", "awq", gain=1.0)
+    checkpoint = convert_model(Model(path=model.folder), ConvertSpec(), out=tmp_path / "checkpoint").path
+    report = check_checkpoint(checkpoint, model.dequantised, asked)
+    assert [(stage.name, stage.bounds) for stage in report.stages] == [("precision", "int4")]
+    assert report.passed
+    assert "calibrating tool" in report.reason
+
+
+def test_verify_of_a_quantised_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_quantised_model(tmp_path / "model", "fp8", gain=1.0)
+    out = tmp_path / "checkpoint"
+    assert run(["convert", str(model.folder), "--out", str(out), "--verify", "--quiet"]) == 0
+    assert (out / "config.json").is_file()
+    capsys.readouterr()
+
+
+def test_an_original_without_all_its_tensors_is_refused(asked: CheckSpec, tmp_path: Path) -> None:
+    whole = write_tiny_model(tmp_path / "whole", "llama")
+    checkpoint = convert_model(Model(path=whole), ConvertSpec(), out=tmp_path / "checkpoint").path
+    tensors = read_safetensors(whole / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    write_safetensors(whole / "model.safetensors", tensors)
+    with pytest.raises(CorruptFileError, match=r"lacks tensors .*layers\.1\.mlp\.up_proj\.weight.*random numbers"):
+        check_checkpoint(checkpoint, whole, asked)
