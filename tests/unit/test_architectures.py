@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +252,21 @@ def test_decoders_say_what_the_graph_needs(tmp_path: Path) -> None:
     assert (gpt2.norm, gpt2.positions, gpt2.mlp, gpt2.activation) == ("layer", "learned", "plain", "gelu_tanh")
     assert gpt2.attention_scale == pytest.approx(1.0)
     assert gpt2.rope_inv_freq is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "advice"),
+    [
+        ("GPTBigCodeForCausalLM", r"takes it from TensorRT-LLM 0\.12 on: --converter upstream"),
+        (
+            "Gemma3ForConditionalGeneration",
+            r"nearest is Gemma3ForCausalLM; no convert_checkpoint\.py .* --runtime llmapi",
+        ),
+        ("MambaForCausalLM", r"Choose a model of one of these .*; no convert_checkpoint\.py"),
+    ],
+)
+def test_advice_names_what_takes_the_architecture(architecture: str, advice: str) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        architectures.family(architecture)
+    assert re.search(advice, str(caught.value.hint))
+    assert ("--converter upstream" in str(caught.value.hint)) is (architecture == "GPTBigCodeForCausalLM")

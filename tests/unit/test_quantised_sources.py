@@ -71,6 +71,7 @@ def test_order_of_the_kernels() -> None:
                 place = place // 8 * 8 + EVEN_FIRST.index(place % 8)
                 assert (packed[place // 2] >> 4 * (place % 2)) & 15 == codes[k, n] + 8
         assert (from_kernel(to_kernel(codes, sm), sm) == codes.T + 8).all()
+    assert (to_kernel(codes, 120) == to_kernel(codes, 80)).all()
 
 
 def value_by_hand(tensors: Mapping[str, Array], name: str, k: int, n: int) -> float:
@@ -228,7 +229,7 @@ def test_refused_quantisations(made: Made, tmp_path: Path, quantization: object,
     [
         ({"quantize": "int8"}, UsageError, "quantised already"),
         ({"dtype": "float32"}, UsageError, "no float32 checkpoint"),
-        ({"gpu_sm": 100}, UnsupportedModelError, r"compute capability 10\.0"),
+        ({"gpu_sm": 103}, UnsupportedModelError, r"compute capability 10\.3"),
     ],
 )
 def test_refused_wishes(made: Made, spec: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -101,6 +101,7 @@ def test_source_builds() -> None:
         ("Starcoder2ForCausalLM", "0.12", "examples/gpt/convert_checkpoint.py"),
         ("GPTNeoXForCausalLM", "1.0.0", "examples/models/contrib/gptneox/convert_checkpoint.py"),
         ("Gemma2ForCausalLM", "0.13", "examples/gemma/convert_checkpoint.py"),
+        ("MPTForCausalLM", "1.0", "examples/models/contrib/mpt/convert_checkpoint.py"),
     ],
 )
 def test_converters(architecture: str, release: str, script: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from trtserve.architectures import (
@@ -37,6 +38,7 @@ from trtserve.architectures.base import (
 )
 from trtserve.architectures.quantized_source import source_quantization
 from trtserve.errors import UnsupportedModelError
+from trtserve.releases.converters import CONVERTERS
 
 __all__ = [
     "FAMILIES",
@@ -72,10 +74,28 @@ def family(architecture: str) -> Architecture:
     if module is None:
         raise UnsupportedModelError(
             f"Architecture {architecture} cannot be converted; these can: {', '.join(FAMILIES)}.",
-            hint="Choose a model of one of these architectures (`architectures` in its config.json), or convert with "
-            "NVIDIA's converter: --converter upstream.",
+            hint=_advice(architecture),
         )
     return module
+
+
+def _advice(architecture: str) -> str:
+    """The supported architecture that the name begins like, and what else takes one that is not supported."""
+    stems = {_stem(name): name for name in FAMILIES}
+    near = max((stem for stem in stems if _stem(architecture).startswith(stem)), key=len, default=None)
+    choice = f"The nearest is {stems[near]}" if near else "Choose a model of one of these (see its config.json)"
+    converter = CONVERTERS.get(architecture)
+    if converter is not None:
+        return f"{choice}; NVIDIA's converter takes it from TensorRT-LLM {converter.since} on: --converter upstream."
+    return (
+        f"{choice}; no convert_checkpoint.py of TensorRT-LLM is known for {architecture}, and without an engine its "
+        "PyTorch backend may run it: --runtime llmapi."
+    )
+
+
+def _stem(architecture: str) -> str:
+    """Qwen3 of Qwen3ForCausalLM."""
+    return re.split("For|LMHead", architecture, maxsplit=1)[0]
 
 
 def supported(hf: HfConfig) -> Architecture:

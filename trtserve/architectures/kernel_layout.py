@@ -4,7 +4,7 @@ Such a matrix goes through four steps, from signed codes [in, out] to bytes [in,
 
 1. inside every 32 input rows, the rows are taken in the order in which a tensor core's threads read them;
 2. the matrix is transposed, so that the codes of one output follow each other;
-3. before Hopper only: 64 inputs of one output, then the same 64 of the next three outputs;
+3. not on Hopper: 64 inputs of one output, then the same 64 of the next three outputs;
 4. codes are made unsigned (+ 8) and inside every 8 of them the even ones come first; two codes make a byte, low first.
 
 Source: `preprocess_weights_for_mixed_gemm` of TensorRT-LLM (quantization/functional.py ≥ 0.17, C++ before).
@@ -27,16 +27,28 @@ HOPPER = 90
 EXPERTS_GPU_SM = 80
 """The matrices of experts have the order of Ampere on every GPU."""
 _OLDEST = 75
+# The GPUs after Hopper from here on have Ampere's order.
+_LIKE_AMPERE = 120
 
 
 def require_gpu_sm(gpu_sm: int) -> None:
-    """UnsupportedModelError for a compute capability (× 10) whose order of 4-bit weights is not known here."""
-    if not _OLDEST <= gpu_sm <= HOPPER:
+    """UnsupportedModelError for a compute capability (× 10) whose order of 4-bit weights is not known here.
+
+    From 12.0 on it is Ampere's. For 10.0 and 10.3 it was Ampere's too, until kernels of their own came that take codes
+    in plain order (TensorRT-LLM's pull request 10190 of January 2026), for which release is not known.
+    """
+    if not (_OLDEST <= gpu_sm <= HOPPER or gpu_sm >= _LIKE_AMPERE):
         raise UnsupportedModelError(
             f"The order of 4-bit weights for GPUs of compute capability {gpu_sm / 10:.1f} is not known here "
-            f"(known: --gpu-sm {_OLDEST} … {HOPPER}); for later ones it differs between releases.",
+            f"(known: --gpu-sm {_OLDEST} … {HOPPER}, and from {_LIKE_AMPERE} on); for 10.0 and 10.3 "
+            "it differs between releases.",
             hint="Convert on such a GPU with --converter upstream.",
         )
+
+
+def _interleaves(gpu_sm: int) -> bool:
+    """Whether the GPU's kernels want step 3."""
+    return gpu_sm < HOPPER or gpu_sm >= _LIKE_AMPERE
 
 
 def divisor_of_inputs() -> int:
@@ -52,7 +64,7 @@ def to_kernel(codes: npt.NDArray[np.int8], gpu_sm: int) -> npt.NDArray[np.uint8]
     inputs, outputs = codes.shape
     ordered = codes.reshape(-1, _ROWS, outputs)[:, _row_order()].reshape(inputs, outputs)
     columns = np.ascontiguousarray(ordered.T)
-    if gpu_sm < HOPPER:
+    if _interleaves(gpu_sm):
         columns = columns.reshape(outputs // _INTERLEAVED, _INTERLEAVED, inputs // _TILE, _TILE).swapaxes(1, 2)
     unsigned = (columns + 8).astype(np.uint8).reshape(-1, 4, 2)
     even_first = np.ascontiguousarray(unsigned.swapaxes(1, 2)).reshape(-1, 2)
@@ -67,7 +79,7 @@ def from_kernel(packed: npt.NDArray[np.uint8], gpu_sm: int) -> npt.NDArray[np.ui
     require_gpu_sm(gpu_sm)
     inputs, outputs = packed.shape[0], packed.shape[1] * 2
     pairs = nibbles(packed.reshape(-1)).reshape(-1, 2, 4).swapaxes(1, 2)
-    if gpu_sm < HOPPER:
+    if _interleaves(gpu_sm):
         pairs = pairs.reshape(outputs // _INTERLEAVED, inputs // _TILE, _INTERLEAVED, _TILE).swapaxes(1, 2)
     columns = pairs.reshape(outputs, -1, _ROWS)
     codes: npt.NDArray[np.uint8] = np.empty((outputs, inputs // _ROWS, _ROWS), dtype=np.uint8)

@@ -53,6 +53,11 @@ FalconForCausalLM     falcon   contrib  0.12
 GPTJForCausalLM       gptj     contrib  0.12
 GPTNeoXForCausalLM    gptneox  contrib  0.12
 OPTForCausalLM        opt      contrib  0.12
+BaichuanForCausalLM   baichuan contrib  0.12
+BaiChuanForCausalLM   baichuan contrib  0.12
+MPTForCausalLM        mpt      contrib  0.12
+DbrxForCausalLM       dbrx     contrib  0.12
+Grok1ModelForCausalLM grok     contrib  0.12
 """
 
 
