@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trtserve.cli import run
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.progress import SilentProgress
 from trtserve.repo.templates import fill_templates, parse_substitutions, write_filled
@@ -160,3 +161,20 @@ def test_what_triton_cannot_read_is_refused(models: Path) -> None:
         fill_templates(models, f"{NEEDED},tokenizer_dir:/t".replace(":4", ":four"), drop_unset=True)
     with pytest.raises(RepositoryError, match=r"holds no config\.pbtxt"):
         fill_templates(models / "tensorrt_llm" / "1", "")
+
+
+def test_the_leftovers_of_all_files_are_told_at_once(models: Path) -> None:
+    with pytest.raises(RepositoryError) as caught:
+        fill_templates(models, "decoupled_mode:true", release="0.19", drop_unset=True)
+    told = str(caught.value)
+    assert {name for name in ("preprocessing", "tensorrt_llm") if f"/{name}/config" in told} == {
+        "preprocessing",
+        "tensorrt_llm",
+    }
+    keys = str(caught.value.hint).splitlines()[0].partition(": ")[2].split(",")
+    assert len(keys) == len(set(keys)) > 1
+
+
+def test_options_of_repositories_of_engines_are_refused(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["repo", "a:b", "--from-template", str(models), "--tokenizer", "t", "--suffix", "_b"]) == 2
+    assert "--tokenizer, --suffix" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from trtserve.cli.options import (
     TpSizeOption,
     TrtllmVersionOption,
 )
-from trtserve.cli.output import TerminalProgress, print_data, print_json, say
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.cli.repo_options import (
     AbsolutePathsOption,
     AccumulateOption,
@@ -56,6 +57,14 @@ from trtserve.store import Store
 
 if TYPE_CHECKING:
     from trtserve.repo import RepositoryPlan
+
+# Options that mean something where NVIDIA's templates are filled.
+_OF_TEMPLATES = frozenset(
+    {
+        "engine", "from_template", "release", "trtllm_version", "drop_unset", "in_place", "out", "json", "dry_run",
+        "quiet",
+    }
+)  # fmt: skip
 
 
 def repo(
@@ -184,6 +193,13 @@ def _assemble_llmapi(options: Mapping[str, Any], progress: TerminalProgress) -> 
 def _fill(folder: Path, options: Mapping[str, Any], progress: TerminalProgress) -> None:
     from trtserve.repo.templates import fill_templates, write_filled
 
+    given = [name for name, each in signature(repo).parameters.items() if options[name] != each.default]
+    meaningless = [f"--{name.replace('_', '-')}" for name in given if name not in _OF_TEMPLATES]
+    if meaningless:
+        raise UsageError(
+            f"With --from-template these have no meaning: {', '.join(meaningless)}.",
+            hint="What the templates get stands in KEY:VALUE,…",
+        )
     out, in_place = options["out"], options["in_place"]
     if out is not None and in_place:
         raise UsageError("--out and --in-place contradict each other; give one.")
@@ -209,7 +225,7 @@ def _print_result(
     if options["json"]:
         print_json("repo", described)
     elif options["dry_run"]:
-        print_data("\n".join(lines))
+        print_block("\n".join(lines))
     else:
         if not options["quiet"]:
             say(tree(path))

@@ -63,15 +63,14 @@ def fill_templates(
     texts = {path: path.read_text(encoding="utf-8") for path in _templates(folder)}
     _require_known(values, texts.values(), rules, progress)
     defaults = {key: text for key, (text, since) in _DEFAULTS.items() if order(rules) >= order(since)}
-    filled = []
-    for path, text in texts.items():
-        content = Template(text).safe_substitute({**defaults, **values})
-        if drop_unset:
-            content = _without_unset(content, rules)
-        _require_filled(path, content)
-        _require_readable(path, content)
-        filled.append(FilledTemplate(path=path.relative_to(folder if folder.is_dir() else folder.parent), text=content))
-    return tuple(filled)
+    contents = {path: Template(text).safe_substitute({**defaults, **values}) for path, text in texts.items()}
+    if drop_unset:
+        contents = {path: _without_unset(text, rules) for path, text in contents.items()}
+    _require_filled(contents)
+    for path, text in contents.items():
+        _require_readable(path, text)
+    top = folder if folder.is_dir() else folder.parent
+    return tuple(FilledTemplate(path=path.relative_to(top), text=text) for path, text in contents.items())
 
 
 def write_filled(folder: Path, filled: Iterable[FilledTemplate], out: Path | None) -> None:
@@ -163,18 +162,19 @@ def _leftovers(text: str) -> Iterator[tuple[int, str, bool]]:
             yield number, found[0], code[: found.start()].count('"') % 2 == 1
 
 
-def _require_filled(path: Path, text: str) -> None:
-    left = list(_leftovers(text))
+def _require_filled(texts: Mapping[Path, str]) -> None:
+    """RepositoryError for every placeholder that is left in any of the files."""
+    left = [(path, *each) for path, text in texts.items() for each in _leftovers(text)]
     if not left:
         return
-    lines = "\n".join(f"  {path}, line {number}: {placeholder}" for number, placeholder, _ in left)
-    names = ",".join(f"{placeholder[2:-1]}:VALUE" for _, placeholder, quoted in left if not quoted)
-    hint = (
-        f"Without these Triton cannot read the file: {names}"
-        if names
-        else ("Give them a value, or leave out the optional ones with --drop-unset.")
-    )
-    raise RepositoryError(f"No value was given for:\n{lines}", hint=hint)
+    lines = "\n".join(f"  {path}, line {number}: {placeholder}" for path, number, placeholder, _ in left)
+    names = dict.fromkeys(f"{placeholder[2:-1]}:VALUE" for _, _, placeholder, quoted in left if not quoted)
+    optional = any(quoted for *_, quoted in left)
+    hints = [
+        *([f"Without these Triton cannot read the files: {','.join(names)}"] if names else []),
+        *(["Give the optional ones a value, or leave them out with --drop-unset."] if optional else []),
+    ]
+    raise RepositoryError(f"No value was given for:\n{lines}", hint="\n".join(hints))
 
 
 def _require_readable(path: Path, text: str) -> None:
