@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -92,12 +95,24 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
+def test_the_format_before_1_6_is_written_anew_by_the_command_that_is_named(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "it's" / "pytorch_model.bin"
+    path.parent.mkdir()
+    torch.save({"weight": torch.arange(3.0)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedModelError, match=r"format from before version 1\.6") as caught:
+        PickledFile(path)
+    _, _, command = str(caught.value.hint).partition(": ")
+    python, *arguments = shlex.split(command)
+    assert python == "python"
+    subprocess.run([sys.executable, *arguments], check=True, timeout=120)
+    assert PickledFile(path).tensor("weight").tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.oracle
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     path = tmp_path / "pytorch_model.bin"
-    torch.save({"weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedModelError, match=r"format from before version 1\.6"):
-        PickledFile(path)
     for content, message in (
         (b"version https://git-lfs", "Git LFS pointer"),
         (b"", "never wrote"),

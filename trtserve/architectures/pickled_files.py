@@ -9,6 +9,7 @@ serialization, and the zip format (a local header has 30 bytes, then a name, the
 from __future__ import annotations
 
 import pickle
+import shlex
 import struct
 import warnings
 import zipfile
@@ -94,9 +95,15 @@ def _require_archive(path: Path) -> None:
     if start.startswith(_ZIP):
         return
     if start == _OLD:
-        raise UnsupportedModelError(f"{path} is in PyTorch's format from before version 1.6.", hint=_SAVE_AGAIN)
+        raise UnsupportedModelError(f"{path} is in PyTorch's format from before version 1.6.", hint=_rewriting(path))
     what = "it is a Git LFS pointer, not the file itself" if start.startswith(_POINTER) else "torch.save never wrote it"
     raise CorruptFileError(f"{path} is damaged: {what}.", hint=_AGAIN)
+
+
+def _rewriting(path: Path) -> str:
+    """The command that writes a file of the old format anew, without running code that it may hold."""
+    code = f"import torch; p = {str(path)!r}; torch.save(torch.load(p, map_location='cpu', weights_only=True), p)"
+    return f"Write it anew: python -c {shlex.quote(code)}"
 
 
 def _entries(path: Path, tensors: Mapping[str, Any]) -> dict[str, Entry]:
