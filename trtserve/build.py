@@ -9,6 +9,7 @@ from typing import Any
 from trtserve.architectures.checkpoint import read_config, require_files
 from trtserve.architectures.quantized import quant_algo
 from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint
+from trtserve.capacity.gpu_room import require_gpu_room
 from trtserve.capacity.rates import TimedStage, expected_seconds, read_rates, timed
 from trtserve.capacity.room import require_disk, require_memory
 from trtserve.machine import gibibytes
@@ -105,6 +106,7 @@ def build_engine(
     manifest = _manifest(plan, checkpoint, spec, name or checkpoint.name)
 
     def produce(folder: Path) -> Manifest:
+        require_gpu_room(plan.engine, spec, progress)
         _require_room(plan.engine, spec, runtime, folder)
         stage, home = timed_stage(plan.engine), store or Store()
         seconds = expected_seconds(read_rates(home), stage, plan.engine.disk_bytes)

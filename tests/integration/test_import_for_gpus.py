@@ -15,6 +15,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve import runtimes
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
+from trtserve.errors import MemoryLimitError
 from trtserve.ports import free_ports
 from trtserve.store import Store
 
@@ -57,6 +58,23 @@ def test_an_engine_of_two_ranks_up_to_the_repository(
     assert "--moe_plugin=auto" in call.arguments
     assert run(["import", str(model), *flags]) == 0
     assert len(doubles.calls("trtllm-build")) == 1
+
+
+def test_weights_that_no_gpu_here_holds_are_refused_before_they_are_converted(
+    doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doubles.configure(container="26.07", version="1.2.1", gpus=2, gpu_memory_mib=5)
+    monkeypatch.syspath_prepend(str(doubles.packages("1.2.1")))
+    model = write_tiny_model(tmp_path / "tiny", vocab_size=20_000)
+    assert run(["import", str(model), "--runtime", "tensorrt_llm"]) == MemoryLimitError.code
+    told = capsys.readouterr().err
+    assert "the largest GPU of this machine 5 MiB" in told
+    assert not doubles.calls("trtllm-build")
+    assert not (Store().root / "checkpoints").exists()
+    assert run(["convert", str(model), "--out", str(tmp_path / "c"), "--quiet"]) == 0
+    build = ("build", str(tmp_path / "c"), "--runtime", "tensorrt_llm")
+    assert run([*build]) == MemoryLimitError.code
+    assert run([*build, "--", "--weight_streaming"]) == 0
 
 
 def test_a_dry_run_prints_the_external_command(

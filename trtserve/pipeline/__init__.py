@@ -16,6 +16,7 @@ from trtserve.architectures.tensor_files import CODES, numpy_dtype
 from trtserve.artifacts import Checkpoint, Engine, Manifest, Model, ModelRepository, load_artifact
 from trtserve.build import Plan as BuildPlan
 from trtserve.build import build_engine, plan_build
+from trtserve.capacity.gpu_room import require_gpu_room
 from trtserve.capacity.needs import draft_memory
 from trtserve.capacity.room import require_disk
 from trtserve.capacity.wishes import Wish, need_of, require_wish
@@ -278,7 +279,9 @@ def require_room(spec: ImportSpec, plan: ImportPlan, store: Store) -> None:
         require_disk(store.root, plan.missing + checkpoint, f"{what})")
         require_disk(spec.engine_out, plan.engine_bytes, f"The engine of {spec.name}")
     if plan.memory_bytes is not None:
-        require_wish(_wish(spec, plan.model), spec.name)
+        wish = _wish(spec, plan.model)
+        require_wish(wish, spec.name)
+        require_gpu_room(need_of(wish).engine, spec.build)
 
 
 def import_to_repository(

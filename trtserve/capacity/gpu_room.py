@@ -1,0 +1,44 @@
+"""Whether an engine that is to be built here will fit this machine's GPUs, before anything is converted or built."""
+
+from __future__ import annotations
+
+from trtserve.capacity.fitting import fit_gpu, smallest_fit
+from trtserve.capacity.gpus import Gpu
+from trtserve.errors import MemoryLimitError, UnsupportedModelError
+from trtserve.launch.gpus import gpu_memory
+from trtserve.machine import gibibytes
+from trtserve.progress import SILENT, Progress
+from trtserve.runtimes import EnginePlan, tensorrt_llm
+from trtserve.specs import BuildSpec
+
+
+def require_gpu_room(engine: EnginePlan, spec: BuildSpec, progress: Progress = SILENT) -> None:
+    """MemoryLimitError when the weights of one rank are larger than the largest GPU here.
+
+    That is certain; what comes on top of the weights is an estimate, so that a cache without room for one sequence is
+    only said. Engines that stream their weights from the host, and families that are not known here, are not judged.
+    """
+    memory = max((gpu.total for gpu in gpu_memory()), default=0)
+    if engine.runtime != tensorrt_llm.NAME or not memory or "--weight_streaming" in spec.builder_flags:
+        return
+    gpu = Gpu(name="this machine's GPU", memory=memory)
+    try:
+        fit = fit_gpu(engine.config, spec, gpu)
+    except UnsupportedModelError:
+        return
+    if fit.fits:
+        return
+    smallest = smallest_fit(engine.config, spec, gpu)
+    fewest = f"--tp-size {smallest.tp_size} --pp-size {smallest.pp_size}" if smallest else "no tp × pp"
+    if fit.weights > memory:
+        raise MemoryLimitError(
+            f"Each of {fit.tp_size * fit.pp_size} rank(s) has {gibibytes(fit.weights)} of weights, and the largest GPU "
+            f"of this machine {gibibytes(memory)} of memory.",
+            hint=f"Convert otherwise: by estimate {fewest} would fit, and --quantize makes weights smaller. "
+            "`trtserve plan` has the whole need.",
+        )
+    progress.step(
+        f"By estimate no sequence of {fit.limits.max_seq_len} tokens fits this machine's GPU beside "
+        f"{gibibytes(fit.weights)} of weights and {gibibytes(fit.activations)} of activations; {fewest} would fit, or "
+        "a smaller --max-num-tokens or --max-seq-len."
+    )
