@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_models import FAMILIES, write_tiny_model
-from trtserve import machine
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
 from trtserve.capacity.converting import convert_memory
@@ -294,56 +293,6 @@ def test_convert_and_build_refuse_before_they_write(
     with pytest.raises(MemoryLimitError, match="Building this engine needs") as caught:
         build_engine(checkpoint, BuildSpec(runtime="openvino"), out=tmp_path / "engine")
     assert "No setting" in str(caught.value.hint)
-
-
-def _memory_group(folder: Path, limit: str, used: int, *, version: int = 2) -> None:
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in zip(names, (limit, str(used)), strict=True):
-        (folder / name).write_text(f"{value}\n")
-    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {10 * 2**20}\ntotal_inactive_file {10 * 2**20}\n")
-
-
-@pytest.fixture
-def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The root of the cgroups; this process is in /outer/inner of version 2 and /one/two of version 1."""
-    (tmp_path / "own").write_text("4:cpu,memory:/one/two\n3:cpuset:/\n0::/outer/inner\n")
-    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path / "cgroup")
-    return tmp_path / "cgroup"
-
-
-def test_the_limit_of_a_cgroup_counts(folder: Path, tmp_path: Path, cgroups: Path) -> None:
-    """In a container the own group is the root, whatever its path outside is."""
-    _memory_group(cgroups, str(64 * 2**20), 60 * 2**20)
-    with pytest.raises(MemoryLimitError, match="14 MiB are free"):
-        convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
-    assert machine.total_memory() == 64 * 2**20
-
-
-@pytest.mark.parametrize(
-    ("groups", "free"),
-    [
-        ({"outer": ("max", 0), "outer/inner": (str(50 * 2**20), 30 * 2**20)}, 30 * 2**20),
-        ({"outer": (str(40 * 2**20), 35 * 2**20), "outer/inner": (str(50 * 2**20), 20 * 2**20)}, 15 * 2**20),
-        ({"outer": (str(40 * 2**20), 60 * 2**20), "outer/inner": ("max", 0)}, 0),
-        ({"other": (str(2**20), 0), "outer/inner": ("max", 0)}, None),
-        ({"outer/inner": ("no number", 0)}, None),
-    ],
-)
-def test_limits_of_groups_around_count_too(
-    cgroups: Path, monkeypatch: pytest.MonkeyPatch, groups: dict[str, tuple[str, int]], free: int | None
-) -> None:
-    for name, (limit, used) in groups.items():
-        _memory_group(cgroups / name, limit, used)
-    assert (machine.free_memory() == free) if free is not None else (machine.free_memory() > 100 * 2**20)
-
-
-def test_cgroups_of_version_1_count(cgroups: Path) -> None:
-    _memory_group(cgroups / "memory", str(2**63 - 4096), 0, version=1)
-    _memory_group(cgroups / "memory" / "one" / "two", str(50 * 2**20), 30 * 2**20, version=1)
-    assert machine.free_memory() == 30 * 2**20
-    assert machine.total_memory() == 50 * 2**20
 
 
 def test_build_advises_narrower_weights(monkeypatch: pytest.MonkeyPatch) -> None:
