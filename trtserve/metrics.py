@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from trtserve.errors import ServerDiedError, ServerUnreachableError
 from trtserve.servers import Server, find_server, last_words, recorded_server
 from trtserve.store import Store
+from trtserve.triton.first_contact import spoken_at
 from trtserve.triton.metrics import GENERAL, TOKENS, CoreMetrics, ModelMetrics, core_metrics, model_metrics, parse
-from trtserve.triton.server import Address, metrics_page
+from trtserve.triton.server import Address, client_host, metrics_page
 
 # Counters of the metrics page whose growth per second is shown, by the name of the rate.
 _RATES = {
@@ -126,6 +127,13 @@ def _silent(source: Source) -> ServerDiedError | ServerUnreachableError:
             log=server.log,
         )
     port = source.address.metrics_port
+    spoken = spoken_at(f"{client_host(source.address.host)}:{port}")
+    if server is None and spoken is not None:
+        found = "It answers over HTTP, but has no page /metrics" if spoken == "HTTP" else f"It is a {spoken} port"
+        return ServerUnreachableError(
+            f"{source.name} is not the metrics port of a Triton server. {found}.",
+            hint="Give --url HOST:PORT with the metrics port, which is 8002 unless Triton was told another.",
+        )
     return ServerUnreachableError(
         f"{source.name} does not answer on its metrics port {port}.",
         hint="It may be starting or be run with --allow-metrics=false, or this is another port: `trtserve status`.",

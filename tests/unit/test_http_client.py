@@ -76,12 +76,6 @@ def test_lost_connection_is_no_end(serving: Callable[[bytes], HttpClient], end: 
         next(answer)
 
 
-def test_grpc_port_for_the_http_port_is_told(serving: Callable[[bytes], HttpClient]) -> None:
-    with pytest.raises(ServerUnreachableError, match="does not speak HTTP") as caught:
-        list(texts(serving(b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\x00\x04\x00@")))
-    assert "--protocol grpc" in str(caught.value.hint)
-
-
 def test_time_limit_holds_for_the_whole_stream(
     serving: Callable[[bytes], HttpClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:

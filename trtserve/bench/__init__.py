@@ -11,7 +11,7 @@ from dataclasses import replace
 from trtserve import __version__
 from trtserve.bench.answers import count_answers
 from trtserve.bench.load import Load, Outcome, run_load
-from trtserve.bench.plan import DESCRIBE_TIMEOUT, Plan, Target, find_target, make_plan, pace, plan_benchmark
+from trtserve.bench.plan import Plan, Target, find_target, make_plan, pace, plan_benchmark
 from trtserve.bench.report import Report, notes_on
 from trtserve.bench.statistics import compute
 from trtserve.bench.traffic import Traffic, precision_of_repository
@@ -29,7 +29,7 @@ def run_benchmark(spec: BenchSpec, endpoint: Endpoint, *, progress: Progress = S
     Errors: ServerUnreachableError, RequestError (unknown model, one that takes no prompts, every warm-up request
     refused), UsageError (no limits, no tokenizer, a dataset that is none).
     """
-    with closing(GrpcClient(endpoint, timeout=DESCRIBE_TIMEOUT)) as client:
+    with closing(GrpcClient(endpoint, timeout=endpoint.connect_timeout)) as client:
         model = client.describe(spec.model)
         target = find_target(spec, endpoint, client, model)
     plan = make_plan(spec, endpoint, target)

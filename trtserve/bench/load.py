@@ -26,10 +26,9 @@ from trtserve.bench.messages import (
     token_count,
 )
 from trtserve.bench.traffic import TrafficRequest
-from trtserve.triton.call_errors import explain_rpc_error, plain, unreachable
+from trtserve.triton.call_errors import explain_rpc_error, plain, silent
 from trtserve.triton.client import CHANNEL_OPTIONS, Endpoint, ModelDescription
 
-CONNECT_TIMEOUT = 10.0
 CANCEL_TIMEOUT = 5.0
 
 Status = Literal["completed", "failed", "cancelled"]
@@ -122,9 +121,9 @@ class _Sender:
 
     async def _connect(self, channel: Any) -> None:
         try:
-            await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT)
+            await asyncio.wait_for(channel.channel_ready(), self._load.endpoint.connect_timeout)
         except asyncio.TimeoutError:
-            raise unreachable(self._load.endpoint.grpc, f"no connection within {CONNECT_TIMEOUT:g} s") from None
+            raise silent(self._load.endpoint.grpc, self._load.endpoint.connect_timeout) from None
 
     async def _run_windows(self, stop: asyncio.Event) -> Outcome:
         load = self._load

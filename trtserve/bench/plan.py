@@ -17,7 +17,6 @@ from trtserve.specs import BenchSpec
 from trtserve.triton.client import CORE_MODEL, Client, Endpoint, GrpcClient, ModelDescription
 
 CLOSED_LOOP_CONCURRENCY = 8
-DESCRIBE_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ def plan_benchmark(spec: BenchSpec, endpoint: Endpoint) -> Plan:
     Limits come from the recorded repository of the server, or from `spec`; UsageError without a vocabulary size, or
     without a tokenizer where text is tokenised. A server that does not answer is taken to have a core model.
     """
-    with closing(GrpcClient(endpoint, timeout=DESCRIBE_TIMEOUT)) as client:
+    with closing(GrpcClient(endpoint, timeout=endpoint.connect_timeout)) as client:
         try:
             model = client.describe(spec.model)
         except ServerUnreachableError:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from trtserve.cli import output
-from trtserve.cli.endpoint import GrpcPortOption, HostOption, ServerOption, find_endpoint
+from trtserve.cli.endpoint import ConnectTimeoutOption, GrpcPortOption, HostOption, ServerOption, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.errors import BenchmarkError, UsageError
 from trtserve.specs import BenchSpec
+from trtserve.triton.first_contact import CONNECT_TIMEOUT
 
 if TYPE_CHECKING:
     from trtserve.bench import Report
@@ -93,6 +94,7 @@ def token_norm_dist(
     host: HostOption = None,
     grpc_port: GrpcPortOption = None,
     url: UrlOption = None,
+    connect_timeout: ConnectTimeoutOption = CONNECT_TIMEOUT,
     out: OutOption = None,
     quiet: QuietOption = False,
     dry_run: DryRunOption = False,
@@ -122,7 +124,9 @@ def token_norm_dist(
         max_input_len=max_input_len,
         max_seq_len=max_seq_len,
     )
-    endpoint = find_endpoint(server=server, host=host, http_port=None, grpc_port=grpc_port, url=url)
+    endpoint = find_endpoint(
+        server=server, host=host, http_port=None, grpc_port=grpc_port, url=url, connect_timeout=connect_timeout
+    )
     _bench(spec, endpoint, out=out, quiet=quiet, dry_run=dry_run, json=json)
 
 
@@ -145,6 +149,7 @@ def dataset(
     host: HostOption = None,
     grpc_port: GrpcPortOption = None,
     url: UrlOption = None,
+    connect_timeout: ConnectTimeoutOption = CONNECT_TIMEOUT,
     out: OutOption = None,
     quiet: QuietOption = False,
     dry_run: DryRunOption = False,
@@ -171,7 +176,9 @@ def dataset(
         max_input_len=max_input_len,
         max_seq_len=max_seq_len,
     )
-    endpoint = find_endpoint(server=server, host=host, http_port=None, grpc_port=grpc_port, url=url)
+    endpoint = find_endpoint(
+        server=server, host=host, http_port=None, grpc_port=grpc_port, url=url, connect_timeout=connect_timeout
+    )
     _bench(spec, endpoint, out=out, quiet=quiet, dry_run=dry_run, json=json)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from trtserve.cli.output import TerminalProgress
 from trtserve.errors import UsageError
+from trtserve.triton.first_contact import CONNECT_TIMEOUT
 
 if TYPE_CHECKING:
     from trtserve.servers import Server
@@ -43,6 +45,10 @@ UrlOption = Annotated[
         metavar="HOST:PORT",
         help="The same as --host and the port of the protocol.",
     ),
+]
+ConnectTimeoutOption = Annotated[
+    float,
+    typer.Option("--connect-timeout", rich_help_panel=CONNECTION, help="Seconds that the first answer may take."),
 ]
 SslOption = Annotated[
     bool, typer.Option("--ssl", "-s", rich_help_panel=CONNECTION, help="Encrypt the connection (TLS).")
@@ -90,19 +96,22 @@ def find_endpoint(
     url: str | None,
     protocol: Literal["grpc", "http"] = "grpc",
     tls: Tls | None = None,
+    connect_timeout: float = CONNECT_TIMEOUT,
 ) -> Endpoint:
     """The endpoint that the options name: an explicit address, else a server recorded by `start`."""
+    if not (math.isfinite(connect_timeout) and connect_timeout > 0):
+        raise UsageError(f"--connect-timeout is {connect_timeout:g}; it must be above 0.")
     explicit = host is not None or http_port is not None or grpc_port is not None or url is not None
     if explicit and server is not None:
         raise UsageError("--server names a recorded server; it cannot be combined with an address.")
     if not explicit:
-        return replace(_recorded(server), tls=tls)
+        return replace(_recorded(server), tls=tls, connect_timeout=connect_timeout)
     if url is not None:
         if host is not None or http_port is not None or grpc_port is not None:
             raise UsageError("--url holds host and port; leave --host, --http-port and --grpc-port out.")
         host, port = split_address(url)
         http_port, grpc_port = (port, None) if protocol == "http" else (None, port)
-    return replace(_explicit(host, http_port, grpc_port, protocol), tls=tls)
+    return replace(_explicit(host, http_port, grpc_port, protocol), tls=tls, connect_timeout=connect_timeout)
 
 
 def find_tls(

@@ -16,6 +16,7 @@ from trtserve.cli import output, query_output
 from trtserve.cli.endpoint import (
     CONNECTION,
     CertificateChainOption,
+    ConnectTimeoutOption,
     GrpcPortOption,
     HostOption,
     HttpPortOption,
@@ -32,6 +33,7 @@ from trtserve.cli.query_options import CHECKING, ENDING, PROMPTS, given_options,
 from trtserve.cli.query_prompts import as_utf8, read_prompts
 from trtserve.errors import TrtserveError, UsageError
 from trtserve.query.spec import QuerySpec
+from trtserve.triton.first_contact import CONNECT_TIMEOUT
 
 if TYPE_CHECKING:
     from trtserve.query.checking import Expectation
@@ -233,6 +235,7 @@ def query(
     http_port: HttpPortOption = None,
     grpc_port: GrpcPortOption = None,
     url: UrlOption = None,
+    connect_timeout: ConnectTimeoutOption = CONNECT_TIMEOUT,
     ssl: SslOption = False,
     root_certificates: RootCertificatesOption = None,
     private_key: PrivateKeyOption = None,
@@ -287,6 +290,7 @@ def query(
             url=url,
             protocol=spec.protocol,
             tls=find_tls(ssl, root_certificates, private_key, certificate_chain),
+            connect_timeout=connect_timeout,
         )
         place = nullcontext(remote)
     expected = expectation(check_output, output_tokens_csv, expected_output or (), correctness_threshold)

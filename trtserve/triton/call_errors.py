@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trtserve.errors import RequestError, ServerUnreachableError
+from trtserve.triton.first_contact import Spoken, spoken_at
 
 _CONNECTION_LOST = re.compile(
     r"failed to connect|connection (refused|reset)|socket closed|http1|dns resolution|errors resolving|handshake",
@@ -16,6 +17,15 @@ _REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
 # What gRPC says of a server that answers, but in another protocol.
 _OTHER_PROTOCOL = re.compile(r"socket closed|http1|parsing http", re.IGNORECASE)
 _HANDSHAKE_FAILED = re.compile(r"ssl|handshake|certificate", re.IGNORECASE)
+_PORTS: dict[Spoken, str] = {"HTTP": "an HTTP port", "gRPC": "a gRPC port", "TLS": "an encrypted port (TLS)"}
+# What is asked in the wrong protocol → what to do.
+_INSTEAD: dict[Spoken, str] = {
+    "HTTP": "Ask over HTTP with --protocol http (query), or give the gRPC port, which is 8001 unless Triton was told "
+    "another.",
+    "gRPC": "Ask over gRPC with --protocol grpc (query), or give the HTTP port, which is 8000 unless Triton was told "
+    "another.",
+    "TLS": "Add --ssl (query), and --root-certificates for a certificate that is not publicly signed.",
+}
 _FETCHING = "Encountered an error when fetching new request: "
 # The preprocessing and BLS models' preamble of a wrong input.
 _WRONG_INPUT = re.compile(
@@ -69,6 +79,23 @@ def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableErr
     )
 
 
+def silent(where: str, seconds: float) -> ServerUnreachableError:
+    """Error for an endpoint whose first answer did not come within `seconds`."""
+    return unreachable(
+        where,
+        f"nothing came back within {seconds:g} s",
+        "Another program may listen there, or the server hangs; --connect-timeout gives a slow one more time.",
+    )
+
+
+def other_protocol(where: str, wanted: Spoken) -> ServerUnreachableError | None:
+    """Error for a port that answers, but in another protocol than `wanted`; None where it cannot be told."""
+    spoken = spoken_at(where)
+    if spoken is None or spoken == wanted:
+        return None
+    return ServerUnreachableError(f"{where} is {_PORTS[spoken]}, and was asked over {wanted}.", hint=_INSTEAD[spoken])
+
+
 def plain(message: str) -> str:
     """The server's error text without its request id, the models' preambles and the python backend's stack."""
     message = _WRONG_INPUT.sub(r"\1", _REQUEST_ID.sub("", message).removeprefix(_FETCHING))
@@ -83,15 +110,23 @@ def refused(message: str) -> RequestError:
     return RequestError(plain(message), hint=hint)
 
 
-def explain_rpc_error(error: Any, where: str, *, tls: bool = False) -> RequestError | ServerUnreachableError:
-    """Map a failed call to the error that the user sees; `tls`: it went over an encrypted connection."""
+def explain_rpc_error(
+    error: Any, where: str, *, tls: bool = False, first: float | None = None
+) -> RequestError | ServerUnreachableError:
+    """Map a failed call to the error that the user sees; `tls`: it went over an encrypted connection.
+
+    `first` are the seconds that the server had where this was its first answer.
+    """
     import grpc
 
     details = str(error.details() or "")
     if error.code() is grpc.StatusCode.UNAVAILABLE and _CONNECTION_LOST.search(details):
-        return unreachable(where, *_lost_connection(details, tls=tls))
+        other = other_protocol(where, "gRPC") if _OTHER_PROTOCOL.search(details) and not tls else None
+        return other or unreachable(where, *_lost_connection(details, tls=tls))
     if error.code() is grpc.StatusCode.CANCELLED:
         return RequestCancelledError("The request was cancelled.")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and first is not None:
+        return silent(where, first)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestError(f"No answer from {where} within the time allowed.", hint="Raise it with --timeout.")
     return refused(details or f"The call failed with {error.code().name}.")

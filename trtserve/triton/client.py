@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trtserve.errors import UsageError
 from trtserve.triton.call_errors import RequestCancelledError, explain_rpc_error, refused, unknown_model
+from trtserve.triton.first_contact import CONNECT_TIMEOUT
 from trtserve.triton.tensors import Tensor, TensorDescription, decoded
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ class Tls:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where a server answers. `model` is the text model asked by default, `repository` its folder when it is known."""
+    """Where a server answers. `model` is the text model asked by default, `repository` its folder when it is known.
+
+    `connect_timeout` are the seconds that it may take to say what models it has: no work that could take long.
+    """
 
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -55,6 +59,7 @@ class Endpoint:
     model: str | None = None
     repository: Path | None = None
     tls: Tls | None = None
+    connect_timeout: float = CONNECT_TIMEOUT
 
     @property
     def grpc(self) -> str:
@@ -296,6 +301,7 @@ class GrpcClient:
         self._where = endpoint.grpc
         self._tls = endpoint.tls is not None
         self._timeout = timeout
+        self._first = min(timeout, endpoint.connect_timeout)
         self._compression = None if compression is None else grpc.Compression[compression.capitalize()]
         self._channel = _channel(endpoint)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -309,18 +315,18 @@ class GrpcClient:
         from tritonclient.grpc import service_pb2
 
         try:
-            answer = self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=model), timeout=self._timeout)
+            answer = self._stub.ModelConfig(service_pb2.ModelConfigRequest(name=model), timeout=self._first)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 raise unknown_model(model, self._where, self.model_names()) from None
-            raise explain_rpc_error(error, self._where, tls=self._tls) from error
+            raise explain_rpc_error(error, self._where, tls=self._tls, first=self._first) from error
         return ModelDescription.from_config(MessageToDict(answer.config, preserving_proto_field_name=True))
 
     def model_names(self) -> list[str]:
         from tritonclient.grpc import service_pb2
 
-        with self._explained():
-            index = self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), timeout=self._timeout)
+        with self._explained(first=self._first):
+            index = self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), timeout=self._first)
         return [model.name for model in index.models]
 
     def infer(
@@ -375,13 +381,13 @@ class GrpcClient:
         return call
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, first: float | None = None) -> Iterator[None]:
         import grpc
 
         try:
             yield
         except grpc.RpcError as error:
-            raise explain_rpc_error(error, self._where, tls=self._tls) from error
+            raise explain_rpc_error(error, self._where, tls=self._tls, first=first) from error
 
     def close(self) -> None:
         """End the channel, and with it a call that goes on; one that was stopped gets the time to end by itself.

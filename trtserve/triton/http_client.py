@@ -16,7 +16,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from trtserve.errors import RequestError, UsageError
-from trtserve.triton.call_errors import RequestCancelledError, refused, unknown_model, unreachable
+from trtserve.triton.call_errors import (
+    RequestCancelledError,
+    other_protocol,
+    refused,
+    silent,
+    unknown_model,
+    unreachable,
+)
 from trtserve.triton.client import (
     Endpoint,
     ModelDescription,
@@ -80,6 +87,7 @@ class HttpClient:
         self._endpoint = endpoint
         self._where = endpoint.http
         self._timeout = timeout
+        self._first = min(timeout, endpoint.connect_timeout)
         self._tls = None if endpoint.tls is None else _tls_context(endpoint.tls)
         self._cancelled = False
         self._request: http.client.HTTPConnection | None = None
@@ -142,16 +150,22 @@ class HttpClient:
 
     def _call(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         content = json.dumps(body).encode() if body is not None else None
-        with self._response(method, path, content) as response:
-            return response.status, response.read().decode()
+        with self._response(method, path, content, first=True) as response:
+            return response.status, response.read().decode(errors="replace")
 
     @contextmanager
     def _response(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        first: bool = False,
     ) -> Iterator[http.client.HTTPResponse]:
-        self._request = connection = self._connection()
+        self._request = connection = self._connection(self._first if first else self._timeout)
         try:
-            with self._explained():
+            with self._explained(first=first):
                 connection.request(method, path, body, headers or {})
                 if self._cancelled:
                     raise RequestCancelledError("The request was cancelled.")
@@ -159,27 +173,36 @@ class HttpClient:
         finally:
             connection.close()
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
         host, port = self._endpoint.host, self._endpoint.http_port
         if self._tls is not None:
-            return http.client.HTTPSConnection(host, port, timeout=self._timeout, context=self._tls)
-        return http.client.HTTPConnection(host, port, timeout=self._timeout)
+            return http.client.HTTPSConnection(host, port, timeout=timeout, context=self._tls)
+        return http.client.HTTPConnection(host, port, timeout=timeout)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, *, first: bool) -> Iterator[None]:
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
             if self._cancelled:
                 raise RequestCancelledError("The request was cancelled.") from error
-            raise self._explanation(error) from error
+            raise self._explanation(error, first=first) from error
 
-    def _explanation(self, error: Exception) -> Exception:
+    def _explanation(self, error: Exception, *, first: bool) -> Exception:
+        if isinstance(error, TimeoutError) and first:
+            return silent(self._where, self._first)
         if isinstance(error, TimeoutError):
             message = f"No answer from {self._where} within {self._timeout:g} s."
             return RequestError(message, hint="Raise the bound with --timeout.")
         if isinstance(error, http.client.IncompleteRead):
             return unreachable(self._where, "the connection ended in the middle of the answer")
+        # Of an encrypted server: it ends the connection, or answers with what is no HTTP.
+        if self._tls is None and isinstance(error, (http.client.BadStatusLine, ConnectionError)):
+            return other_protocol(self._where, "HTTP") or self._lost(error)
+        return self._lost(error)
+
+    def _lost(self, error: Exception) -> Exception:
+        """What is to be said of a connection that was not made, or ended before the answer."""
         if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
             hint = "If that is the gRPC port, use --protocol grpc (query) or give the HTTP port."
             return unreachable(self._where, "what answers there does not speak HTTP", hint=hint)
