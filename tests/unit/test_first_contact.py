@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -38,9 +38,10 @@ def port_that_says(answer: bytes) -> Iterator[int]:
                 held.append(connection)
                 if answer:
                     connection.settimeout(5)
-                    connection.recv(1 << 16)
-                    connection.sendall(answer)
-                    connection.shutdown(socket.SHUT_WR)
+                    with suppress(OSError):  # the client has seen enough and is gone
+                        connection.recv(1 << 16)
+                        connection.sendall(answer)
+                        connection.shutdown(socket.SHUT_WR)
 
         thread = threading.Thread(target=serve)
         thread.start()
