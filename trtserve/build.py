@@ -12,6 +12,7 @@ from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint
 from trtserve.capacity.gpu_room import require_gpu_room
 from trtserve.capacity.rates import TimedStage, expected_seconds, read_rates, timed
 from trtserve.capacity.room import require_disk, require_memory
+from trtserve.capacity.steps import serving_note
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.runtimes import EnginePlan, Runtime, choose_runtime
@@ -103,6 +104,8 @@ def build_engine(
         progress.step(note)
     if plan.reused:
         progress.step(f"Engine {plan.path} is reused")
+    if (too_large := serving_note(plan.engine)) is not None:
+        progress.warn(too_large)
     manifest = _manifest(plan, checkpoint, spec, name or checkpoint.name)
 
     def produce(folder: Path) -> Manifest:

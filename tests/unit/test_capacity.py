@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,18 @@ import pytest
 
 from tests.support.tiny_models import FAMILIES, write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.build import build_engine
+from trtserve.build import build_engine, plan_build
 from trtserve.capacity.converting import convert_memory
 from trtserve.capacity.fitting import fit_gpu, shorter_fit, smallest_fit
 from trtserve.capacity.gpus import GPUS, Gpu, find_gpu, parse_size
 from trtserve.capacity.needs import check_memory, draft_memory, engine_needs_of
 from trtserve.capacity.rates import expected_seconds, read_rates, timed
 from trtserve.capacity.serving import fitting_tokens, require_servable, server_needs
+from trtserve.capacity.steps import serving_note
 from trtserve.capacity.wishes import Need, Wish, need_of, require_wish
 from trtserve.convert import checkpoint_config, convert_model, plan_conversion
 from trtserve.errors import DiskSpaceError, MemoryLimitError, UsageError
+from trtserve.progress import SilentProgress
 from trtserve.runtimes.base import Limits
 from trtserve.runtimes.openvino_memory import engine_needs, weight_bytes
 from trtserve.specs import BuildSpec, ConvertSpec
@@ -54,13 +55,14 @@ def _wish(**changes: Any) -> Wish:
     return Wish(hf=LLAMA_2_7B, convert=convert, build=BuildSpec(runtime="openvino", **changes), kv_tokens=kv_tokens)
 
 
-def _followed(advice: str) -> Need:
-    """What a user needs who follows the flags in `advice`."""
+def _followed(advice: str, asked: dict[str, Any]) -> Need:
+    """What a user needs who follows the flags in `advice`, beside what was `asked` for."""
     flags = dict(re.findall(r"--([a-z-]+) (\w+)", advice))
     kv_tokens = flags.pop("max-tokens-in-paged-kv-cache", None)
     strings = {key: flags.pop(key) for key in ("dtype", "quantize") if key in flags}
     numbers = {key.replace("-", "_"): int(value) for key, value in flags.items()}
-    return need_of(_wish(**strings, **numbers, kv_tokens=int(kv_tokens) if kv_tokens else None))
+    cache = {"kv_tokens": int(kv_tokens)} if kv_tokens else {}
+    return need_of(_wish(**{**asked, **strings, **numbers, **cache}))
 
 
 def test_seven_billion_parameters() -> None:
@@ -93,6 +95,15 @@ def test_enough_memory_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"dtype": "float32"}, 6 * GIB, "--dtype bfloat16 --quantize int4"),
         ({"kv_tokens": 100_000}, 30 * GIB, "--max-tokens-in-paged-kv-cache"),
         ({"max_input_len": 4096}, 13.7 * GIB, "--max-input-len"),
+        ({"max_batch_size": 10**8}, 16 * GIB, "--max-batch-size 4096 would fit"),
+        ({"max_batch_size": 10**8, "max_num_tokens": 2 * 10**8}, 15.5 * GIB, "--max-num-tokens 4096 would fit"),
+        ({"max_num_tokens": 10**6}, 16 * GIB, "--max-num-tokens 8192 would fit"),
+        ({"max_batch_size": 10**8}, 9 * GIB, "--max-batch-size 16 --quantize int8 would fit"),
+        (
+            {"quantize": "int4", "max_seq_len": 128, "gather_context_logits": True},
+            4.13 * GIB,
+            "--max-num-tokens 256 would fit",
+        ),
     ],
 )
 def test_advice_fits(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], free: float, expected: str) -> None:
@@ -101,7 +112,7 @@ def test_advice_fits(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], f
         require_wish(_wish(**changes), "llama-2-7b")
     hint = str(caught.value.hint)
     assert expected in hint
-    assert _followed(hint).total <= free
+    assert _followed(hint, changes).total <= free
 
 
 def test_hopeless_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,17 +221,12 @@ def test_a_draft_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         require_wish(replace(_wish(), draft=2 * GIB), "llama-2-7b")
 
 
-class _Lines:
+class _Lines(SilentProgress):
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
-    def step(self, text: str) -> None:
-        pass
-
     def warn(self, text: str) -> None:
         self.warnings.append(text)
-
-    task: Callable[..., Any]
 
 
 def _served(**changes: Any) -> Served:
@@ -254,13 +260,31 @@ def test_start_refuses_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_too_large_a_batch_is_what_the_advice_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = server_needs(_engine(max_seq_len=4000, max_batch_size=256))
+    small = server_needs(_engine(max_seq_len=4000, max_batch_size=256, max_num_tokens=2048))
     monkeypatch.setattr(FREE, lambda: small.total)
-    served = _served()
-    large = {**served.engine, "build_config": {**served.engine["build_config"], "max_batch_size": 10**8}}
-    with pytest.raises(MemoryLimitError) as caught:
-        require_servable(replace(served, engine=large), "m")
-    assert str(caught.value.hint).startswith("--max-batch-size 256 of `trtserve build`")
+    for sizes, flags in (
+        ({"max_batch_size": 10**8, "max_num_tokens": 10**8}, "--max-batch-size 256 --max-num-tokens 2048"),
+        ({"max_batch_size": 16, "max_num_tokens": 10**8}, "--max-num-tokens 2048"),
+    ):
+        served = _served()
+        large = {**served.engine, "build_config": {**served.engine["build_config"], **sizes}}
+        with pytest.raises(MemoryLimitError) as caught:
+            require_servable(replace(served, engine=large), "m")
+        assert str(caught.value.hint) == f"{flags} of `trtserve build` or `import` would fit."
+
+
+def test_a_build_says_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
+    checkpoint = convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
+    lines = _Lines()
+    for batch, warned in ((10**9, True), (16, False)):
+        plan = plan_build(checkpoint, BuildSpec(runtime="openvino", max_batch_size=batch))
+        assert (serving_note(plan.engine) is not None) == warned
+    build_engine(checkpoint, BuildSpec(runtime="openvino", max_batch_size=10**9), out=tmp_path / "e", progress=lines)
+    (line,) = lines.warnings
+    found = re.search(r"--max-batch-size (\d+) --max-num-tokens (\d+) would fit", line)
+    assert found
+    steps = BuildSpec(runtime="openvino", max_batch_size=int(found[1]), max_num_tokens=int(found[2]))
+    assert serving_note(plan_build(checkpoint, steps).engine) is None
 
 
 def test_fitting_tokens_fit() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from trtserve.capacity.needs import ServerNeeds, draft_memory, engine_needs_of, server_processes
 from trtserve.capacity.room import require_memory
+from trtserve.capacity.steps import fitting_step
 from trtserve.machine import free_memory, gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.triton.preflight import Served
@@ -77,16 +78,7 @@ def _advice(engine: Mapping[str, Any], needs: ServerNeeds, per_token: int, free:
     tokens = fitting_tokens(needs, per_token, free)
     if explicit and tokens:
         return f"--max-tokens-in-paged-kv-cache {tokens} of `trtserve repo` or `import` would fit."
-    rows = _fitting_batch(engine, free - needs.processes - _BLOCK * per_token)
-    if rows:
-        return f"--max-batch-size {rows} of `trtserve build` or `import` would fit."
+    smaller = fitting_step(engine, free - needs.processes - _BLOCK * per_token)
+    if smaller:
+        return f"{smaller} of `trtserve build` or `import` would fit."
     return "Free some memory, or build a smaller engine: trtserve import --quantize int8 or int4, or a smaller model."
-
-
-def _fitting_batch(engine: Mapping[str, Any], room: int) -> int:
-    """The largest power of two below the engine's max_batch_size with which it takes no more than `room`; else 0."""
-    build = engine["build_config"]
-    rows = 1 << (int(build["max_batch_size"]) - 1).bit_length() >> 1
-    while rows and engine_needs_of({**engine, "build_config": {**build, "max_batch_size": rows}}).serving > room:
-        rows //= 2
-    return rows

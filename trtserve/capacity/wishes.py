@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trtserve.capacity.needs import ServerNeeds, import_memory, server_processes
 from trtserve.capacity.room import require_memory
+from trtserve.capacity.steps import USUAL_TOKENS, smallest_step, step_flags, usual_steps
 from trtserve.convert import checkpoint_config
 from trtserve.errors import TrtserveError
 from trtserve.machine import gibibytes
@@ -104,16 +105,41 @@ def advice(wish: Wish, free: int) -> str:
 def _smaller(wish: Wish) -> Iterator[tuple[str, Wish]]:
     """Wishes that need less, with the flags that ask for them; the mildest first.
 
-    A sequence cut to a quarter is milder than coarser weights, a shorter one is not.
+    A batch or step that is smaller than an excessive one costs nothing, so that each further change is tried with it,
+    too. A sequence cut to a quarter is milder than coarser weights, a shorter one is not; steps of few tokens are last.
     """
-    dtype = str(_config(wish)["dtype"])
+    limits = need_of(wish).engine.limits
+    asked, beams = (limits.max_batch_size, limits.max_num_tokens), wish.build.max_beam_width
+    usual = [_stepped(wish, asked, step) for step in usual_steps(*asked, beams=beams)]
+    smallest = _stepped(wish, asked, smallest_step(*asked, beams=beams))
+    yield from usual
     for halvings in (2, _MOST_HALVINGS):
-        for changes, convert in _narrower(wish.convert, dtype):
-            narrower = replace(wish, convert=convert)
-            if changes:
-                yield changes, narrower
-            for flag, shorter in itertools.islice(_shorter(narrower), halvings):
-                yield f"{changes} {flag}".strip(), shorter
+        yield from _changed([("", wish), *usual[-1:]], limits.max_seq_len, halvings)
+    yield smallest
+    yield from _changed([smallest], limits.max_seq_len, _MOST_HALVINGS)
+
+
+def _stepped(wish: Wish, asked: tuple[int, int], step: tuple[int, int]) -> tuple[str, Wish]:
+    """`wish` with this max_batch_size and max_num_tokens; what follows from the batch anyway is not named."""
+    batch, tokens = step
+    if wish.build.max_num_tokens is None and tokens >= USUAL_TOKENS:
+        build = replace(wish.build, max_batch_size=batch)
+        return step_flags(asked, (batch, asked[1])), replace(wish, build=build)
+    build = replace(wish.build, max_batch_size=batch, max_num_tokens=tokens)
+    return step_flags(asked, step), replace(wish, build=build)
+
+
+def _changed(steps: Sequence[tuple[str, Wish]], longest: int, halvings: int) -> Iterator[tuple[str, Wish]]:
+    """Coarser weights and sequences cut in half up to `halvings` times, each with all of `steps`."""
+    first = steps[0][1]
+    for changes, convert in _narrower(first.convert, str(_config(first)["dtype"])):
+        narrower = [(f"{flags} {changes}".strip(), replace(each, convert=convert)) for flags, each in steps]
+        if changes:
+            yield from narrower
+        shorter = zip(*(_shorter(each, longest) for _, each in narrower), strict=True)
+        for cut in itertools.islice(shorter, halvings):
+            for (flags, _), (flag, each) in zip(narrower, cut, strict=True):
+                yield f"{flags} {flag}".strip(), each
 
 
 def _narrower(spec: ConvertSpec, dtype: str) -> Iterator[tuple[str, ConvertSpec]]:
@@ -131,8 +157,9 @@ def _narrower(spec: ConvertSpec, dtype: str) -> Iterator[tuple[str, ConvertSpec]
             yield "--dtype bfloat16 --quantize int4", replace(half, quantize="int4")
 
 
-def _shorter(wish: Wish) -> Iterator[tuple[str, Wish]]:
-    tokens = need_of(wish).server.kv_tokens // 2
+def _shorter(wish: Wish, longest: int) -> Iterator[tuple[str, Wish]]:
+    """With half the KV cache and half of that, where its size is given, else with sequences of half `longest`."""
+    tokens = (wish.kv_tokens or longest) // 2
     while tokens >= _SHORTEST:
         if wish.kv_tokens:
             yield f"--max-tokens-in-paged-kv-cache {tokens}", replace(wish, kv_tokens=tokens)

@@ -43,7 +43,7 @@ class OpenvinoPlan(EnginePlan):
 
     def config_outline(self) -> dict[str, Any]:
         """With the part that only our engines have."""
-        return {**super().config_outline(), "trtserve": {"runtime": self.runtime}}
+        return {**super().config_outline(), "trtserve": {"runtime": self.runtime, **self._precisions()}}
 
     def _precisions(self) -> dict[str, str]:
         return {"compute_precision": self.compute_precision, "kv_precision": self.kv_precision}
