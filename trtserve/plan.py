@@ -13,11 +13,12 @@ from typing import Literal
 from trtserve.architectures.kernel_layout import HOPPER
 from trtserve.architectures.quantized import GPTQ, quant_algo
 from trtserve.architectures.source import read_hf_config
-from trtserve.artifacts import Manifest, Model
+from trtserve.artifacts import Manifest, Model, looks_like
 from trtserve.capacity.fitting import FIRST_BFLOAT16, FIRST_FP8, GpuFit, fit_gpu, shorter_fit, smallest_fit, unable
 from trtserve.capacity.gpus import Gpu
-from trtserve.capacity.needs import import_memory
+from trtserve.capacity.needs import build_addresses, import_memory
 from trtserve.capacity.rates import Runs, expected_seconds, read_rates
+from trtserve.capacity.room import memory_room
 from trtserve.capacity.serving import fitting_tokens
 from trtserve.capacity.wishes import Need, Wish, advice, need_of
 from trtserve.convert import Plan as Conversion
@@ -26,7 +27,7 @@ from trtserve.errors import MemoryLimitError, TrtserveError, UnsupportedModelErr
 from trtserve.import_ import ModelPlan, missing_bytes, plan_model
 from trtserve.import_.headers import outline_model
 from trtserve.import_.plan import is_weights
-from trtserve.machine import free_disk, free_memory
+from trtserve.machine import free_disk
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import RELEASES
 from trtserve.releases.gpus import kernels_for
@@ -141,7 +142,7 @@ def plan_needs(
     if question.kv_tokens is not None and question.kv_tokens < 1:
         raise UsageError(f"--max-tokens-in-paged-kv-cache is {question.kv_tokens}; it must be at least 1.")
     store, question = store or Store(), _with_runtime(question)
-    location, name = _location(source, store)
+    location, name = _location(source, store, progress)
     model = plan_model(location, name=name, store=store, token=token, own_tokenizer=False, progress=progress)
     with tempfile.TemporaryDirectory(prefix="trtserve-plan-") as folder:
         readable = _readable(model, Path(folder), token, progress)
@@ -229,11 +230,19 @@ def _with_runtime(question: Question) -> Question:
     return replace(question, build=replace(question.build, runtime="openvino"))
 
 
-def _location(source: str, store: Store) -> tuple[str, str | None]:
-    """Folder and name of a model that was imported under this name; anything else as it was given, without a name."""
+def _location(source: str, store: Store, progress: Progress) -> tuple[str, str | None]:
+    """Folder and name of a model that was imported under this name; anything else as it was given, without a name.
+
+    A folder of a model comes before a name of the same spelling, as for the other commands.
+    """
     for record in store.recorded():
-        if record.name == source and not Path(source).is_dir():
+        if record.name == source and not looks_like(Model, Path(source)):
             return record.model, record.name
+        if record.name == source:
+            progress.warn(
+                f"The folder {Path(source).absolute()} is used for {source}; {record.model} has that name too."
+            )
+            break
     return source, None
 
 
@@ -320,7 +329,8 @@ def _stages(
 
 
 def _machine(model: ModelPlan, question: Question, need: Need, store: Store) -> MachineFit:
-    free = free_memory()
+    room = memory_room(build_addresses(need.engine, tokenizer=True))
+    free = room.free
     tokens = fitting_tokens(need.server, need.engine.kv_bytes_per_token, free)
     fits = need.total <= free
     return MachineFit(
@@ -329,7 +339,7 @@ def _machine(model: ModelPlan, question: Question, need: Need, store: Store) -> 
         max_seq_len=need.engine.limits.max_seq_len,
         tokens=min(tokens, question.kv_tokens or tokens),
         fits=fits,
-        hint=None if fits else advice(_wish(model, question), free),
+        hint=None if fits else f"{advice(_wish(model, question), free)} {room.advice}".strip(),
     )
 
 

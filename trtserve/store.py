@@ -35,7 +35,15 @@ from trtserve.artifacts import (
     load_artifact,
     looks_like,
 )
-from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, TrtserveError, UsageError
+from trtserve.errors import (
+    ArtifactError,
+    DiskSpaceError,
+    LockedError,
+    ModelNotFoundError,
+    TrtserveError,
+    UsageError,
+    listing,
+)
 from trtserve.progress import SILENT, Progress
 
 A = TypeVar("A", bound=Artifact)
@@ -302,22 +310,38 @@ class Store:
         """The artefact of `kind` in the folder `text`, else the one that `import` recorded under that name, else the
         newest that was made under it; ModelNotFoundError, with close names, when there is none.
 
-        A folder of another kind gives way to a name of the same spelling; `progress` hears of it.
+        A folder of another kind gives way to a name of the same spelling; `progress` hears which of two was taken.
         """
         folder = Path(text).expanduser()
-        fits = folder.is_dir() and (folder.name != text or looks_like(kind, folder))
-        made = {} if fits else self.made(kind)
-        if folder.is_dir() and text not in made:
+        # Of a path nobody would say that it is a name.
+        made = {} if folder.is_dir() and folder.name != text else self.made(kind)
+        if folder.is_dir() and (text not in made or looks_like(kind, folder)):
+            if text in made:
+                progress.warn(
+                    f"The folder {folder.absolute()} is used for {text}; {made[text].path} has that name too."
+                )
             return kind(path=folder.absolute(), manifest=load_artifact(kind, folder).manifest)
         if folder.is_dir():
             progress.warn(f"The folder {folder.absolute()} is no {KINDS[kind]}; {made[text].path} is used for {text}.")
         if text in made:
             return made[text]
+        raise self.unfound(text, kind)
+
+    def unfound(self, text: str, *kinds: type[Artifact]) -> ModelNotFoundError:
+        """What is to be said where `text` is no folder, and no name of an artefact of one of `kinds`."""
+        nouns = " or ".join(_article(KINDS[kind]) for kind in kinds)
+        made = sorted({name for kind in kinds for name in self.made(kind)})
+        if text.startswith(("/", ".", "~")) or text.endswith("/"):
+            return ModelNotFoundError(
+                f"{text} is not a folder on this machine.",
+                hint=f"Give the folder of {nouns}, or the name of one made here: {listing(made) or 'there is none'}.",
+            )
         close = difflib.get_close_matches(text, made, n=3, cutoff=0.5)
-        known = f"Did you mean {' or '.join(close)}?" if close else f"Names here: {', '.join(sorted(made)) or 'none'}."
-        raise ModelNotFoundError(
-            f"{text} is neither a folder nor the name of {_article(KINDS[kind])} that was made here.",
-            hint=f"{known} To make one: trtserve {_MADE_BY[kind].format(name=text)}",
+        known = f"Did you mean {' or '.join(close)}?" if close else f"Names here: {', '.join(made) or 'none'}."
+        commands = (f"trtserve {_MADE_BY[kind].format(name=text)}" for kind in kinds)
+        return ModelNotFoundError(
+            f"{text} is neither a folder nor the name of {nouns} that was made here.",
+            hint=f"{known} To make one: {', '.join(commands)}",
         )
 
     def made(self, kind: type[A]) -> dict[str, A]:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_models import write_tiny_model
+from trtserve.cli import run
 from trtserve.errors import ModelNotFoundError, UsageError
-from trtserve.import_.sources import ALIASES, RESERVED_NAMES, parse_source, served_name
+from trtserve.import_.sources import ALIASES, RESERVED_NAMES, other_meaning, parse_source, served_name
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,30 @@ def test_alias_gives_way_to_a_folder_with_a_model(tmp_path: Path) -> None:
     assert parse_source("gpt2").kind == "hub"
     (tmp_path / "gpt2" / "config.json").write_text("{}")
     assert parse_source("gpt2").kind == "folder"
+
+
+def test_folder_that_hides_something_else_is_told(tmp_path: Path) -> None:
+    for name in ("gpt2", "demo", "org/model", "mine"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    assert other_meaning(parse_source("gpt2")) == (
+        f"The folder {tmp_path / 'gpt2'} is used for gpt2; hf:gpt2 is the model of the hub."
+    )
+    assert "hf:org/model is" in str(other_meaning(parse_source("org/model")))
+    assert "run this elsewhere" in str(other_meaning(parse_source("demo")))
+    for plain in ("./gpt2", "local:gpt2", "hf:gpt2", str(tmp_path / "gpt2"), "mine", "gpt2-xl"):
+        assert other_meaning(parse_source(plain)) is None
+
+
+def test_import_warns_of_a_folder_in_the_place_of_an_alias(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "home"))
+    write_tiny_model(tmp_path / "gpt2")
+    for command in ("import", "plan"):
+        assert run([command, "gpt2", *(["--dry-run"] if command == "import" else [])]) == 0
+        assert "hf:gpt2 is the model of the hub" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("text", ["./absent", "/absent", "~/absent/model", "a/b/c", "absent/", "local:absent"])

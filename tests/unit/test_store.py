@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from trtserve.artifacts import KINDS, Artifact, Checkpoint, Engine, Manifest, Model, fingerprint, load_artifact
+from trtserve.check import find_artifact
 from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, UsageError
 from trtserve.progress import SilentProgress
 from trtserve.store import NameRecord, Store, link_or_copy, locked, publish, reusable
@@ -175,7 +176,20 @@ def test_a_folder_of_another_kind_does_not_hide_a_name(
     assert store.find(kind, "./tiny").path == tmp_path / "tiny"
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     assert store.find(kind, "tiny", progress=told).path == tmp_path / "tiny"
-    assert len(told.texts) == 1
+    assert told.texts[1:] == [f"The folder {tmp_path / 'tiny'} is used for tiny; {made.path} has that name too."]
+
+
+def test_a_path_that_is_not_there_is_no_name(tmp_path: Path) -> None:
+    store = Store(tmp_path / "home")
+    with pytest.raises(ModelNotFoundError, match=r"\./nosuch is not a folder on this machine") as caught:
+        store.find(Model, "./nosuch")
+    assert caught.value.hint == "Give the folder of a model, or the name of one made here: there is none."
+    with pytest.raises(ModelNotFoundError) as caught:
+        find_artifact("./nosuch", store)
+    assert "the folder of a checkpoint or a repository" in str(caught.value.hint)
+    with pytest.raises(ModelNotFoundError, match="the name of a checkpoint or a repository that was made") as caught:
+        find_artifact("nosuch", store)
+    assert "trtserve convert MODEL, trtserve import MODEL" in str(caught.value.hint)
 
 
 def test_folder_names_become_names(tmp_path: Path) -> None:

@@ -62,8 +62,10 @@ FAMILIES: dict[str, Architecture] = {name: module for module in _MODULES for nam
 # Names in checkpoints of TensorRT-LLM ≤ 0.11, which did not copy the Hugging Face architecture.
 _CHECKPOINT_NAMES: dict[str, Architecture] = {"GPTForCausalLM": gpt2}
 
+# What the families' own files call `norm_epsilon`.
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _NUMBERS = (
-    *("norm_epsilon", "rotary_pct", "query_pre_attn_scalar"),
+    *("rotary_pct", "query_pre_attn_scalar"),
     *("final_logit_softcapping", "attn_logit_softcapping"),
 )
 
@@ -108,10 +110,23 @@ def supported(hf: HfConfig) -> Architecture:
     config = module.checkpoint_config(hf)
     require_sizes(config, "head_size", "num_key_value_heads", "intermediate_size")
     require_numbers(config, *_NUMBERS)
+    _require_epsilon(hf, config)
     if config["position_embedding_type"] != "alibi":
         require_sizes(config, "max_position_embeddings")
     module.decoder(config)
     return module
+
+
+def _require_epsilon(hf: HfConfig, config: CheckpointConfig) -> None:
+    """The norms' epsilon is a number; what is none is told under the name that the model's own file has for it."""
+    epsilon = config["norm_epsilon"]
+    read = [key for key in _EPSILONS if key in hf and hf[key] is epsilon]
+    if read and epsilon is None:
+        raise UnsupportedModelError(
+            f"config.json gives {read[0]} = null; expected a positive number.",
+            hint="Take config.json from where the weights are from.",
+        )
+    require_numbers(hf, *read)
 
 
 def described(hf: HfConfig, config: CheckpointConfig) -> dict[str, Any]:
@@ -127,11 +142,17 @@ def tied(hf: HfConfig) -> bool:
 def architecture_of(hf: HfConfig) -> str:
     """The architecture that a Hugging Face config names first."""
     names = hf.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedModelError(
+            f"config.json gives architectures = {names!r}; expected a list of names.",
+            hint="Take config.json from the model's own repository.",
+        )
     if not names:
         raise UnsupportedModelError(
             "config.json names no architecture.", hint="Take config.json from the model's own repository."
         )
-    return str(names[0])
+    first: str = names[0]
+    return first
 
 
 def parameter_count(config: CheckpointConfig) -> int:

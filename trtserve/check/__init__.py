@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trtserve.architectures.checkpoint import CheckpointReader, require_files
 from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, ModelRepository, looks_like
 from trtserve.capacity.needs import check_memory
-from trtserve.capacity.room import require_memory
+from trtserve.capacity.room import require_memory, to_be_mapped
 from trtserve.check import converted, original
 from trtserve.check.comparison import (
     Answer,
@@ -126,7 +126,7 @@ def find_artifact(text: str, store: Store | None = None, *, progress: Progress =
         if looks_like(kind, folder) if folder.is_dir() else text in store.made(kind):
             return store.find(kind, text, progress=progress)
     if not folder.is_dir():
-        return store.find(CHECKED[0], text, progress=progress)
+        raise store.unfound(text, *CHECKED)
     others = [name for kind, name in KINDS.items() if kind not in CHECKED and looks_like(kind, folder)]
     raise ArtifactError(
         f"{folder} is {f'of kind {others[0]}' if others else 'no artefact'}; these kinds can be checked: "
@@ -274,6 +274,7 @@ def require_room(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: Che
         f"the checkpoint, {gibibytes(need.logits)} for logits, {gibibytes(need.processes)} for PyTorch and OpenVINO: "
         "it needs",
         lambda _: "Check on a machine with more memory; shorter prompts (--prompts) need less for logits.",
+        mapped=to_be_mapped("numpy", "transformers", "torch", "openvino"),
     )
 
 

@@ -14,7 +14,7 @@ from trtserve.capacity.rates import timed
 from trtserve.capacity.room import require_disk
 from trtserve.errors import CorruptFileError, LockedError, NetworkError
 from trtserve.import_.plan import ModelPlan, folder_plan, is_weights, planned_files, stored_plan
-from trtserve.import_.sources import Source, parse_source
+from trtserve.import_.sources import Source, other_meaning, parse_source
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress, Task
 from trtserve.store import Store, link_or_copy, locked, publish, reusable
@@ -68,6 +68,8 @@ def plan_model(
     cannot be converted here (and not `any_architecture` will do), or has no tokenizer although it needs its own.
     """
     parsed = parse_source(source, name=name)
+    if (other := other_meaning(parsed)) is not None:
+        progress.warn(other)
     if parsed.kind != "hub":
         return folder_plan(parsed, own_tokenizer=own_tokenizer, any_architecture=any_architecture)
     needs = {"own_tokenizer": own_tokenizer, "any_architecture": any_architecture}

@@ -90,6 +90,18 @@ def parse_source(text: str, *, name: str | None = None) -> Source:
     return _hub(text, text, name)
 
 
+def other_meaning(source: Source) -> str | None:
+    """What else the text of a folder means, in a sentence that tells how to get that; None where it is plain."""
+    if source.kind != "folder" or source.text.startswith("local:"):
+        return None
+    if source.text == DEMO:
+        return f"The folder {source.location} is used for {DEMO}; run this elsewhere for the model that is shipped."
+    repository, _, _ = source.text.partition("@")
+    if repository not in ALIASES and not _HUB_ID.fullmatch(repository):
+        return None
+    return f"The folder {source.location} is used for {source.text}; hf:{source.text} is the model of the hub."
+
+
 def served_name(text: str) -> str:
     """Check a name under which a model is served: characters of [A-Za-z0-9._-], not a model of every repository."""
     if text in RESERVED_NAMES:
