@@ -12,7 +12,8 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Stream, Tensors, flags, floats, integers
 from tests.support.release_client import NEWEST
-from tests.support.text_requests import is_idle, wait_until
+from tests.support.text_requests import is_idle
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.triton
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support.model_server import ModelServer, Tensors, integers, texts
-from tests.support.text_requests import answers, ask, is_idle, request, text_of, wait_until, word_in
+from tests.support.text_requests import answers, ask, is_idle, request, text_of, word_in
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.triton
 

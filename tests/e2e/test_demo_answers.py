@@ -6,9 +6,8 @@ import json
 import re
 import signal
 import subprocess
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support.commands import command_line, environment, trtserve
 from tests.support.servers import running_server
+from tests.support.waiting import wait_until
 from trtserve.query import QuerySpec, generate
 from trtserve.servers import Server
 from trtserve.start import find_repository
@@ -97,7 +97,7 @@ def test_streamed_pieces_join_to_the_answer(endpoint: Endpoint, protocol: str, m
 def test_ctrl_c_ends_the_request_in_the_engine(server: Server, home: Path, protocol: str) -> None:
     # So hot that the EOS token is one of all tokens, and the answer as long as it may be.
     hot = ["--temperature", "100", "--top-p", "1.0", "--seed", "3", "--max-tokens", "2000"]
-    _until(lambda: _load(server) == (0, 0))  # the gauges follow the tests before
+    wait_until(lambda: _load(server) == (0, 0))  # the gauges follow the tests before
     before = _gauge(server, "iteration_counter")
     process = subprocess.Popen(
         command_line("query", REQUIRED[0], "--stream", "--protocol", protocol, "--server", server.name, *hot),
@@ -106,11 +106,11 @@ def test_ctrl_c_ends_the_request_in_the_engine(server: Server, home: Path, proto
         stderr=subprocess.PIPE,
     )
     try:
-        _until(lambda: min(_load(server)) > 0)
+        wait_until(lambda: min(_load(server)) > 0)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(SOON) == 130
-        _until(lambda: _load(server) == (0, 0))
+        wait_until(lambda: _load(server) == (0, 0))
         # One iteration per token: the answer was cut.
         assert _gauge(server, "iteration_counter") - before < 1800
     finally:
@@ -130,10 +130,3 @@ def _gauge(server: Server, kind: str) -> int:
         found = re.search(rf'_type="{kind}".*}} (\d+)', answer.read().decode())
     assert found
     return int(found[1])
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

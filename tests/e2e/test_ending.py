@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 
 from tests.support.model_server import ModelServer, Tensors, flags, integers
 from tests.support.release_client import NEWEST, long_integers
+from tests.support.text_requests import is_idle
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.triton
 
@@ -25,21 +28,6 @@ def asked(model: str, count: int, *, streaming: bool, **given: Any) -> Tensors:
     if model == "tensorrt_llm":
         return NEWEST.core(PROMPT, count, streaming=streaming, **given)
     return NEWEST.text("Ending", count, streaming=streaming, **given)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.05)
-
-
-def is_idle(server: ModelServer) -> bool:
-    """No request is active and no KV block in use; blocks that are only kept for reuse count as free."""
-    return (
-        server.metric("nv_trt_llm_request_metrics", 'request_type="active"') == 0
-        and server.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="used"') == 0
-    )
 
 
 def responses(server: ModelServer, model: str, tensors: Tensors, request_id: str = "") -> list[tuple[bool, bool]]:
@@ -84,6 +72,18 @@ def endless(model: str, **given: Any) -> Tensors:
     return {**asked(model, ENDLESS, streaming=True, **given), "end_id": integers(-1)}
 
 
+@contextmanager
+def ended_before(tokens: int, server: ModelServer) -> Iterator[None]:
+    """After the block the engine comes to rest, and has generated fewer tokens than were asked for."""
+    wait_until(lambda: is_idle(server))
+    before = server.metric("nv_llm_output_token_len_sum")
+    requests = server.metric("nv_llm_output_token_len_count")
+    yield
+    wait_until(lambda: server.metric("nv_llm_output_token_len_count") > requests)
+    wait_until(lambda: is_idle(server))
+    assert 0 < server.metric("nv_llm_output_token_len_sum") - before < tokens
+
+
 KINDS: dict[str, Tensors] = {
     "plain": {},
     "beams": {"beam_width": integers(3)},
@@ -104,6 +104,19 @@ def test_a_stop_ends_what_is_under_way(features: ModelServer, model: str, kind: 
             answers += 1
     assert answers < ENDLESS * (3 if kind == "several sequences" else 1)
     wait_until(lambda: is_idle(features))
+
+
+def test_a_stop_reaches_every_request_of_its_id(features: ModelServer) -> None:
+    tensors = {**endless("tensorrt_llm"), "num_return_sequences": integers(4), "seed": long_integers(1)}
+    ended = ended_before(2 * 4 * ENDLESS, features)
+    with features.stream() as first, features.stream() as second, features.stream() as stopper, ended:
+        for stream in (first, second):
+            stream.send("tensorrt_llm", tensors, "twice")
+            assert not stream.next()[1]
+        assert stopper.all("tensorrt_llm", NEWEST.stop(), "twice") == []
+        for stream in (first, second):
+            while not stream.next()[1]:
+                pass
 
 
 def test_a_stopped_request_says_so(features: ModelServer) -> None:
@@ -128,10 +141,9 @@ def test_a_stop_of_nothing_is_answered(features: ModelServer) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tiny"])
 def test_a_client_that_goes_frees_its_blocks(features: ModelServer, model: str, kind: str) -> None:
-    with features.stream() as stream:
+    with ended_before(ENDLESS * (1 if kind == "plain" else 3), features), features.stream() as stream:
         stream.send(model, {**endless(model), **KINDS[kind]})
         assert not stream.next()[1]
-    wait_until(lambda: is_idle(features))
 
 
 def test_nothing_is_computed_behind_the_end(features: ModelServer) -> None:
@@ -149,6 +161,16 @@ def test_nothing_is_computed_behind_the_end(features: ModelServer) -> None:
     assert features.metric("nv_trt_llm_general_metrics", "iteration_counter") == iterations
 
 
+@pytest.mark.parametrize("model", ["tensorrt_llm_bls", "tiny"])
+def test_an_http_client_that_leaves_ends_its_request(features: ModelServer, model: str) -> None:
+    body = {"text_input": "Ending", "max_tokens": ENDLESS, "stream": True, "end_id": -1, "num_return_sequences": 8}
+    with ended_before(8 * ENDLESS, features), closing(features.connection(30)) as connection:
+        connection.request("POST", f"/v2/models/{model}/generate_stream", body=json.dumps(body | {"seed": 1}))
+        answer = connection.getresponse()
+        assert answer.read(6) == b"data: "
+        answer.close()
+
+
 def test_an_http_client_that_leaves_the_ensemble_is_not_noticed(features: ModelServer) -> None:
     """Triton looks at the connection of a directly called decoupled model only: the request runs to its end."""
     before = features.metric("nv_llm_output_token_len_sum")
@@ -161,3 +183,14 @@ def test_an_http_client_that_leaves_the_ensemble_is_not_noticed(features: ModelS
         answer.close()
     wait_until(lambda: features.metric("nv_llm_output_token_len_count") > requests)
     assert features.metric("nv_llm_output_token_len_sum") - before == 300
+
+
+def test_many_short_requests(features: ModelServer) -> None:
+    """Cancellation is checked while requests end; Triton 2.51 dies when the check meets a finished request."""
+    models = ("ensemble", *DIRECT[1:])
+
+    def ask(number: int) -> int:
+        return features.generate(models[number % 3], {"text_input": f"{number}", "max_tokens": 1 + number % 5})[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(ask, range(400))) == {200}

@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.model_server import ModelServer, Tensors, flags, floats, integers, serving, texts
 from tests.support.peft_adapters import write_adapter
-from tests.support.text_requests import answers, ask, is_idle, request, text_of, wait_until
+from tests.support.text_requests import answers, ask, is_idle, request, text_of
+from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
 from trtserve.lora import convert_adapter
 from trtserve.repo import assemble_repository

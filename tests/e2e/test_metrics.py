@@ -66,6 +66,7 @@ def test_families_and_labels_of_the_newest_release(features: ModelServer) -> Non
         TOKENS: {"prompt", "generated"},
     }
     assert found.value(REQUESTS, "max") == 8
+    assert number(found, GENERAL, "timestamp") == pytest.approx(time.time(), abs=3600)
     assert number(found, KV_BLOCKS, "max") == number(found, KV_BLOCKS, "free") + number(found, KV_BLOCKS, "used")
 
 

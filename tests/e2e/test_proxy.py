@@ -13,7 +13,8 @@ import pytest
 from tests.support.model_server import ModelServer
 from tests.support.release_client import NEWEST
 from tests.support.servers import HOST
-from tests.support.text_requests import is_idle, wait_until
+from tests.support.text_requests import is_idle
+from tests.support.waiting import wait_until
 from trtserve.cli import run
 from trtserve.launch.nginx import proxy_config
 from trtserve.ports import free_ports, is_free

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from tests.support.model_server import ModelServer
-from tests.support.text_requests import is_idle, wait_until
+from tests.support.text_requests import is_idle
+from tests.support.waiting import wait_until
 from trtserve.cli import run
 from trtserve.query import Generation, QuerySpec, generate
 from trtserve.triton.client import Endpoint

@@ -12,7 +12,7 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, serving
 from tests.support.release_client import NEWEST, long_integers
-from tests.support.text_requests import wait_until
+from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
 from trtserve.repo import assemble_repository
 from trtserve.specs import RepositorySpec

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from tests.support.model_server import ModelServer, integers, serving
-from tests.support.text_requests import ask, is_idle, request, text_of, wait_until, word_in
+from tests.support.text_requests import ask, is_idle, request, text_of, word_in
 from tests.support.tiny_models import read_safetensors, write_safetensors
+from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
 from trtserve.build import build_engine
 from trtserve.cli import run

@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 
 from tests.support.in_process import InProcess
-from tests.support.model_server import ModelServer, Tensors, flags, floats, inputs_of, integers, serving, texts
+from tests.support.model_server import ModelServer, Tensors, flags, inputs_of, integers, serving
+from tests.support.release_client import NEWEST, ReleaseClient
+from tests.support.text_requests import is_idle
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
 from trtserve.build import build_engine
 from trtserve.convert import convert_model
@@ -108,41 +111,6 @@ def test_seed_bodies(
     assert expected.startswith(PROMPT)
 
 
-def core_tensors(prompt: list[int], count: int, *, stream: bool) -> Tensors:
-    """Exactly what NVIDIA's inflight_batcher_llm_client.py sends."""
-    return {
-        "input_ids": np.array([prompt], dtype=np.int32),
-        "input_lengths": integers(len(prompt)),
-        "request_output_len": integers(count),
-        "beam_width": integers(1),
-        "temperature": floats(1.0),
-        "streaming": flags(stream),
-        "end_id": integers(2),
-        "pad_id": integers(2),
-        "runtime_top_k": integers(1),
-        "runtime_top_p": floats(0.0),
-    }
-
-
-def text_tensors(prompt: str, count: int, *, stream: bool) -> Tensors:
-    """Exactly what NVIDIA's end_to_end_grpc_client.py sends."""
-    return {
-        "text_input": texts(prompt),
-        "max_tokens": integers(count),
-        "stream": flags(stream),
-        "beam_width": integers(1),
-        "temperature": floats(1.0),
-        "exclude_input_in_output": flags(False),
-    }
-
-
-def endless(name: str) -> tuple[Tensors, str]:
-    """A streamed request that ends by itself only after many seconds, and its text or token output."""
-    if name == "tensorrt_llm":
-        return {**core_tensors([1, 70, 80], ENDLESS, stream=True), "end_id": integers(-1)}, "output_ids"
-    return {**text_tensors(PROMPT, ENDLESS, stream=True), "end_id": integers(-1)}, "text_output"
-
-
 def tokens_of(answers: list[Tensors]) -> list[int]:
     for answer in answers:
         assert answer["sequence_length"].tolist() == [[answer["output_ids"].shape[2]]]
@@ -152,7 +120,7 @@ def tokens_of(answers: list[Tensors]) -> list[int]:
 def test_core_model_streams(streaming: ModelServer, greedy: Any) -> None:
     prompt = [1, 100, 101, 102]
     with streaming.stream() as stream:
-        answers = stream.all("tensorrt_llm", core_tensors(prompt, 24, stream=True))
+        answers = stream.all("tensorrt_llm", NEWEST.core(prompt, 24, streaming=True))
     assert set(answers[0]) == {"output_ids", "sequence_length"}
     assert len(answers) > 1
     assert tokens_of(answers) == greedy(prompt, 24)
@@ -162,13 +130,13 @@ def test_core_model_answers_once(streaming: ModelServer, plain: ModelServer, gre
     prompt = [1, 100, 101, 102]
     expected = prompt + greedy(prompt, 24)
     with streaming.stream() as stream:
-        (answer,) = stream.all("tensorrt_llm", core_tensors(prompt, 24, stream=False))
+        (answer,) = stream.all("tensorrt_llm", NEWEST.core(prompt, 24))
     assert tokens_of([answer]) == expected
-    assert tokens_of([plain.infer("tensorrt_llm", core_tensors(prompt, 24, stream=False))]) == expected
+    assert tokens_of([plain.infer("tensorrt_llm", NEWEST.core(prompt, 24))]) == expected
 
 
 def test_prompt_is_left_out_on_demand(plain: ModelServer, greedy: Any) -> None:
-    tensors = {**core_tensors([1, 90], 8, stream=False), "exclude_input_in_output": flags(True)}
+    tensors = {**NEWEST.core([1, 90], 8), "exclude_input_in_output": flags(True)}
     assert tokens_of([plain.infer("tensorrt_llm", tensors)]) == greedy([1, 90], 8)
 
 
@@ -178,7 +146,7 @@ def test_streamed_pieces_join_to_the_text(streaming: ModelServer, prompt: str, t
     ids = tokenizer.encode(prompt)
     expected = tokenizer.decode(greedy(ids, 60), skip_special_tokens=True)
     with streaming.stream() as stream:
-        answers = stream.all(NAME, text_tensors(prompt, 60, stream=True))
+        answers = stream.all(NAME, NEWEST.text(prompt, 60, streaming=True))
     pieces = [answer["text_output"].item().decode("utf-8") for answer in answers]
     assert "".join(pieces) == expected
     assert not any(piece.endswith("\N{REPLACEMENT CHARACTER}") for piece in pieces[:-1])
@@ -189,7 +157,7 @@ def test_ensemble_streams(streaming: ModelServer, tokenizer: Any, greedy: Any) -
     ids = tokenizer.encode(PROMPT)
     expected = [tokenizer.decode([token]) for token in greedy(ids, 12)]
     with streaming.stream() as stream:
-        answers = stream.all("ensemble", text_tensors(PROMPT, 12, stream=True))
+        answers = stream.all("ensemble", NEWEST.text(PROMPT, 12, streaming=True))
     assert [answer["text_output"].item().decode("utf-8") for answer in answers] == expected
 
 
@@ -202,15 +170,7 @@ def test_generate_stream_events(streaming: ModelServer) -> None:
 def test_batch_of_prompts(streaming: ModelServer, tokenizer: Any, greedy: Any) -> None:
     prompts = ("one", "and two", "three, at last")
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    tensors = {
-        **text_tensors("", 10, stream=True),
-        "text_input": texts(*prompts),
-        **{
-            name: np.repeat(value, 3, axis=0)
-            for name, value in text_tensors("", 10, stream=True).items()
-            if name != "text_input"
-        },
-    }
+    tensors = NEWEST.text(prompts, 10, streaming=True)
     with streaming.stream() as stream:
         answers = stream.all(NAME, tensors)
     joined = ["", "", ""]
@@ -237,88 +197,10 @@ def test_stop_words_end_the_text(plain: ModelServer, tokenizer: Any, greedy: Any
     tokens = greedy(prompt, 24)
     word = tokens[5:7]
     stop = np.array([[word, [2, -1]]], dtype=np.int32)
-    tensors = {**core_tensors(prompt, 24, stream=False), "stop_words_list": stop}
+    tensors = {**NEWEST.core(prompt, 24), "stop_words_list": stop}
     found = tokens_of([plain.infer("tensorrt_llm", tensors)])[len(prompt) :]
     assert found == tokens[: len(found)]
     assert found[-2:] == word
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.05)
-
-
-def is_idle(server: ModelServer) -> bool:
-    return (
-        server.metric("nv_trt_llm_request_metrics", 'request_type="active"') == 0
-        and server.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="used"') == 0
-    )
-
-
-@pytest.fixture
-def stops_early(streaming: ModelServer) -> Iterator[None]:
-    """After the test the engine is idle and has generated far fewer tokens than an endless request asks for."""
-    wait_until(lambda: is_idle(streaming))
-    before = streaming.metric("nv_llm_output_token_len_sum")
-    requests = streaming.metric("nv_llm_output_token_len_count")
-    yield
-    wait_until(lambda: streaming.metric("nv_llm_output_token_len_count") > requests)
-    wait_until(lambda: is_idle(streaming))
-    assert 0 < streaming.metric("nv_llm_output_token_len_sum") - before < ENDLESS / 2
-
-
-@pytest.mark.usefixtures("stops_early")
-def test_stop_request_reaches_every_request_of_its_id(streaming: ModelServer) -> None:
-    tensors, _ = endless("tensorrt_llm")
-    with streaming.stream() as first, streaming.stream() as second, streaming.stream() as stopper:
-        for stream in (first, second):
-            stream.send("tensorrt_llm", tensors, request_id="twice")
-            assert not stream.next()[1]
-        # As NVIDIA's client stops: an own request with lengths of zero.
-        stop = {
-            "input_ids": np.zeros((1, 1), dtype=np.int32),
-            "input_lengths": integers(0),
-            "request_output_len": integers(0),
-            "stop": flags(True),
-        }
-        assert stopper.all("tensorrt_llm", stop, request_id="twice") == []
-        for stream in (first, second):
-            while not stream.next()[1]:
-                pass
-
-
-@pytest.mark.usefixtures("stops_early")
-def test_stop_request_reaches_a_request_behind_the_bls_model(streaming: ModelServer) -> None:
-    tensors, _ = endless(NAME)
-    with streaming.stream() as stream, streaming.stream() as stopper:
-        stream.send(NAME, tensors, request_id="mine")
-        assert not stream.next()[1]
-        stop = {**core_tensors([1], 1, stream=False), "stop": flags(True)}
-        stopper.all("tensorrt_llm", stop, request_id="mine")
-        while not stream.next()[1]:
-            pass
-
-
-@pytest.mark.usefixtures("stops_early")
-@pytest.mark.parametrize("name", ["tensorrt_llm", NAME])
-def test_grpc_cancel_stops_the_engine(streaming: ModelServer, name: str) -> None:
-    tensors, output = endless(name)
-    with streaming.stream() as stream:
-        stream.send(name, tensors)
-        assert output in stream.next()[0]
-
-
-@pytest.mark.usefixtures("stops_early")
-@pytest.mark.parametrize("name", ["tensorrt_llm_bls", NAME])
-def test_http_disconnect_stops_the_engine(streaming: ModelServer, name: str) -> None:
-    body = {"text_input": PROMPT, "max_tokens": ENDLESS, "stream": True, "end_id": -1}
-    with closing(streaming.connection(30)) as connection:
-        connection.request("POST", f"/v2/models/{name}/generate_stream", body=json.dumps(body))
-        answer = connection.getresponse()
-        assert answer.read(6) == b"data: "
-        answer.close()
 
 
 BAD_BODIES: dict[str, tuple[dict[str, Any], str]] = {
@@ -354,7 +236,7 @@ def test_errors_name_what_is_wrong(streaming: ModelServer, case: str) -> None:
 def test_core_errors(plain: ModelServer) -> None:
     from tritonclient.utils import InferenceServerException
 
-    prompt = core_tensors([1, 5], 4, stream=False)
+    prompt = NEWEST.core([1, 5], 4)
     for change, message in (
         ({"streaming": flags(True)}, "Streaming is only supported in decoupled mode."),
         ({"stop": flags(True)}, "A request id must be provided for request cancellation"),
@@ -379,7 +261,7 @@ def test_a_table_in_bf16(plain: ModelServer, engine: Engine) -> None:
     prompt = [320, 321, 60, 61]
     extra = [7, 7, 0, 0]  # needed, since blocks are reused
     tensors = {
-        **core_tensors(prompt, 8, stream=False),
+        **NEWEST.core(prompt, 8),
         "prompt_embedding_table": table[np.newaxis],
         "prompt_table_extra_ids": np.array([extra], dtype=np.uint64),
     }
@@ -396,7 +278,7 @@ def test_a_table_in_bf16_passes_the_text_models(plain: ModelServer, name: str) -
     """No text has a virtual token, so that the table changes nothing."""
     from ml_dtypes import bfloat16
 
-    tensors = text_tensors("x", 4, stream=False)
+    tensors = NEWEST.text("x", 4)
     with_table = {
         **tensors,
         "prompt_embedding_table": np.ones((1, 2, 64), dtype=bfloat16),
@@ -449,20 +331,12 @@ def test_requests_run_at_once_and_fail_alone(streaming: ModelServer) -> None:
     assert most > 2
 
 
-def test_metric_families(streaming: ModelServer) -> None:
-    streaming.generate(NAME, SEED_BODY)
-    wait_until(lambda: streaming.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="max"') > 0)
-    assert streaming.metric("nv_trt_llm_request_metrics", 'request_type="max"') == 8
-    assert streaming.metric("nv_trt_llm_general_metrics", "iteration_counter") > 0
-    assert abs(streaming.metric("nv_trt_llm_general_metrics", "timestamp") - time.time()) < 3600
-
-
 def test_stop_request_on_a_model_that_answers_once(plain: ModelServer) -> None:
-    tensors = {**core_tensors([1, 70, 80], ENDLESS, stream=False), "end_id": integers(-1)}
+    tensors = {**NEWEST.core([1, 70, 80], ENDLESS), "end_id": integers(-1)}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(plain.infer, "tensorrt_llm", tensors, "long")
         wait_until(lambda: plain.metric("nv_trt_llm_request_metrics", 'request_type="active"') > 0)
-        stopped = plain.infer("tensorrt_llm", {**core_tensors([1], 1, stream=False), "stop": flags(True)}, "long")
+        stopped = plain.infer("tensorrt_llm", {**NEWEST.core([1], 1), "stop": flags(True)}, "long")
         answer = asked.result(timeout=30)
     assert stopped == {}
     assert answer["sequence_length"].item() < ENDLESS
@@ -473,7 +347,7 @@ def test_a_cancelled_call_stops_a_model_that_answers_once(plain: ModelServer) ->
     from tritonclient import grpc
 
     before = plain.metric("nv_llm_output_token_len_sum")
-    tensors = {**core_tensors([1, 70, 80], ENDLESS, stream=False), "end_id": integers(-1)}
+    tensors = {**NEWEST.core([1, 70, 80], ENDLESS), "end_id": integers(-1)}
     with closing(grpc.InferenceServerClient(f"{plain.address.host}:{plain.address.grpc_port}")) as client:
         call = client.async_infer("tensorrt_llm", inputs_of(tensors), callback=lambda result, error: None)
         wait_until(lambda: plain.metric("nv_trt_llm_request_metrics", 'request_type="active"') > 0)
@@ -494,16 +368,6 @@ def test_a_lost_connection_does_not_stop_a_model_that_answers_once(plain: ModelS
     assert plain.metric("nv_llm_output_token_len_sum") - before == 2000
 
 
-def test_many_short_requests(streaming: ModelServer) -> None:
-    """Cancellation is checked while requests end; Triton 2.51 dies when the check meets a finished request."""
-
-    def ask(number: int) -> int:
-        return streaming.generate(TEXT_MODELS[number % 3], {"text_input": f"{number}", "max_tokens": 1 + number % 5})[0]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(ask, range(400))) == {200}
-
-
 def test_exact_release_with_accumulated_tokens(root: Path, model: Path, engine: Engine, tokenizer: Any) -> None:
     spec = RepositorySpec(name=NAME, release="0.12", settings={"tensorrt_llm_bls.accumulate_tokens": "true"})
     repository = assemble_repository(engine, model, spec, out=root / "old")
@@ -515,8 +379,7 @@ def test_exact_release_with_accumulated_tokens(root: Path, model: Path, engine: 
         assert answer["output_log_probs"] == [0.0] * len(tokenizer.encode(PROMPT))
         assert answer["batch_index"] == 0
         with server.stream() as stream:
-            tensors = text_tensors(PROMPT, 12, stream=True)
-            del tensors["exclude_input_in_output"]  # an input of 0.16
+            tensors = ReleaseClient("0.12").text(PROMPT, 12, streaming=True)
             pieces = [answer["text_output"].item().decode("utf-8") for answer in stream.all(NAME, tensors)]
         events = server.generate_stream("ensemble", {"text_input": PROMPT, "max_tokens": 12, "stream": True})
     assert len(pieces) >= 12

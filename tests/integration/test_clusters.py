@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import yaml
 
 from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.doubles import Doubles
+from tests.support.waiting import wait_until
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.launch.kubernetes import KubernetesSpec
@@ -33,13 +33,6 @@ def jobs(doubles: Doubles) -> Iterator[None]:
     yield
     for pid in doubles.folder.glob("scratch/jobs/*/pid"):
         subprocess.run(["scancel", pid.parent.name], check=True, timeout=60)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def repository_of(tmp_path: Path, tp: int = 4, container: str = "25.04") -> ModelRepository:
@@ -63,7 +56,7 @@ def submit(repository: Path, folder: Path, *flags: str) -> tuple[str, Address]:
 
 def code_of(doubles: Doubles, number: str) -> int:
     code = doubles.folder / "scratch" / "jobs" / number / "code"
-    until(lambda: code.exists() and code.read_text())
+    wait_until(lambda: code.exists() and code.read_text())
     return int(code.read_text())
 
 
@@ -71,7 +64,7 @@ def test_a_job_on_two_nodes_from_sbatch_to_scancel(doubles: Doubles, tmp_path: P
     doubles.configure(container="25.04", gpus=2)
     folder = tmp_path / "job"
     number, address = submit(repository_of(tmp_path).path, folder, "--nodes", "2", "--job-name", "llama")
-    until(lambda: is_ready(address))
+    wait_until(lambda: is_ready(address))
     ranks = sorted(doubles.calls("tritonserver"), key=lambda call: call.rank)
     assert [call.rank for call in ranks] == [0, 1, 2, 3]
     assert "--load-model=tensorrt_llm" not in ranks[0].arguments
@@ -82,7 +75,7 @@ def test_a_job_on_two_nodes_from_sbatch_to_scancel(doubles: Doubles, tmp_path: P
     assert given == prefixes
     assert sum(len(shared_memory_regions(prefix)) for prefix in prefixes) == 4
     subprocess.run(["scancel", number], check=True, timeout=60)
-    until(lambda: not any(shared_memory_regions(prefix) for prefix in prefixes))
+    wait_until(lambda: not any(shared_memory_regions(prefix) for prefix in prefixes))
     logs = {path.name for path in (folder / "logs").iterdir()}
     assert logs == {f"llama-{number}.out", *(f"llama-{number}-rank{rank}.out" for rank in range(4))}
 
@@ -118,10 +111,10 @@ def test_tasks_in_a_container(doubles: Doubles, tmp_path: Path) -> None:
     done = subprocess.run(
         ["sbatch", "--parsable", str(tmp_path / "job" / "server.sbatch")], capture_output=True, text=True, check=True
     )
-    until(lambda: is_ready(Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)))
+    wait_until(lambda: is_ready(Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)))
     assert all(call.environment["NVIDIA_TRITON_SERVER_VERSION"] == "25.04" for call in doubles.calls("tritonserver"))
     subprocess.run(["scancel", done.stdout.strip()], check=True, timeout=60)
-    until(lambda: not shared_memory_regions(f"trtserve_repository_{done.stdout.strip()}_"))
+    wait_until(lambda: not shared_memory_regions(f"trtserve_repository_{done.stdout.strip()}_"))
 
 
 def llmapi_repository(tmp_path: Path, tp: int) -> Path:
@@ -144,7 +137,7 @@ def llmapi_repository(tmp_path: Path, tp: int) -> Path:
 def test_the_llm_api_on_two_nodes(doubles: Doubles, tmp_path: Path) -> None:
     doubles.configure(container="25.12", gpus=2)
     number, address = submit(llmapi_repository(tmp_path, 2), tmp_path / "job", "--nodes", "2", "--trtllm-version=1.1.0")
-    until(lambda: is_ready(address))
+    wait_until(lambda: is_ready(address))
     (server,) = doubles.calls("tritonserver")
     assert not [name for name in server.environment if name.startswith("SLURM_")]
     assert f"--backend-config=python,shm-region-prefix-name=trtserve_repository_{number}_r0_" in server.arguments
@@ -191,7 +184,7 @@ def test_the_leader_of_a_leader_worker_set_starts_all_ranks(
     }
     leader = subprocess.Popen(["bash", str(tmp_path / "leader.sh")], env=environment, cwd=repository.path)
     request.addfinalizer(leader.terminate)  # nothing where it has ended
-    until(lambda: is_ready(Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)))
+    wait_until(lambda: is_ready(Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)))
     ranks = {call.rank: call for call in doubles.calls("tritonserver")}
     assert sorted(ranks) == [0, 1, 2, 3]
     local = [ranks[rank].environment["OMPI_COMM_WORLD_LOCAL_RANK"] for rank in range(4)]

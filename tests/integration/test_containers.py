@@ -6,8 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from tests.support.double_engines import write_checkpoint, write_core_model, wri
 from tests.support.doubles import Doubles
 from tests.support.servers import free_spec
 from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_until
 from trtserve.artifacts import Checkpoint, Model, ModelRepository
 from trtserve.build import build_engine
 from trtserve.cli import run
@@ -49,13 +48,6 @@ def spec(**changes: object) -> ServerSpec:
     return replace(free_spec("boxed"), container=TAG, oversubscribe=True, **changes)  # type: ignore[arg-type]
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def left(doubles: Doubles) -> list[str]:
     """Processes of the double of tritonserver that are still there."""
     lines = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
@@ -82,10 +74,10 @@ def test_a_client_that_is_killed_leaves_no_container(host: Doubles, tmp_path: Pa
     store = Store(tmp_path / "home")
     server = start_server(repository_of(tmp_path, tp=1), spec(), store=store)
     os.kill(server.pid, signal.SIGKILL)
-    until(lambda: not server.alive())
+    wait_until(lambda: not server.alive())
     assert left(host)
     stop_server("boxed", store=store)
-    until(lambda: not left(host))
+    wait_until(lambda: not left(host))
 
 
 def test_ctrl_c_and_a_rank_that_dies(host: Doubles, tmp_path: Path) -> None:

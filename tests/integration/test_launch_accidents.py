@@ -22,7 +22,6 @@ from tests.support.doubles import Doubles
 from tests.support.launches import (
     assert_gone,
     command,
-    eventually,
     repository_of,
     running_rank,
     running_server,
@@ -30,6 +29,7 @@ from tests.support.launches import (
     started,
 )
 from tests.support.servers import HOST, free_spec
+from tests.support.waiting import eventually
 from trtserve.errors import PortInUseError, ServerDiedError
 from trtserve.ports import is_free
 from trtserve.process import program

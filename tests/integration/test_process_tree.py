@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import eventually
 from trtserve.process import Command, Identity, exit_code, spawn, stop, tree
 
 SLEEP = "import time; time.sleep(60)"
@@ -22,15 +22,6 @@ sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
 print(*(subprocess.Popen(sleeper, start_new_session=own).pid for own in {sessions}), flush=True)
 {then}
 """
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def python(code: str, log: Path) -> Identity:

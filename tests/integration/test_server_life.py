@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from tests.support.servers import HOST, free_spec, running_server
+from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import PortInUseError, ServerNotFoundError, ServerStartError
 from trtserve.ports import is_free
@@ -52,15 +52,6 @@ def add_model(repository: Path, name: str, body: str) -> None:
     version.mkdir(parents=True)
     (version / "model.py").write_text(MODEL.format(body=body))
     (repository / name / "config.pbtxt").write_text(f'name: "{name}"\nbackend: "python"\n')
-
-
-def eventually(wanted: Callable[[], object], seconds: float = 15.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not wanted():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def assert_gone(server: Server, store: Store) -> None:

@@ -83,14 +83,6 @@ def answer_of(executor: Executor, request: Request) -> Response:
     return response
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, for a bounded time."""
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def free_blocks(executor: Executor) -> int:
     """Blocks that no sequence holds or has reserved."""
     assert executor._worker is not None

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import psutil
 
 from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.servers import free_spec
+from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
 from trtserve.launch.ranks import rank_processes
 from trtserve.ports import is_free
@@ -67,15 +68,6 @@ def mentions(process: psutil.Process, server: Server) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and any(server.shm_prefix in word for word in process.cmdline())
     except psutil.Error:
         return False
-
-
-def eventually(wanted: Callable[[], object], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not wanted():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

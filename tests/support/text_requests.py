@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -60,14 +59,6 @@ def is_idle(server: ModelServer) -> bool:
         server.metric("nv_trt_llm_request_metrics", 'request_type="active"') == 0
         and server.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="used"') == 0
     )
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for a condition, at most `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.05)
 
 
 def word_in(text: str, *, start: int, size: int = 3) -> str:

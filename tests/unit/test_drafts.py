@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.executors import Start, answer_of, collect, free_blocks, wait_until
+from tests.support.executors import Start, answer_of, collect, free_blocks
 from tests.support.fake_model import VOCAB, fake_logits, greedy_continuation
+from tests.support.waiting import wait_until
 from trtserve.executor.api import (
     ExternalDraftTokensConfig,
     FinishReason,

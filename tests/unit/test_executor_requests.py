@@ -10,7 +10,8 @@ from datetime import timedelta
 
 import pytest
 
-from tests.support.executors import SOON, Start, answer_of, collect, free_blocks, is_last, wait_until
+from tests.support.executors import SOON, Start, answer_of, collect, free_blocks, is_last
+from tests.support.waiting import wait_until
 from trtserve.executor.api import (
     FinishReason,
     KvCacheConfig,

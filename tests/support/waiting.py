@@ -1,0 +1,21 @@
+"""Waiting for what another process or thread does: bounded, and polled often enough not to show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def eventually(wanted: Callable[[], object], seconds: float = 60.0) -> bool:
+    """Whether a condition comes true within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not wanted():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def wait_until(wanted: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for a condition that must come true within `seconds`."""
+    assert eventually(wanted, seconds), f"the condition did not come true in {seconds:g} seconds"
