@@ -12,6 +12,14 @@ from types import FrameType
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Interrupted(KeyboardInterrupt):
+    """The KeyboardInterrupt of a signal that was counted; `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
 @contextmanager
 def one_interrupt() -> Iterator[Callable[[], int | None]]:
     """Make a KeyboardInterrupt of SIGINT, SIGTERM and SIGHUP, and ignore those that come while one is on its way out.
@@ -45,11 +53,16 @@ def stop_signals() -> Iterator[Callable[[], int]]:
 
     The handlers do nothing else, so that a second signal cannot re-enter a stop that is under way. What our parent
     made us ignore (nohup, a shell's background job) stays ignored. Only the main thread receives signals: in any other
-    the count stays 0.
+    the count stays 0. A KeyboardInterrupt that is raised because of them becomes an Interrupted of the first.
     """
     received: list[int] = []
     with _handled(lambda caught, _frame: received.append(caught)):
-        yield lambda: len(received)
+        try:
+            yield lambda: len(received)
+        except KeyboardInterrupt:
+            if not received:
+                raise
+            raise Interrupted(received[0]) from None
 
 
 @contextmanager

@@ -268,7 +268,7 @@ def test_detached_start_that_is_ended_early_leaves_nothing(
         server = recorded_server("probe", store)
         assert server is not None
         process.send_signal(number)
-        assert process.wait(15) == 130
+        assert process.wait(15) == 128 + number
     assert_gone(server, store)
 
 

@@ -124,6 +124,20 @@ def test_other_threads_count_no_signals() -> None:
     assert counts == [0]
 
 
+@pytest.mark.parametrize("given", [(signal.SIGTERM, signal.SIGINT), ()])
+def test_an_interrupt_names_the_first_signal_that_was_counted(given: tuple[signal.Signals, ...]) -> None:
+    def work() -> None:
+        with stop_signals() as signals:
+            for number in given:
+                signal.raise_signal(number)
+            assert signals() == len(given)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    assert getattr(caught.value, "number", None) == next(iter(given), None)
+
+
 def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import typer
 
 from trtserve import __version__
-from trtserve.interrupts import one_interrupt
+from trtserve.interrupts import Interrupted, one_interrupt
 
 # What shells say of a process that a signal ended is this and the number of the signal.
 SIGNALLED = 128
@@ -146,8 +146,9 @@ def _guarded(function: Callable[..., None], *, clears: bool) -> Callable[..., No
         with one_interrupt() if clears else nullcontext(lambda: None) as received:
             try:
                 function(*arguments, **options)
-            except KeyboardInterrupt:
-                raise typer.Exit(SIGNALLED + (received() or signal.SIGINT)) from None
+            except KeyboardInterrupt as interrupt:
+                counted = interrupt.number if isinstance(interrupt, Interrupted) else None
+                raise typer.Exit(SIGNALLED + (counted or received() or signal.SIGINT)) from None
             except BrokenPipeError:
                 _discard_stdout()
             except ImportError:  # what NumPy makes of an interrupt while it is loaded
