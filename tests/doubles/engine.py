@@ -1,7 +1,8 @@
 """Engine folders of the doubles: config.json as upstream's EngineConfig writes it, rankN.engine with a readable magic.
 
 convert-and-build.md, "Engine directory". A real `.engine` is opaque; ours begins with a line of JSON that names rank,
-release, TensorRT version and SM, so that the double of the server can refuse what the real one refuses.
+release, TensorRT version and SM, so that the double of the server can refuse what the real one refuses. Before it
+stands what TensorRT writes: a tag, a zero, and the version of TensorRT in bytes 24 to 27.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-MAGIC = b"TRTSERVE-DOUBLE-ENGINE\n"
+MAGIC = b"ftrt\0\0\0\0TRTSERVE DOUBLE\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,14 @@ def write_engine(path: Path, header: EngineHeader) -> None:
     """Write one rank's engine: magic, header, and as many bytes as the header says."""
     with path.open("wb") as file:
         file.write(MAGIC)
+        file.write(_version(header.tensorrt))
         file.write(json.dumps(asdict(header)).encode() + b"\n")
         file.write(bytes(header.size))
+
+
+def _version(text: str) -> bytes:
+    """`10.9.0.34` → its four numbers, one byte each."""
+    return bytes(int(part) for part in text.split(".")[:4] if part.isdigit()).ljust(4, b"\0")
 
 
 def read_engine(path: Path) -> EngineHeader:
@@ -43,6 +50,7 @@ def read_engine(path: Path) -> EngineHeader:
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise EngineError("Magic tag does not match")
+        file.read(4)
         try:
             header = EngineHeader(**json.loads(file.readline()))
         except (TypeError, ValueError):

@@ -37,7 +37,7 @@ def write_engine(
     }
     (folder / "config.json").write_text(json.dumps(content, indent=4))
     for rank in range(tp_size * pp_size):
-        (folder / f"rank{rank}.engine").write_bytes(b"engine %d" % rank)
+        (folder / f"rank{rank}.engine").write_bytes(b"ftrt engine %d" % rank)
     return Engine(path=folder)
 
 

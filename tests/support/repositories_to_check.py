@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from tests.support.engine_folders import built_here, write_engine
+from tests.support.loading_faults import warmed_up
+from tests.support.repository_changes import assign, edit, parameter, step
 from tests.support.tiny_models import write_tiny_model
 from tests.support.upstream_repositories import write_upstream, write_upstream_llmapi
 from trtserve.artifacts import Engine, Model
@@ -67,8 +69,8 @@ class Kitchen:
         content["trtserve"] = {"runtime": "openvino", "compute_precision": "bf16", "kv_precision": "u8"}
         (engine.path / "config.json").write_text(json.dumps(content))
         (engine.path / "rank0.engine").unlink()
-        for name in ("rank0.xml", "rank0.bin"):
-            (engine.path / name).write_bytes(b"weights")
+        (engine.path / "rank0.xml").write_text('<net><data offset="0" size="7"/></net>')
+        (engine.path / "rank0.bin").write_bytes(b"weights")
         return engine
 
     def adapter(self, name: str) -> Path:
@@ -125,8 +127,31 @@ def bases(kitchen: Kitchen) -> dict[str, Path]:
         "llmapi": kitchen.llmapi("llmapi", tp_size=2, settings={"gpu_device_ids": "0,1"}),
         "upstream": kitchen.upstream("upstream", "0.18.2"),
         "upstream-newest": kitchen.upstream("upstream-newest", "1.2.0"),
+        "upstream-old": kitchen.upstream("upstream-old", "0.12.0"),
+        "upstream-1.1": kitchen.upstream("upstream-1.1", "1.1.0"),
+        "upstream-python": kitchen.upstream("upstream-python", "0.18.2", backend="python"),
         "upstream-llmapi": write_upstream_llmapi(kitchen.folder / "repositories/up-llmapi", "1.2", str(kitchen.hf)),
     }
+
+
+def unusual(kitchen: Kitchen) -> dict[str, Path]:
+    """Good repositories with what few have: versions, warm-up, environments, batches of one length, keywords."""
+    versions = kitchen.own("versions", kitchen.engine(version="1.2.0"))
+    step(1, assign("model_version", 1))(versions)
+    edit("postprocessing", lambda config: config.version_policy.specific.versions.append(1))(versions)
+    warm = kitchen.own("warm", kitchen.embedded())
+    edit("preprocessing", lambda config: warmed_up(config, input_data_file="prompt"))(warm)
+    (warm / "preprocessing/warmup").mkdir()
+    (warm / "preprocessing/warmup/prompt").write_bytes(b"Hello")
+    static = kitchen.own("static", kitchen.engine(version="0.12.0", build={"plugin_config": {"paged_kv_cache": False}}))
+    parameter("tensorrt_llm", "gpt_model_type", "V1")(static)
+    parameter("preprocessing", "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY/python.tar.gz")(static)
+    (static / "preprocessing/python.tar.gz").touch()
+    settings = {"cuda_graph_config.enable_padding": "true", "attn_backend": "FLASHINFER", "max_beam_width": "2"}
+    medusa = kitchen.own("medusa", kitchen.engine(version="1.2.0", build={"speculative_decoding_mode": 4}))
+    parameter("tensorrt_llm", "decoding_mode", "medusa")(medusa)
+    keywords = kitchen.llmapi("keywords", settings=settings)
+    return {"versions": versions, "warm-up": warm, "V1": static, "keywords": keywords, "medusa": medusa}
 
 
 def others(kitchen: Kitchen) -> dict[str, Path]:
@@ -153,6 +178,7 @@ def others(kitchen: Kitchen) -> dict[str, Path]:
         "pipelines": own("pipelines", made(version="1.2.0", tp_size=2, pp_size=2)),
         "python upstream": kitchen.upstream("python-upstream", "0.17.0", backend="python"),
         "llmapi 0.19": kitchen.llmapi("llmapi019", release="0.19"),
+        **unusual(kitchen),
         "llmapi quiet": kitchen.llmapi("quietapi", streaming=False, settings={"max_seq_len": "256"}),
     }
     return found

@@ -260,7 +260,7 @@ def test_facts(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
             "origin": {"tensorrt_llm": "0.18.2"},
             "built_as": None,
             "built_with": None,
-            "files": {"rank0.engine": 8},
+            "files": {"rank0.engine": 13},
         }
     }
 

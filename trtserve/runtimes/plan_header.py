@@ -13,6 +13,12 @@ _TAG = 0x74727466
 _SIZE = 28
 
 
+def begins_like_an_engine(path: Path) -> bool:
+    """Whether a file begins with the tag of TensorRT's engines."""
+    with path.open("rb") as file:
+        return file.read(4) == struct.pack("<I", _TAG)
+
+
 def tensorrt_version(engine: Path) -> str | None:
     """`10.14.1.48`; None for a file that is no TensorRT engine of that form."""
     with engine.open("rb") as file:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtserve.check.repository import adapters, engines, llmapi, machine, tokenizers
+from trtserve.check.repository import adapters, engines, llmapi, machine, plans, tokenizers
 from trtserve.check.repository.findings import Rule
 
 ENGINES = (
@@ -35,6 +35,12 @@ ENGINES = (
         complaints=(16, 24),
     ),
     Rule(name="engine-extra", about="no file of another world size", find=engines.further_ranks, complaints=(13, 24)),
+    Rule(
+        name="engine-plan",
+        about="files of engines are such: tag, description, length of the weights",
+        find=plans.no_engine_files,
+        complaints=(1, 16),
+    ),
     Rule(
         name="engine-size",
         about="ranks are about equally large",
@@ -78,6 +84,28 @@ ENGINES = (
         about="chunked context and KV reuse have what they need",
         find=engines.no_paged_context,
         complaints=(23,),
+    ),
+    Rule(name="engine-in-flight", about="the engine can batch in flight", find=plans.not_in_flight, complaints=(23,)),
+    Rule(name="engine-encoder", about="a decoder has its encoder", find=plans.no_encoder),
+    Rule(
+        name="decoding-mode",
+        about="the engine was built for the way tokens are chosen",
+        find=plans.other_decoding,
+        severity="warning",
+    ),
+    Rule(
+        name="length-hidden",
+        about="prompts may be as long as the engine was built for",
+        find=plans.hidden_limits,
+        severity="warning",
+        complaints=(17,),
+    ),
+    Rule(
+        name="logits-pipeline",
+        about="logits are not gathered over pipeline stages",
+        find=plans.logits_of_stages,
+        severity="warning",
+        complaints=(39,),
     ),
     Rule(
         name="cache-both",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from trtserve.check.repository.findings import Fault, refusal
@@ -11,6 +12,8 @@ from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_fa
 from trtserve.launch.gpus import count_gpus, describe_gpus, visible_gpu
 from trtserve.releases import release_of
 from trtserve.releases.installed import has_engine_path, installed
+from trtserve.runtimes.plan_header import tensorrt_version
+from trtserve.triton.core_models import CoreModel
 from trtserve.triton.engine_match import Installation, mismatches, rebuild_command
 from trtserve.triton.profiles import CORE
 from trtserve.triton.server import SHARED_MEMORY
@@ -41,7 +44,7 @@ def foreign_engines(subject: Subject) -> Iterator[Fault]:
     for model in subject.gpu_engines:
         if subject.here is None or model.core is None:
             continue
-        for reason in mismatches(model.core, subject.here.installation):
+        for reason in mismatches(_with_tensorrt(model.core), subject.here.installation):
             entry = (subject.facts.get("core_models") or {}).get(model.name, {})
             yield Fault(
                 model=model.name,
@@ -49,6 +52,13 @@ def foreign_engines(subject: Subject) -> Iterator[Fault]:
                 what=f"The engine does not fit this machine: {reason}.",
                 fix=f"Build it again here: {rebuild_command(model.core, entry.get('built_as'))}",
             )
+
+
+def _with_tensorrt(core: CoreModel) -> CoreModel:
+    """`core` with the TensorRT that its engine itself names, where no manifest tells it."""
+    first = core.engine / "rank0.engine" if core.engine is not None else None
+    found = tensorrt_version(first) if first is not None and first.is_file() else None
+    return core if found is None else replace(core, origin={"tensorrt": found, **core.origin})
 
 
 def no_engine_path(subject: Subject) -> Iterator[Fault]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trtserve.check.repository import ensembles, files, settings, tensors
+from trtserve.check.repository import ensembles, files, loading, settings, tensors
 from trtserve.check.repository.findings import Rule
 
 FILES = (
@@ -19,6 +19,14 @@ FILES = (
     Rule(name="model-name", about="`name` is that of the folder", find=files.wrong_names, stops=True, complaints=(4,)),
     Rule(name="version-folder", about="every model has a version", find=files.no_versions, stops=True),
     Rule(
+        name="version-served",
+        about="the versions that a policy or a step asks for are there",
+        find=loading.unserved_versions,
+        stops=True,
+    ),
+    Rule(name="warmup", about="warm-up names tensors and files that are there", find=loading.wrong_warmup, stops=True),
+    Rule(name="environment", about="EXECUTION_ENV_PATH leads somewhere", find=loading.absent_environments),
+    Rule(
         name="backend", about="backend or platform fits the model's name and tensors", find=files.wrong_kind, stops=True
     ),
     Rule(
@@ -30,6 +38,13 @@ FILES = (
     ),
     Rule(name="program-syntax", about="programs are Python", find=files.broken_programs),
     Rule(name="program-module", about="programs find their own modules", find=files.lacking_modules, stops=True),
+    Rule(
+        name="program-slow",
+        about="no answer counts the vocabulary, as the program of 0.13 does",
+        find=files.slow_programs,
+        severity="warning",
+        complaints=(22,),
+    ),
     Rule(name="file-access", about="files can be read, links lead somewhere", find=files.unreadable, stops=True),
     Rule(name="manifest-models", about="the models that the manifest names are there", find=files.lacking_models),
     Rule(
@@ -93,6 +108,7 @@ SETTINGS = (
         complaints=(23,),
     ),
     Rule(name="batch-inner", about="inner models take the BLS model's batches", find=settings.inner_batches),
+    Rule(name="batch-none", about="models of the chain have an axis of batches", find=loading.without_batches),
     Rule(name="batch-preferred", about="preferred batches are possible", find=settings.preferred_batches, stops=True),
     Rule(
         name="queue-delay",
@@ -107,6 +123,14 @@ SETTINGS = (
         find=settings.no_instances,
         severity="warning",
         complaints=(23,),
+    ),
+    Rule(name="instance-kind", about="instances are on processors that there are", find=loading.wrong_instances),
+    Rule(
+        name="instance-engine",
+        about="instances of one engine have GPUs of their own",
+        find=loading.engine_twice,
+        severity="warning",
+        complaints=(23, 27),
     ),
     Rule(
         name="instance-bls",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from functools import partial
 
 from trtserve.check.repository.findings import Fault
 from trtserve.check.repository.subject import LLMAPI, ModelFolder, Subject
@@ -32,6 +33,14 @@ _TRITONS = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"}
 # The C++ backend takes an empty text for a value of these.
 _NEVER_EMPTY = ("gpu_device_ids", "participant_ids", "medusa_choices", "eagle_choices")
 _LONG_DELAY = 1_000_000
+_CORE_KEY, _DRAFT_KEY = "tensorrt_llm_model_name", "tensorrt_llm_draft_model_name"
+# What the models are that a BLS model asks; models of another kind do not take its tensors.
+_ROLES = {
+    _CORE_KEY: (CORE, LLMAPI),
+    _DRAFT_KEY: (CORE,),
+    "preprocessing_model_name": (PREPROCESSING,),
+    "postprocessing_model_name": (POSTPROCESSING,),
+}
 
 
 def _rows(subject: Subject, model: ModelFolder) -> Iterator[Parameter]:
@@ -199,13 +208,13 @@ def inner_batches(subject: Subject) -> Iterator[Fault]:
     for model in subject.of(BLS):
         for key, default in (("tensorrt_llm_model_name", CORE), ("preprocessing_model_name", PREPROCESSING)):
             inner = subject.models.get(subject.inner(model, key, default))
-            if inner is None or inner.role == LLMAPI or inner.config.max_batch_size >= model.config.max_batch_size:
+            taken = 1 if inner is not None and inner.role == LLMAPI else inner.config.max_batch_size if inner else None
+            if inner is None or taken is None or taken >= model.config.max_batch_size:
                 continue
             yield Fault(
                 model=model.name,
                 file=model.file,
-                what=f"It takes batches of {model.config.max_batch_size}; {inner.name} behind it takes "
-                f"{inner.config.max_batch_size}.",
+                what=f"It takes batches of {model.config.max_batch_size}; {inner.name} behind it takes {taken}.",
                 fix="Set max_batch_size to the same number in all models.",
             )
 
@@ -269,18 +278,36 @@ def absent_models(subject: Subject) -> Iterator[Fault]:
     """The models that a BLS model asks are there."""
     for model in subject.of(BLS):
         core = subject.inner(model, "tensorrt_llm_model_name", CORE)
-        asked = {"tensorrt_llm_model_name": core}
-        asked["tensorrt_llm_draft_model_name"] = model.parameters.get("tensorrt_llm_draft_model_name", "")
+        asked = {_CORE_KEY: core, _DRAFT_KEY: model.parameters.get(_DRAFT_KEY, "")}
         asked["multimodal_encoders_name"] = model.parameters.get("multimodal_encoders_name", "")
         if core not in subject.models or subject.models[core].role != LLMAPI:
             for name in (PREPROCESSING, POSTPROCESSING):
                 asked[f"{name}_model_name"] = subject.inner(model, f"{name}_model_name", name)
         for key, name in asked.items():
-            if name and name not in subject.models and name not in subject.unread:
-                close = difflib.get_close_matches(name, subject.models, n=1)
-                yield Fault(
-                    model=model.name,
-                    file=model.file,
-                    what=f"{key} is {name!r}, which is not in the repository.",
-                    fix=f"Did you mean {close[0]}?" if close else "Add that model, or leave the parameter out.",
-                )
+            yield from _asked(subject, model, key, name)
+
+
+def _asked(subject: Subject, model: ModelFolder, key: str, name: str) -> Iterator[Fault]:
+    """What is wrong with the model that `model` asks by its parameter `key`."""
+    fault = partial(Fault, model=model.name, file=model.file)
+    found = subject.models.get(name)
+    if name and found is None and name not in subject.unread:
+        close = difflib.get_close_matches(name, subject.models, n=1)
+        yield fault(
+            what=f"{key} is {name!r}, which is not in the repository.",
+            fix=f"Did you mean {close[0]}?" if close else "Add that model, or leave the parameter out.",
+        )
+    elif found is not None and found.role not in _ROLES.get(key, (found.role,)):
+        yield fault(
+            what=f"{key} is {name!r}, which is {_told(found, model)}.",
+            fix="Name the model of that kind, or leave the parameter out.",
+        )
+    elif key == _DRAFT_KEY and name and name == subject.inner(model, _CORE_KEY, CORE):
+        yield fault(
+            what=f"The draft model is the target {name} itself, so that nothing is gained.",
+            fix="Name a smaller model, or leave the parameter out.",
+        )
+
+
+def _told(found: ModelFolder, asking: ModelFolder) -> str:
+    return "itself" if found.name == asking.name else f"a model of the kind {found.role or 'unknown'}"

@@ -1,0 +1,129 @@
+"""Single faults in what Triton looks at when it loads a model, and in what an engine was built for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.repository_changes import (
+    BLS,
+    CORE,
+    ENGINE,
+    POST,
+    PRE,
+    Fault,
+    assign,
+    both,
+    content,
+    edit,
+    instances,
+    parameter,
+    replaced,
+    step,
+)
+
+_SLOW = "class TritonPythonModel:\n    def execute(self, requests):\n        return len(self.tokenizer.vocab)\n"
+
+
+def warmed_up(config: Any, name: str = "QUERY", **fields: Any) -> None:
+    """Add a request that warms the model up."""
+    tensor = config.model_warmup.add(name="first", batch_size=1).inputs[name]
+    tensor.data_type, tensor.dims[:] = 13, [1]
+    for field, value in fields.items():
+        setattr(tensor, field, value)
+
+
+def _on_gpu(config: Any) -> None:
+    config.instance_group[0].kind = 1
+
+
+LOADING_FAULTS: tuple[Fault, ...] = (
+    Fault("upstream-old", "version-served", "a step asks for an absent version", step(1, assign("model_version", 3))),
+    Fault(
+        "cpp",
+        "version-served",
+        "a policy of an absent version",
+        edit(POST, lambda config: config.version_policy.specific.versions.append(2)),
+    ),
+    Fault(
+        "upstream-old",
+        "warmup",
+        "a warm-up of an unknown input",
+        edit(PRE, lambda config: warmed_up(config, "QUERRY", zero_data=True)),
+    ),
+    Fault(
+        "openvino",
+        "warmup",
+        "a warm-up without its file",
+        edit(PRE, lambda config: warmed_up(config, input_data_file="prompt")),
+    ),
+    Fault(
+        "upstream-1.1",
+        "environment",
+        "an environment of another machine",
+        parameter(PRE, "EXECUTION_ENV_PATH", "/envs/python.tar.gz"),
+    ),
+    Fault(
+        "upstream-1.1",
+        "environment",
+        "an environment that is not beside the model",
+        parameter(PRE, "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY/python.tar.gz"),
+    ),
+    Fault("openvino", "instance-kind", "an instance on a GPU", edit(PRE, _on_gpu)),
+    Fault(
+        "cpp",
+        "instance-kind",
+        "GPUs for an instance of the CPU",
+        edit(PRE, lambda config: config.instance_group[0].gpus.append(0)),
+    ),
+    Fault("upstream-python", "instance-engine", "two instances of one engine", instances(CORE, 2)),
+    Fault("upstream-old", "batch-none", "no axis of batches", edit(BLS, assign("max_batch_size", 0))),
+    Fault("llmapi", "batch-inner", "batches for the LLM", edit("tiny", assign("max_batch_size", 8))),
+    Fault("upstream", "program-slow", "the program of 0.13", replaced(f"{POST}/1/model.py", _SLOW)),
+    Fault("cpp", "inner-model", "a model that asks itself", parameter("tiny", "tensorrt_llm_model_name", "tiny")),
+    Fault("cpp", "inner-model", "the tokenizer for an engine", parameter(BLS, "tensorrt_llm_model_name", PRE)),
+    Fault("draft", "inner-model", "the target drafts", parameter("tiny", "tensorrt_llm_draft_model_name", CORE)),
+    # What an engine was built for.
+    Fault("cpp", "engine-plan", "an engine of other bytes", replaced(f"{CORE}/1/rank0.engine", "0123456789012")),
+    Fault("openvino", "engine-plan", "a network that is none", replaced(f"{CORE}/1/rank0.xml", "net")),
+    Fault("openvino", "engine-plan", "weights without their end", replaced(f"{CORE}/1/rank0.bin", "we")),
+    Fault(
+        "cpp",
+        "engine-in-flight",
+        "a continuous cache",
+        content(ENGINE, "build_config", "kv_cache_type", to="CONTINUOUS"),
+    ),
+    Fault(
+        "newest",
+        "engine-in-flight",
+        "padded inputs",
+        content(ENGINE, "build_config", "plugin_config", "remove_input_padding", to=False),
+    ),
+    Fault(
+        "cpp",
+        "engine-in-flight",
+        "no attention plugin",
+        content(ENGINE, "build_config", "plugin_config", "gpt_attention_plugin", to=None),
+    ),
+    Fault(
+        "cpp",
+        "engine-encoder",
+        "a decoder without its encoder",
+        content(ENGINE, "pretrained_config", "architecture", to="DecoderModel"),
+    ),
+    Fault("newest", "decoding-mode", "Medusa without its heads", parameter(CORE, "decoding_mode", "medusa")),
+    Fault(
+        "newest",
+        "length-hidden",
+        "tokens of a step below the prompts",
+        content(ENGINE, "build_config", "max_num_tokens", to=32),
+    ),
+    Fault(
+        "gpus",
+        "logits-pipeline",
+        "logits over stages",
+        both(
+            content(ENGINE, "pretrained_config", "mapping", to={"world_size": 2, "tp_size": 1, "pp_size": 2}),
+            content(ENGINE, "build_config", "gather_generation_logits", to=True),
+        ),
+    ),
+)
