@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trtserve.architectures.checkpoint import with_defaults
 from trtserve.capacity.fitting import fit_gpu, smallest_fit
 from trtserve.capacity.gpus import Gpu
 from trtserve.errors import MemoryLimitError, UnsupportedModelError
@@ -23,12 +24,14 @@ def require_gpu_room(engine: EnginePlan, spec: BuildSpec, progress: Progress = S
         return
     gpu = Gpu(name="this machine's GPU", memory=memory)
     try:
-        fit = fit_gpu(engine.config, spec, gpu)
+        # A checkpoint of NVIDIA's converter leaves out what follows from other sizes.
+        config = with_defaults(dict(engine.config))
+        fit = fit_gpu(config, spec, gpu)
     except UnsupportedModelError:
         return
     if fit.fits:
         return
-    smallest = smallest_fit(engine.config, spec, gpu)
+    smallest = smallest_fit(config, spec, gpu)
     fewest = f"--tp-size {smallest.tp_size} --pp-size {smallest.pp_size}" if smallest else "no tp × pp"
     if fit.weights > memory:
         raise MemoryLimitError(
