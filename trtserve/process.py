@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL = 0.05
 _CLOCK_DRIFT = 2.0
+_ADMINISTRATORS_FOLDERS = ("/usr/sbin", "/usr/local/sbin")
+_DESCRIBED = 80
 
 # Children of this very process, kept so that they are reaped when they end.
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -222,6 +224,11 @@ def program(name: str, path: str | None = None) -> Path | None:
     return None if found is None else Path(found)
 
 
+def administrators_program(name: str) -> Path | None:
+    """Where a program is on PATH, or where Debian has what only the PATH of an administrator leads to."""
+    return program(name, os.pathsep.join((os.environ.get("PATH", os.defpath), *_ADMINISTRATORS_FOLDERS)))
+
+
 def listeners(port: int) -> list[Identity]:
     """The processes that listen on a TCP port, on whatever address, as far as the kernel tells us."""
     import psutil
@@ -282,9 +289,14 @@ def usage(identities: Collection[Identity], *, seconds: float = 0.2) -> dict[Ide
 
 
 def describe(identity: Identity) -> str:
-    """Command line of a process, shortened for a message."""
-    line = " ".join(arguments(identity))
-    return line if len(line) <= 80 else f"{line[:79]}…"
+    """Command line of a process, shortened for a message: the name of its program stays whole."""
+    words = arguments(identity)
+    line = " ".join(words)
+    if len(line) <= _DESCRIBED:
+        return line
+    named = f"…/{Path(words[0]).name}" if len(words[0]) > _DESCRIBED // 2 and "/" in words[0] else words[0]
+    line = " ".join((named, *words[1:]))
+    return line if len(line) <= _DESCRIBED else f"{line[: max(_DESCRIBED - 1, len(named))]}…"
 
 
 def _resolved(command: Command) -> tuple[str, ...]:

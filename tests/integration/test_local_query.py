@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,41 @@ def test_what_cannot_be_asked(
 ) -> None:
     assert run(["query", "--input-tokens-csv", "5,6,7", *arguments]) == code
     assert told in capsys.readouterr().err
+
+
+def test_tokenizer_is_that_of_the_model_it_was_made_of(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of this test knows no import: only the manifests say what an engine was made of."""
+    (record,) = Store(home).recorded()
+    monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "other"))
+    asked = ("query", "What is ML?", "--local", "--max-tokens", "3", "--engine")
+    assert run([*asked, record.engine]) == 0
+    answer = capsys.readouterr().out
+    assert run([*asked, record.engine, "--tokenizer", record.model]) == 0
+    assert capsys.readouterr().out == answer
+    alone = tmp_path / "engine"
+    shutil.copytree(record.engine, alone)
+    (alone / "manifest.json").unlink()
+    assert run([*asked, str(alone)]) == 2
+    told = capsys.readouterr().err
+    assert "its tokenizer is not known here" in told
+    assert "--tokenizer" in told
+
+
+def test_a_version_of_tensorrt_llm_is_not_used_in_silence(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (record,) = store.recorded()
+    assembled = ["repo", record.engine, "--tokenizer", record.model, "--dry-run"]
+    imported = ["import", record.model, "--dry-run"]
+    for command in (assembled, imported):
+        assert run([*command, "--trtllm-version", "1.3.0"]) == 0
+        assert "--trtllm-version 1.3.0 is not used" in capsys.readouterr().err
+        with monkeypatch.context() as patch:
+            patch.setenv("TRTSERVE_TRTLLM_VERSION", "1.3.0")
+            assert run(command) == 0
+        assert "is not used" not in capsys.readouterr().err
 
 
 def test_a_runtime_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

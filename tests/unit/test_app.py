@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from trtserve.cli.app import run
+from trtserve.cli.commands import STAGES
 from trtserve.cli.whole import app
 
 
@@ -60,3 +61,10 @@ def test_help_names_every_option_in_full(
     for parameter in _commands()[name].params:
         for option in (*parameter.opts, *parameter.secondary_opts):
             assert option in text or not option.startswith("-")
+
+
+def test_commands_below_a_command_are_in_no_panel_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "token-norm-dist" in shown
+    assert STAGES not in shown

@@ -11,8 +11,13 @@ import pytest
 
 from tests.support.doubles import Doubles
 from tests.support.hub import Hub, running_hub
+from trtserve import process
 from trtserve.doctor import examination, mpi, token, tools
 from trtserve.doctor.findings import GPU, NONE, Finding
+from trtserve.specs import ServerSpec
+from trtserve.start.proxy import plan_proxy
+from trtserve.store import Store
+from trtserve.triton.server import Address
 
 SECRET = "hf_" + "Geheim" * 6
 
@@ -92,12 +97,24 @@ def test_versions_of_other_programs(program: Program) -> None:
     assert tools.check_nginx().state == "warning"
 
 
+def test_nginx_is_found_where_start_finds_it(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = program("nginx", "echo 'nginx version: nginx/1.22.1' >&2")
+    folder = tmp_path / "sbin"
+    folder.mkdir()
+    path.rename(folder / "nginx")
+    monkeypatch.setattr(process, "_ADMINISTRATORS_FOLDERS", (str(folder),))
+    assert (tools.check_nginx().state, tools.check_nginx().evidence) == ("ok", "1.22.1")
+    addresses = [Address(host="127.0.0.1", http_port=1, grpc_port=2, metrics_port=3)]
+    assert plan_proxy("x", addresses, ServerSpec(), Store(tmp_path / "home")).executable == folder / "nginx"
+
+
 @pytest.mark.usefixtures("program")
 @pytest.mark.parametrize(
     "check",
     [lambda: tools.check_docker(1), tools.check_podman, tools.check_slurm, tools.check_kubernetes, tools.check_nginx],
 )
-def test_tools_that_are_absent(check: Callable[[], Finding]) -> None:
+def test_tools_that_are_absent(check: Callable[[], Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_ADMINISTRATORS_FOLDERS", ())
     finding = check()
     assert (finding.state, finding.evidence) == ("failed", "not installed")
     assert finding.judged("tensorrt_llm").state == "unneeded"

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from trtserve import process
 from trtserve.errors import MissingDependencyError
-from trtserve.interrupts import one_interrupt, stop_signals
-from trtserve.process import Command, Identity, run
+from trtserve.interrupts import held_back, one_interrupt, stop_signals
+from trtserve.process import Command, Identity, describe, run
 
 
 def test_command_prints_as_a_shell_line_that_runs(tmp_path: Path) -> None:
@@ -42,6 +43,21 @@ def test_program_is_looked_up_on_the_path_of_the_process(tmp_path: Path) -> None
     assert (ended.code, ended.stdout, ended.stderr) == (3, "hello\n", "oops\n")
     with pytest.raises(MissingDependencyError, match="greet was not found"):
         run(Command(argv=("greet",)), timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["sleep", "60"], "sleep 60"),
+        (["/opt/" + "x" * 90 + "/bin/tritonserver", "--id=1"], "…/tritonserver --id=1"),
+        (["/usr/bin/" + "p" * 20, "--x=" + "y" * 90], f"/usr/bin/{'p' * 20} --x={'y' * 45}…"),
+        (["n" * 90, "z"], f"{'n' * 90}…"),
+        ([], ""),
+    ],
+)
+def test_names_of_programs_stay_whole(words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "arguments", lambda _: words)
+    assert describe(Identity(pid=1, started=0.0)) == shown
 
 
 def test_run_is_bounded() -> None:
@@ -136,6 +152,20 @@ def test_an_interrupt_names_the_first_signal_that_was_counted(given: tuple[signa
     with pytest.raises(KeyboardInterrupt) as caught:
         work()
     assert getattr(caught.value, "number", None) == next(iter(given), None)
+
+
+def test_signals_that_are_held_back_come_afterwards() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with one_interrupt(), held_back():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["whole"]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_ignored_signals_stay_ignored() -> None:

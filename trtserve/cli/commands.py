@@ -33,7 +33,7 @@ class Command:
 
     module: str
     function: str
-    panel: str
+    panel: str | None = None
     clears: bool = False
 
 
@@ -68,8 +68,8 @@ COMMANDS: dict[str, Command | Group] = {
         "end_to_end_test.py; `token-norm-dist --model ensemble --concurrency 1` is genai-perf.",
         panel=STAGES,
         commands={
-            "token-norm-dist": _stage("bench", "token_norm_dist"),
-            "dataset": _stage("bench", "dataset"),
+            "token-norm-dist": Command(module="bench", function="token_norm_dist"),
+            "dataset": Command(module="bench", function="dataset"),
         },
     ),
     "plan": _upkeep("plan"),

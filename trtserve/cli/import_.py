@@ -67,7 +67,7 @@ from trtserve.cli.options import (
     WorkersOption,
 )
 from trtserve.cli.output import TerminalProgress, print_data, print_json
-from trtserve.cli.repo import find_draft, place_of, repository_spec
+from trtserve.cli.repo import find_draft, place_of, repository_spec, say_version_is_unused
 from trtserve.cli.repo_options import (
     AbsolutePathsOption,
     AccumulateOption,
@@ -241,6 +241,7 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     convert, build = filled(ConvertSpec), filled(BuildSpec)
     if not convert.upstream and choose_runtime(build.runtime, container=build.container).NAME == openvino.NAME:
         # It may come from the environment of a whole machine, and means nothing to the embedded runtime.
+        say_version_is_unused(convert.trtllm_version, progress)
         convert = replace(convert, trtllm_version=None)
     return ImportSpec(
         source=options["source"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -155,6 +156,8 @@ def _assemble(options: Mapping[str, Any], progress: TerminalProgress) -> None:
     more: dict[str, Any] = {"draft": draft, "draft_tokenizer": draft_tokenizer}
     more |= place_of(options)
     plan = plan_repository(source, folder, spec, **more)
+    if plan.facts["runtime"] == "openvino":
+        say_version_is_unused(options["trtllm_version"], progress)
     if not options["dry_run"]:
         assemble_repository(source, folder, spec, **more, progress=progress)
     _print_result(options, plan.path, _described(plan), _lines(plan))
@@ -175,7 +178,7 @@ def _assemble_llmapi(options: Mapping[str, Any], progress: TerminalProgress) -> 
     default = parse_source(f"hf:{hub_id}").name if isinstance(model, str) else default_name(model)
     spec = repository_spec({**options, "name": options["name"] or default}, store)
     more: dict[str, Any] = {name: options[name] for name in ("tp_size", "pp_size")} | place_of(options)
-    plan = plan_llmapi(model, spec, **more, store=store)
+    plan = plan_llmapi(model, spec, **more, store=store, progress=progress)
     if isinstance(model, str):
         progress.warn(f"The server loads {model} from the hub when it starts.")
     if not options["dry_run"]:
@@ -240,6 +243,17 @@ def repository_spec(options: Mapping[str, Any], store: Store) -> RepositorySpec:
     given["settings"] = parse_assignments(options["settings"] or [])
     given["lora"] = parse_adapters(options["lora"] or [], store)
     return RepositorySpec(**given)
+
+
+def say_version_is_unused(version: str | None, progress: TerminalProgress) -> None:
+    """Say that `--trtllm-version` does nothing for the CPU; from the environment it is for a whole machine's work."""
+    from trtserve.upstream.toolkit import VERSION_VARIABLE
+
+    if version is not None and version != os.environ.get(VERSION_VARIABLE):
+        progress.warn(
+            f"--trtllm-version {version} is not used: the embedded executor serves this engine, without TensorRT-LLM. "
+            "--release says whose inputs its models have."
+        )
 
 
 def place_of(options: Mapping[str, Any]) -> dict[str, Path | None]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 from trtserve.doctor.findings import Finding, State
 from trtserve.errors import MissingDependencyError
-from trtserve.process import Command, Completed, run
+from trtserve.process import Command, Completed, administrators_program, run
 
 _TIMEOUT = 20.0
 
@@ -72,11 +73,13 @@ def check_kubernetes() -> Finding:
 
 def check_nginx() -> Finding:
     """The proxy in front of several instances."""
-    return _versioned("nginx", ("-v",), "`start --instances` writes its configuration without it.")
+    program = administrators_program("nginx")  # which is where `start` looks for it
+    without = "`start --instances` writes its configuration without it."
+    return _versioned("nginx", ("-v",), without, program=program)
 
 
-def _versioned(name: str, arguments: tuple[str, ...], without: str) -> Finding:
-    ended = _run(name, *arguments)
+def _versioned(name: str, arguments: tuple[str, ...], without: str, *, program: Path | None = None) -> Finding:
+    ended = _run(name if program is None else str(program), *arguments)
     if ended is None:
         return _absent(name, without)
     said = ended.stdout.strip() or ended.stderr.strip()  # nginx tells its version on stderr

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import Engine, ModelRepository, looks_like
-from trtserve.errors import MissingDependencyError
+from trtserve.artifacts import Engine, Manifest, ModelRepository, looks_like
+from trtserve.errors import ArtifactError, MissingDependencyError
 from trtserve.process import Command
 from trtserve.releases.installed import PACKAGE
 from trtserve.repo.engine import is_embedded, read_engine, require_engine_files
@@ -114,13 +114,27 @@ def find_local(text: str, tokenizer: Path | None, *, store: Store | None = None)
 
 
 def _tokenizer_of(engine: Path, store: Store) -> Path | None:
-    """That of the import which made the engine, or of the repository in which it lies."""
+    """That of the import which made the engine, of the repository in which it lies, or of the model it was made of."""
     for record in store.recorded():
         if record.engine and Path(record.engine).resolve() == engine.resolve():
             served = Path(record.repository) / _TOKENIZER
             return served if served.is_dir() else Path(record.model)
     inside = engine.parent.parent / _TOKENIZER
-    return inside if inside.is_dir() else None
+    return inside if inside.is_dir() else _tokenizer_of_origin(engine)
+
+
+def _tokenizer_of_origin(engine: Path) -> Path | None:
+    """The model's folder as manifests name it, from engine to checkpoint to model; None where it is not there."""
+    folder = engine
+    for fact in ("checkpoint", "model"):
+        try:
+            made_of = Manifest.read(folder).facts.get(fact)
+        except ArtifactError:
+            return None
+        if made_of is None:
+            return None
+        folder = Path(made_of)
+    return folder if any(folder.glob("tokenizer*")) else None
 
 
 def _model(engine: LocalEngine) -> dict[str, Any]:

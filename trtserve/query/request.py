@@ -78,7 +78,7 @@ def require_tokenizer(files: TokenizerFiles | None, model: ModelDescription, wha
     """The tokenizer, without which a core model cannot be given `what`."""
     if files is None:
         raise UsageError(
-            f"{what} needs a tokenizer: the model {model.name!r} takes token ids, and the server's is not known here.",
+            f"{what} needs a tokenizer: the model {model.name!r} takes token ids, and its tokenizer is not known here.",
             hint="Give the tokenizer's folder with --tokenizer, or the prompt as ids with --input-tokens-csv.",
         )
     return files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from trtserve.errors import PortInUseError, ServerStartError, UsageError
 from trtserve.launch.nginx import proxy_config
 from trtserve.ports import is_free
-from trtserve.process import Command, Identity, program, run, spawn, stop
+from trtserve.process import Command, Identity, administrators_program, run, spawn, stop
 from trtserve.servers import RunningProxy, indented, log_file
 from trtserve.specs import ServerSpec
 from trtserve.store import Store, writing
@@ -19,8 +18,6 @@ from trtserve.triton import server_log
 from trtserve.triton.server import Address
 
 NGINX = "nginx"
-# Debian has it where only the administrator's PATH leads.
-_MORE_FOLDERS = ("/usr/sbin", "/usr/local/sbin")
 _CHECK_TIMEOUT = 30.0
 _LISTEN_TIMEOUT = 20.0
 _POLL = 0.05
@@ -59,7 +56,6 @@ def plan_proxy(name: str, addresses: Sequence[Address], spec: ServerSpec, store:
             hint=f"Choose --proxy-port {max(used) + 1}.",
         )
     file = store.servers / f"{name}.proxy" / "nginx.conf"
-    path = os.pathsep.join((os.environ.get("PATH", os.defpath), *_MORE_FOLDERS))
     return Proxy(
         file=file,
         log=log_file(f"{name}@proxy", store),
@@ -67,7 +63,7 @@ def plan_proxy(name: str, addresses: Sequence[Address], spec: ServerSpec, store:
         http_port=http_port,
         grpc_port=grpc_port,
         content=proxy_config(addresses, file=file, http_port=http_port, grpc_port=grpc_port),
-        executable=program(NGINX, path),
+        executable=administrators_program(NGINX),
     )
 
 
