@@ -66,6 +66,18 @@ def stop_signals() -> Iterator[Callable[[], int]]:
 
 
 @contextmanager
+def held_back() -> Iterator[None]:
+    """Signals that end a program come after the block; for the import of modules that print what is raised in them."""
+    received: list[int] = []
+    try:
+        with _handled(lambda caught, _frame: received.append(caught)):
+            yield
+    finally:
+        for number in received[:1]:
+            signal.raise_signal(number)
+
+
+@contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Have the signals that end a process handled; those that are ignored stay so. Nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():

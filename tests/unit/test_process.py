@@ -168,6 +168,19 @@ def test_signals_that_are_held_back_come_afterwards() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def test_signals_that_are_held_back_come_afterwards() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with one_interrupt(), held_back():
+            signal.raise_signal(signal.SIGINT)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["whole"]
+
+
 def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -20,6 +20,7 @@ from trtserve.architectures.source import SourceTensor
 from trtserve.architectures.tensor_files import CODES, TensorFile, numpy_dtype, read_into
 from trtserve.architectures.threads import run_all, worker_count
 from trtserve.errors import ConversionError, CorruptFileError
+from trtserve.interrupts import held_back
 
 if TYPE_CHECKING:
     import numpy as np
@@ -138,10 +139,12 @@ def carry_out(
 def load_types(moves: Sequence[Move], dtype: str) -> None:
     """Load what changed numbers need, before any thread does.
 
-    An interrupted import leaves its lock taken (CPython 3.11), and another thread would wait for it for ever.
+    An interrupted import leaves its lock taken (CPython 3.11), and another thread would wait for it for ever. NumPy
+    prints the interrupt as well.
     """
     if any(not _unchanged(move, move.dtype or dtype) for move in moves):
-        numpy_dtype(CODES[dtype])
+        with held_back():
+            numpy_dtype(CODES[dtype])
 
 
 def buffered_bytes(move: Move, dtype: str) -> int:
