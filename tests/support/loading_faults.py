@@ -21,6 +21,7 @@ from tests.support.repository_changes import (
     step,
 )
 
+_YAML = f"{CORE}/1/model.yaml"
 _SLOW = "class TritonPythonModel:\n    def execute(self, requests):\n        return len(self.tokenizer.vocab)\n"
 
 
@@ -82,6 +83,8 @@ LOADING_FAULTS: tuple[Fault, ...] = (
     Fault("cpp", "inner-model", "a model that asks itself", parameter("tiny", "tensorrt_llm_model_name", "tiny")),
     Fault("cpp", "inner-model", "the tokenizer for an engine", parameter(BLS, "tensorrt_llm_model_name", PRE)),
     Fault("draft", "inner-model", "the target drafts", parameter("tiny", "tensorrt_llm_draft_model_name", CORE)),
+    Fault("llmapi", "llmapi-keyword", "a keyword of no release", content(_YAML, "foo", to=1)),
+    Fault("llmapi", "llmapi-dropped", "a keyword of 0.21", content(_YAML, "use_cuda_graph", to=True)),
     # What an engine was built for.
     Fault("cpp", "engine-plan", "an engine of other bytes", replaced(f"{CORE}/1/rank0.engine", "0123456789012")),
     Fault("openvino", "engine-plan", "a network that is none", replaced(f"{CORE}/1/rank0.xml", "net")),

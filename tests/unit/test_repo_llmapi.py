@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from trtserve.artifacts import Model, ModelRepository
 from trtserve.check.repository import check_repository
 from trtserve.cli import run
 from trtserve.errors import RepositoryError, UsageError
+from trtserve.progress import SilentProgress
 from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import parse_config
@@ -31,6 +33,14 @@ INPUTS = {
     "1.0": {"sampling_param_return_perf_metrics", "lora_id", "lora_name", "lora_path", "lora_ckpt_source"},
 }
 OF_1_0 = {"kv_cache_reused_block", "kv_cache_hit_rate", "arrival_time_ns", "acceptance_rate", "total_draft_tokens"}
+
+
+class Heard(SilentProgress):
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +215,33 @@ def test_lora_inputs_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.lora == {"lora_int_id": 1, "lora_name": "poet", "lora_path": "poet", "lora_ckpt_source": "hf"}
     with pytest.raises(ValueError, match="decoupled mode"):
         requests.read_request({**text, "streaming": np.array([True])}, decoupled=False)
+
+
+def test_a_tokenizer_that_cannot_be_loaded(model: Model, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(model.path, broken)
+    (broken / "tokenizer.json").write_text('{"version": ')
+    plan = plan_llmapi(Model(path=broken), SPEC, out=tmp_path / "out")
+    with pytest.raises(RepositoryError, match="The tokenizer cannot be loaded") as caught:
+        assemble_llmapi(plan)
+    assert "--set tokenizer=FOLDER" in str(caught.value.hint)
+    assert not plan.path.exists()
+    elsewhere = replace(SPEC, settings={"tokenizer": str(model.path)})
+    assert assemble_llmapi(plan_llmapi(Model(path=broken), elsewhere, out=tmp_path / "other")).path.is_dir()
+
+
+def test_keywords_that_the_llm_has_not(model: Model, tmp_path: Path) -> None:
+    heard = Heard()
+    given = {"foo": "1", "max_sequence_len": "8", "use_cuda_graph": "true", "attn_backend": "FLASHINFER"}
+    plan_llmapi(model, replace(SPEC, settings=given), out=tmp_path / "out", progress=heard)
+    assert [text.partition(":")[0] for text in heard.warnings] == [
+        "--set foo",
+        "--set max_sequence_len",
+        "--set use_cuda_graph",
+    ]
+    assert "Did you mean max_seq_len?" in heard.warnings[1]
+    assert "after release 0.21: give cuda_graph_config" in heard.warnings[2]
+    heard = Heard()
+    older = replace(SPEC, release="0.20", settings={"use_cuda_graph": "true", "cuda_graph_batch_sizes": "[1, 2]"})
+    plan_llmapi(model, older, out=tmp_path / "out", progress=heard)
+    assert heard.warnings == []

@@ -89,7 +89,7 @@ def import_for_llmapi(
     plan = plan_llmapi_import(spec, store=store, token=token, progress=progress)
     progress.step("Nothing is converted or built: TensorRT-LLM's PyTorch backend loads the Hugging Face folder")
     model = pull_model(plan.model, store=store, token=token, progress=progress)
-    made = _plan_repository(spec, model, store)
+    made = _plan_repository(spec, model, store, progress)
     if made.reused:
         progress.step(f"Model repository {made.path} is reused")
     repository = assemble_llmapi(made, progress=progress)
@@ -98,7 +98,7 @@ def import_for_llmapi(
     return repository
 
 
-def _plan_repository(spec: ImportSpec, model: Model, store: Store) -> LlmapiPlan:
+def _plan_repository(spec: ImportSpec, model: Model, store: Store, progress: Progress = SILENT) -> LlmapiPlan:
     convert = spec.convert
     return plan_llmapi(
         model,
@@ -108,6 +108,7 @@ def _plan_repository(spec: ImportSpec, model: Model, store: Store) -> LlmapiPlan
         out=spec.out,
         into=spec.into,
         store=store,
+        progress=progress,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,9 +15,11 @@ from trtserve.import_.plan import INDEX, require_whole
 from trtserve.import_.sources import served_name
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order, release_of
+from trtserve.releases.llm_arguments import dropped_argument, unknown_argument
 from trtserve.repo.group import is_there, publish_models
 from trtserve.repo.models import LLMAPI, LLMAPI_BLS, write_program
 from trtserve.repo.placement import VERSION, model_names, root_of
+from trtserve.repo.tokenizer import check_tokenizer, tokenizer_files
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy
 from trtserve.triton.config import ConfigOptions, config_text, llmapi_config_text
@@ -58,6 +61,9 @@ KEYWORDS: dict[str, tuple[type, ...]] = {
 }
 """Keywords of the LLM (dotted where they are nested) whose kinds are known; it takes many more."""
 
+OWN_KEYS = frozenset({"triton_config", "logits_post_processors"})
+"""Keys of model.yaml that Triton's model reads, and does not give to the LLM."""
+
 _OWN = ("model", "triton_config.decoupled", "triton_config.max_batch_size")
 
 
@@ -98,6 +104,7 @@ def plan_llmapi(
     out: Path | None = None,
     into: Path | None = None,
     store: Store | None = None,
+    progress: Progress = SILENT,
 ) -> LlmapiPlan:
     """Everything that can be known before a file is written.
 
@@ -114,6 +121,7 @@ def plan_llmapi(
     given = _given(spec)
     groups = str(given.pop("gpu_device_ids", ""))
     settings = _settings(spec, given, tp_size=tp_size, pp_size=pp_size)
+    _tell_unknown(given, release, progress)
     _require_gpus(groups, settings)
     place = (out or into or (store or Store()).root) if spec.absolute_paths else None
     manifest = _manifest(spec, model, release, settings, groups, place)
@@ -163,6 +171,8 @@ def assemble_llmapi(plan: LlmapiPlan, *, progress: Progress = SILENT) -> ModelRe
 
     def produce(folder: Path) -> None:
         progress.step(f"Assemble model repository {plan.spec.name} for the LLM API")
+        if isinstance(plan.model, Path):
+            _require_tokenizer(plan.model, plan.settings, progress)
         core = model_names(plan.spec.suffix)[CORE]
         _write_core(folder / core, plan)
         _write_alias(folder / plan.spec.name, core, plan)
@@ -170,6 +180,19 @@ def assemble_llmapi(plan: LlmapiPlan, *, progress: Progress = SILENT) -> ModelRe
             _link_model(plan.model, folder / core / VERSION / "model", copy=plan.spec.copy)
 
     return publish_models(plan.path, plan.models, plan.manifest, produce, into=plan.added)
+
+
+def _require_tokenizer(model: Path, settings: Mapping[str, Any], progress: Progress) -> None:
+    """RepositoryError when the model's tokenizer cannot be loaded; code of its own is the server's to run."""
+    if any(settings.get(key) for key in ("tokenizer", "skip_tokenizer_init", "trust_remote_code")):
+        return
+    try:
+        tokenizer_files(model)
+        size = json.loads((model / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        check_tokenizer(model, size if isinstance(size, int) else None, progress)
+    except RepositoryError as error:
+        hint = "Mend the files of the tokenizer, or name another folder: --set tokenizer=FOLDER"
+        raise RepositoryError(error.message, hint=hint) from error
 
 
 def _write_core(folder: Path, plan: LlmapiPlan) -> None:
@@ -280,6 +303,17 @@ def _settings(spec: RepositorySpec, given: Mapping[str, Any], *, tp_size: int, p
                 raise UsageError(f"--set {key}: {parent} is set to {place!r} and has no parts.")
         place[name] = value
     return result
+
+
+def _tell_unknown(given: Mapping[str, Any], release: str, progress: Progress) -> None:
+    """Warn of keywords that the LLM refuses when the server starts; the tables may lack a new one."""
+    for key in given:
+        name = key.partition(".")[0]
+        gone, advice = dropped_argument(name, release), unknown_argument(name, besides=OWN_KEYS)
+        if gone is not None:
+            progress.warn(f"--set {key}: the LLM has no keyword {name} after release {gone[0]}: {gone[1]}.")
+        elif advice is not None:
+            progress.warn(f"--set {key}: the LLM has no keyword {name}, and refuses those it does not have. {advice}")
 
 
 def require_setting(key: str, value: object) -> None:

@@ -200,8 +200,8 @@ LLMAPI = (
     Rule(name="llmapi-settings", about="there is a model.yaml", find=llmapi.no_settings, stops=True),
     Rule(
         name="llmapi-keyword",
-        about="no keyword is misspelt",
-        find=llmapi.misspelt,
+        about="the LLM has every keyword",
+        find=llmapi.unknown,
         severity="warning",
         complaints=(19,),
     ),

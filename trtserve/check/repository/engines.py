@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from trtserve.check.repository.findings import Fault
 from trtserve.check.repository.subject import LLMAPI, ModelFolder, Subject
-from trtserve.errors import TrtserveError
+from trtserve.errors import TrtserveError, counted
 from trtserve.releases import release_of
 from trtserve.repo.engine import lacking_files, rank_sizes
 from trtserve.triton.core_models import LLMAPI_FILE, Groups, world_size
@@ -94,7 +94,7 @@ def lacking_ranks(subject: Subject) -> Iterator[Fault]:
         for name in lacking_files(model.core.engine, model.engine, embedded=model.embedded):
             yield _fault(
                 model,
-                f"The engine has no {name}, or it is empty; its mapping has {world_size(model.engine)} rank(s).",
+                f"The engine has no {name}, or it is empty; its mapping has {counted(world_size(model.engine), 'rank')}.",
                 "Copy every file of the engine, or build it again.",
             )
 
@@ -178,7 +178,7 @@ def wrong_groups(subject: Subject) -> Iterator[Fault]:
         if wrong is not None:
             yield _fault(
                 model,
-                f"{key} has the group {','.join(map(str, wrong))} of {len(wrong)} for {ranks} rank(s).",
+                f"{key} has the group {','.join(map(str, wrong))} of {len(wrong)} for {counted(ranks, 'rank')}.",
                 "A group has one number for each rank (tensor × pipeline parallel).",
             )
 
@@ -189,7 +189,7 @@ def wrong_instances(subject: Subject) -> Iterator[Fault]:
         if len(groups) != model.instances:
             yield _fault(
                 model,
-                f"{key} has {len(groups)} group(s), and instance_group counts {model.instances} instance(s).",
+                f"{key} has {counted(len(groups), 'group')}, and instance_group counts {counted(model.instances, 'instance')}.",
                 "Make the two numbers equal.",
             )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,14 +10,11 @@ from typing import Any
 from trtserve.check.repository.findings import Fault, refusal
 from trtserve.check.repository.subject import LLMAPI, ModelFolder, Subject
 from trtserve.errors import RepositoryError
-from trtserve.releases import order
-from trtserve.repo.llmapi import KEYWORDS, require_setting, require_weights
+from trtserve.releases.llm_arguments import dropped_argument, unknown_argument
+from trtserve.repo.llmapi import KEYWORDS, OWN_KEYS, require_setting, require_weights
 from trtserve.triton.core_models import LLMAPI_FILE, PARALLEL_SIZES, read_model_yaml
 
-_OWN = frozenset({"model", "tokenizer", "triton_config", "logits_post_processors"})
 _TRITON = frozenset({"max_batch_size", "decoupled", "cancellation_check_period_ms", "multimodal"})
-# Keyword of the LLM → last release that had it, and what replaced it.
-_DROPPED = {"pytorch_backend_config": ("0.19", "its keys stand at the top now")}
 
 
 def no_settings(subject: Subject) -> Iterator[Fault]:
@@ -28,14 +24,12 @@ def no_settings(subject: Subject) -> Iterator[Fault]:
             yield _fault(model, f"There is no {LLMAPI_FILE}.", "It needs a line such as: model: /models/llama")
 
 
-def misspelt(subject: Subject) -> Iterator[Fault]:
-    """No key of model.yaml is almost one of the LLM's."""
+def unknown(subject: Subject) -> Iterator[Fault]:
+    """Every key of model.yaml is one of the LLM's."""
     for model, settings in _settings(subject):
-        known = {key.split(".")[0] for key in KEYWORDS} | _OWN
-        for key in sorted(map(str, set(settings) - known)):
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-            if close and close[0] not in settings:
-                yield _fault(model, f"The LLM has no keyword {key}.", f"Did you mean {close[0]}?")
+        for key in sorted(map(str, settings)):
+            if (fix := unknown_argument(key, besides=OWN_KEYS)) is not None:
+                yield _fault(model, f"The LLM has no keyword {key}, and refuses those that it does not have.", fix)
         triton = settings.get("triton_config")
         for key in sorted(map(str, set(triton if isinstance(triton, Mapping) else ()) - _TRITON)):
             yield _fault(model, f"triton_config has no key {key}.", f"It has {', '.join(sorted(_TRITON))}.")
@@ -45,9 +39,11 @@ def dropped(subject: Subject) -> Iterator[Fault]:
     """No key of model.yaml is one that a release dropped."""
     for model, settings in _settings(subject):
         release = subject.parameter_release(model)
-        for key, (last, instead) in _DROPPED.items():
-            if key in settings and release is not None and order(release) > order(last):
-                yield _fault(model, f"The LLM has no keyword {key} after release {last}.", f"Leave it out: {instead}.")
+        for key in sorted(map(str, settings)) if release is not None else ():
+            if (gone := dropped_argument(key, str(release))) is not None:
+                yield _fault(
+                    model, f"The LLM has no keyword {key} after release {gone[0]}.", f"Leave it out: {gone[1]}."
+                )
 
 
 def wrong_values(subject: Subject) -> Iterator[Fault]:

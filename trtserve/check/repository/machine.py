@@ -86,7 +86,7 @@ def few_gpus(subject: Subject) -> Iterator[Fault]:
             yield Fault(
                 model=model.name,
                 file=model.file,
-                what=f"{model.name} needs {wanted} GPU(s), and this machine has {subject.here.gpus}.",
+                what=f"{model.name} needs {counted(wanted, 'GPU')}, and this machine has {subject.here.gpus}.",
                 fix="Serve it where they are, or build the engine for fewer ranks.",
             )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trtserve.check.repository.findings import Fault, refusal
 from trtserve.check.repository.subject import LLMAPI, ModelFolder, Subject
-from trtserve.errors import MissingDependencyError, TrtserveError
+from trtserve.errors import MissingDependencyError, TrtserveError, counted
 from trtserve.progress import SilentProgress
 from trtserve.query.chat import find_chat_template, render
 from trtserve.query.tokenizer import TokenizerFiles
@@ -88,7 +88,7 @@ def large_additions(subject: Subject) -> Iterator[Fault]:
             more = f" and {len(beyond) - _NAMED} more" if len(beyond) > _NAMED else ""
             yield _fault(
                 model,
-                f"The tokenizer has {len(beyond)} added token(s) beyond the engine's vocabulary of {vocab_size}: "
+                f"The tokenizer has {counted(len(beyond), 'added token')} beyond the engine's vocabulary of {vocab_size}: "
                 f"{first}{more}. A text with one of them cannot be answered.",
                 "Take the tokenizer of the model that the engine was built from, or keep these tokens out of prompts.",
             )
