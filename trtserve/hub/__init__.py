@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import io
@@ -16,16 +15,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from trtserve.errors import (
-    AccessDeniedError,
-    CorruptFileError,
-    DiskSpaceError,
-    MachineError,
-    ModelNotFoundError,
-    NetworkError,
-    TrtserveError,
-    UnsupportedModelError,
-)
+from trtserve.errors import CorruptFileError, NetworkError, TrtserveError, UnsupportedModelError
+from trtserve.hub.failures import explain, offline
 from trtserve.machine import gibibytes
 
 if TYPE_CHECKING:
@@ -87,7 +78,7 @@ def _explained(function: Callable[P, R]) -> Callable[P, R]:
         except TrtserveError:
             raise
         except (_transport_error(), OSError) as error:
-            raise _explain(error, repository) from error
+            raise explain(error, repository, endpoint()) from error
 
     return wrapper
 
@@ -127,7 +118,7 @@ def resolve(repository: str, revision: str | None, *, token: str | None = None) 
     from huggingface_hub import HfApi
 
     if is_offline():
-        raise _offline(repository)
+        raise offline(repository)
     api = HfApi(endpoint=endpoint(), token=token)
     info = api.model_info(repository, revision=revision, files_metadata=True, timeout=30)
     if not info.sha:
@@ -200,7 +191,7 @@ def tensor_table(revision: Revision, file: RemoteFile, *, token: str | None = No
     from huggingface_hub.errors import SafetensorsParsingError
 
     if is_offline():
-        raise _offline(revision.repository)
+        raise offline(revision.repository)
     api = HfApi(endpoint=endpoint(), token=token)
     try:
         found = api.parse_safetensors_file_metadata(revision.repository, file.name, revision=revision.commit)
@@ -252,7 +243,7 @@ def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None,
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     if is_offline():
-        raise _offline(revision.repository)
+        raise offline(revision.repository)
     url = hf_hub_url(revision.repository, file.name, revision=revision.commit, endpoint=endpoint())
     try:
         with _CountedFile(part, task) as handle:
@@ -354,13 +345,6 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _offline(repository: str) -> NetworkError:
-    return NetworkError(
-        f"{repository} is not on this machine, and HF_HUB_OFFLINE forbids the network.",
-        hint="Unset HF_HUB_OFFLINE, or give a local folder.",
-    )
-
-
 def _lost(revision: Revision, file: RemoteFile, part: Path, failure: Exception | None) -> TrtserveError:
     have = _size(part)
     reason = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
@@ -368,45 +352,3 @@ def _lost(revision: Revision, file: RemoteFile, part: Path, failure: Exception |
         f"The pull of {file.name} from {revision.repository} stopped after {have} of {file.size} bytes{reason}.",
         hint="What came is kept: run the command again to continue from there.",
     )
-
-
-def _explain(error: Exception, repository: str) -> TrtserveError:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskSpaceError(
-            f"The disk is full while {repository} is pulled: {error}.", hint="What came is kept; free some space first."
-        )
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
-        return MachineError(f"The store cannot be written: {error}.", hint="Set TRTSERVE_HOME to a folder of yours.")
-    response = getattr(error, "response", None)
-    if response is None:
-        return NetworkError(
-            f"{endpoint()} cannot be reached: {type(error).__name__}: {error}".rstrip(": ") + ".",
-            hint="Check the network, proxy settings and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what is on this machine.",
-        )
-    return _explain_status(error, repository, response.status_code)
-
-
-def _explain_status(error: Exception, repository: str, status: int) -> TrtserveError:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        return AccessDeniedError(
-            f"{repository} is gated and this machine's token does not open it (HTTP {status}).",
-            hint=f"Accept the conditions on {endpoint()}/{repository}, then set HF_TOKEN or run `hf auth login`.",
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return ModelNotFoundError(f"{repository} has no such revision.", hint="Name a branch, tag or commit after '@'.")
-    if isinstance(error, RepositoryNotFoundError):
-        return ModelNotFoundError(
-            f"The hub knows no {repository}, or it is private and hidden from this token (HTTP {status}).",
-            hint="Check the spelling; for a private model set HF_TOKEN or run `hf auth login`.",
-        )
-    if status in (401, 403):
-        return AccessDeniedError(
-            f"The hub refuses access to {repository} (HTTP {status}): the token is not valid or lacks the permission.",
-            hint=f"Check HF_TOKEN, or make a token with read access at {endpoint()}/settings/tokens.",
-        )
-    if status == 404:
-        return ModelNotFoundError(f"The hub has no such file or repository: {repository} (HTTP 404).")
-    reason = str(error).splitlines()[0]
-    return NetworkError(f"The hub answered HTTP {status} for {repository}: {reason}", hint="Try again later.")

@@ -1,0 +1,65 @@
+"""What the hub's failures mean: errors of its client, of the network and of the disk, in our words."""
+
+from __future__ import annotations
+
+import errno
+
+from trtserve.errors import (
+    AccessDeniedError,
+    DiskSpaceError,
+    MachineError,
+    ModelNotFoundError,
+    NetworkError,
+    TrtserveError,
+)
+
+
+def offline(repository: str) -> NetworkError:
+    """The error for what would need the network while HF_HUB_OFFLINE forbids it."""
+    return NetworkError(
+        f"{repository} is not on this machine, and HF_HUB_OFFLINE forbids the network.",
+        hint="Unset HF_HUB_OFFLINE, or give a local folder.",
+    )
+
+
+def explain(error: Exception, repository: str, endpoint: str) -> TrtserveError:
+    """The error of ours for `error` of a call to the hub at `endpoint` about `repository`."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskSpaceError(
+            f"The disk is full while {repository} is pulled: {error}.", hint="What came is kept; free some space first."
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+        return MachineError(f"The store cannot be written: {error}.", hint="Set TRTSERVE_HOME to a folder of yours.")
+    response = getattr(error, "response", None)
+    if response is None:
+        return NetworkError(
+            f"{endpoint} cannot be reached: {type(error).__name__}: {error}".rstrip(": ") + ".",
+            hint="Check the network, proxy settings and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what is on this machine.",
+        )
+    return _explain_status(error, repository, response.status_code, endpoint)
+
+
+def _explain_status(error: Exception, repository: str, status: int, endpoint: str) -> TrtserveError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return AccessDeniedError(
+            f"{repository} is gated and this machine's token does not open it (HTTP {status}).",
+            hint=f"Accept the conditions on {endpoint}/{repository}, then set HF_TOKEN or run `hf auth login`.",
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return ModelNotFoundError(f"{repository} has no such revision.", hint="Name a branch, tag or commit after '@'.")
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelNotFoundError(
+            f"The hub knows no {repository}, or it is private and hidden from this token (HTTP {status}).",
+            hint="Check the spelling; for a private model set HF_TOKEN or run `hf auth login`.",
+        )
+    if status in (401, 403):
+        return AccessDeniedError(
+            f"The hub refuses access to {repository} (HTTP {status}): the token is not valid or lacks the permission.",
+            hint=f"Check HF_TOKEN, or make a token with read access at {endpoint}/settings/tokens.",
+        )
+    if status == 404:
+        return ModelNotFoundError(f"The hub has no such file or repository: {repository} (HTTP 404).")
+    reason = str(error).splitlines()[0]
+    return NetworkError(f"The hub answered HTTP {status} for {repository}: {reason}", hint="Try again later.")
