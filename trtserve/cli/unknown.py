@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,9 @@ def answer_unknown_options(tree: Any, whole: Callable[[], Any]) -> None:
 
     `whole` makes the tree of all commands, in which such options are looked for.
     """
+    owners = functools.cache(lambda: _owners(whole()))
     for names, node in commands_of(tree):
-        _answer(node, names, whole)
+        _answer(node, names, owners)
 
 
 def _owners(tree: Any) -> dict[str, list[str]]:
@@ -46,7 +48,7 @@ def _options(node: Any) -> list[str]:
     return [option for each in node.params for option in (*each.opts, *each.secondary_opts) if option.startswith("--")]
 
 
-def _answer(node: Any, names: tuple[str, ...], whole: Callable[[], Any]) -> None:
+def _answer(node: Any, names: tuple[str, ...], owners: Callable[[], Mapping[str, Sequence[str]]]) -> None:
     parse = node.parse_args
 
     def parse_or_explain(context: Any, arguments: list[str]) -> Any:
@@ -61,7 +63,7 @@ def _answer(node: Any, names: tuple[str, ...], whole: Callable[[], Any]) -> None
             if not hasattr(error, "possibilities"):
                 raise explain_usage(error, " ".join(("trtserve", *names))) from error
             option = _as_typed(str(getattr(error, "option_name", "")), typed)
-            raise _explain_all(node, names, option, typed, _owners(whole())) from None
+            raise _explain_all(node, names, option, typed, owners()) from None
 
     node.parse_args = parse_or_explain
     if hasattr(node, "commands"):
@@ -171,7 +173,7 @@ def explain(
 def _hint(names: tuple[str, ...], option: str, known: Sequence[str], owners: Mapping[str, Sequence[str]]) -> str | None:
     from trtserve.releases import NEWEST
     from trtserve.releases.build_flags import build_flags
-    from trtserve.releases.retired import retired_in
+    from trtserve.releases.retired import retired_elsewhere, retired_in
     from trtserve.triton.settings import settable
 
     old = retired_in(names[0] if names else "", option)
@@ -184,6 +186,10 @@ def _hint(names: tuple[str, ...], option: str, known: Sequence[str], owners: Map
     flag = build_flags(NEWEST).get("--" + option.lstrip("-").replace("-", "_"))
     if names[:1] in (("build",), ("import",)) and flag is not None:
         return _behind(flag)
+    if flag is not None and flag.deprecated:
+        return _behind(flag)
+    if (gone := retired_elsewhere(option)) is not None and spelled not in owners:
+        return gone.answer
     if spelled in owners:
         return f"{option} is an option of {', '.join(f'`{owner}`' for owner in owners[spelled])}."
     close = difflib.get_close_matches(spelled, known, n=3, cutoff=0.6)
