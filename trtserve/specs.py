@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from trtserve.errors import UsageError
+from trtserve.spec_fields import require_above_zero, require_choice, require_not_negative, require_positive
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["none", "int8", "int4", "int4_awq", "int8_sq", "fp8"]
@@ -29,41 +30,7 @@ SpeculativeMode = Literal[
 # Quantisations that look at activations: NVIDIA ModelOpt does them.
 CALIBRATED = ("int4_awq", "int8_sq", "fp8")
 
-# Triton's configuration and TensorRT-LLM's SizeType32 are 32-bit numbers.
-_LARGEST = 2**31 - 1
 _SUFFIX = re.compile(r"[A-Za-z0-9._-]+")
-
-
-def _require_positive(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is None:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        if value < 1:
-            raise UsageError(f"{flag} is {value}; it must be at least 1.")
-        if value > _LARGEST:
-            raise UsageError(f"{flag} is {value}; it must be at most {_LARGEST}.")
-
-
-def _require_not_negative(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and not 0 <= value <= _LARGEST:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be 0 … {_LARGEST}.")
-
-
-def _require_above_zero(owner: object, *names: str) -> None:
-    """For real numbers: NaN and infinity come through every parser of numbers, and mean nothing here."""
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be above 0.")
-
-
-def _require_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{flag} is {value!r}; expected one of {', '.join(choices)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +65,13 @@ class ConvertSpec:
     container_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_positive(self, "workers", "calib_size")
-        _require_choice("--converter", self.converter, get_args(Converter))
+        require_positive(self, "workers", "calib_size")
+        require_choice("--converter", self.converter, get_args(Converter))
         self._require_upstream()
-        _require_positive(self, "tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "gpu_sm")
-        _require_choice("--dtype", self.dtype, get_args(DType))
-        _require_choice("--quantize", self.quantize, get_args(Quantization))
-        _require_choice("--embedding-sharding-dim", str(self.embedding_sharding_dim), ("0", "1"))
+        require_positive(self, "tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "gpu_sm")
+        require_choice("--dtype", self.dtype, get_args(DType))
+        require_choice("--quantize", self.quantize, get_args(Quantization))
+        require_choice("--embedding-sharding-dim", str(self.embedding_sharding_dim), ("0", "1"))
 
     @property
     def upstream(self) -> bool:
@@ -131,7 +98,7 @@ class CheckSpec:
     prompts: Path | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self, "max_tokens")
+        require_positive(self, "max_tokens")
 
 
 _BUILD_CHOICES = {
@@ -204,17 +171,17 @@ class BuildSpec:
     container_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_positive(self, "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens")
-        _require_positive(self, "max_beam_width", "max_lora_rank", "tokens_per_block", "opt_num_tokens")
+        require_positive(self, "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens")
+        require_positive(self, "max_beam_width", "max_lora_rank", "tokens_per_block", "opt_num_tokens")
         if self.build_workers is not None and self.build_workers < 1:
             raise UsageError(f"The number of workers is {self.build_workers}; it must be at least 1.")
-        _require_not_negative(self, "max_draft_len", "max_prompt_embedding_table_size")
+        require_not_negative(self, "max_draft_len", "max_prompt_embedding_table_size")
         for name, choices in _BUILD_CHOICES.items():
             value = getattr(self, name)
             if value is not None:
-                _require_choice(f"--{name.replace('_', '-')}", value, get_args(choices))
-        _require_choice("--kv-precision", self.kv_precision, get_args(KvPrecision))
-        _require_choice("--runtime", self.runtime, get_args(RuntimeName))
+                require_choice(f"--{name.replace('_', '-')}", value, get_args(choices))
+        require_choice("--kv-precision", self.kv_precision, get_args(KvPrecision))
+        require_choice("--runtime", self.runtime, get_args(RuntimeName))
 
 
 BUILDER_FIELDS = (
@@ -277,7 +244,7 @@ class RepositorySpec:
     container_paths: str | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(
+        require_positive(
             self,
             "triton_max_batch_size",
             "preprocessing_instance_count",
@@ -285,12 +252,12 @@ class RepositorySpec:
             "bls_instance_count",
             "max_tokens_in_paged_kv_cache",
         )
-        _require_not_negative(self, "max_queue_size")
+        require_not_negative(self, "max_queue_size")
         fraction = self.kv_cache_free_gpu_mem_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise UsageError(f"--kv-cache-free-gpu-mem-fraction is {fraction}; it must lie in (0, 1].")
         if self.triton_backend is not None:
-            _require_choice("--triton-backend", self.triton_backend, get_args(TritonBackend))
+            require_choice("--triton-backend", self.triton_backend, get_args(TritonBackend))
         if self.suffix and not _SUFFIX.fullmatch(self.suffix):
             raise UsageError(f"--suffix is {self.suffix!r}; use letters, digits, '.', '_' and '-'.")
         if self.container_paths is not None:
@@ -345,9 +312,9 @@ class ServerSpec:
                 raise UsageError(f"Port {port} is outside 1 … 65535.")
         if len(set(ports)) != len(ports):
             raise UsageError(f"The HTTP, gRPC and metrics ports must differ; got {', '.join(map(str, ports))}.")
-        _require_positive(self, "world_size", "instances", "exit_timeout")
-        _require_not_negative(self, "gpu0_pool_bytes")
-        _require_above_zero(self, "ready_timeout")
+        require_positive(self, "world_size", "instances", "exit_timeout")
+        require_not_negative(self, "gpu0_pool_bytes")
+        require_above_zero(self, "ready_timeout")
         if not 1 <= self.proxy_port < 65535:
             raise UsageError(f"--proxy-port {self.proxy_port} is outside 1 … 65534 (the next one is for gRPC).")
         self._require_mode()
@@ -404,10 +371,10 @@ class BenchSpec:
         return "token-norm-dist" if self.dataset is None else "dataset"
 
     def __post_init__(self) -> None:
-        _require_above_zero(self, "input_mean", "output_mean", "request_rate", "timeout", "op_tokens_per_word")
-        _require_positive(self, "input_mean", "output_mean", "num_requests", "concurrency", "vocab_size")
-        _require_positive(self, "max_input_len", "max_seq_len")
-        _require_choice("--arrivals", self.arrivals, ("exponential", "constant"))
+        require_above_zero(self, "input_mean", "output_mean", "request_rate", "timeout", "op_tokens_per_word")
+        require_positive(self, "input_mean", "output_mean", "num_requests", "concurrency", "vocab_size")
+        require_positive(self, "max_input_len", "max_seq_len")
+        require_choice("--arrivals", self.arrivals, ("exponential", "constant"))
         for name in ("input_stdev", "output_stdev", "warmup_requests", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative.")
