@@ -4,8 +4,12 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 _SIGNALLED = 128
+# The code of MemoryLimitError: no module can be asked when this is needed.
+_MEMORY = 14
+_NO_MEMORY = b"error: The memory ran out.\nnext:  Free some, or raise the limit of this shell (ulimit -v).\n"
 
 
 def main() -> None:
@@ -22,10 +26,22 @@ def main() -> None:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # while the command line itself is being imported
         code = 130
+    except MemoryError:
+        _end_without_memory()
+    except ImportError as error:
+        if "failed to map segment" in str(error):
+            _end_without_memory()
+        raise
     if code > _SIGNALLED:  # one more signal on the way out changes nothing
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
+
+
+def _end_without_memory() -> NoReturn:
+    """Where not even an error can be explained: at once, for a library that lacked memory may wait for its threads."""
+    os.write(2, _NO_MEMORY)
+    os._exit(_MEMORY)
 
 
 if __name__ == "__main__":

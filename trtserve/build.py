@@ -10,6 +10,7 @@ from trtserve.architectures.checkpoint import read_config, require_files
 from trtserve.architectures.quantized import quant_algo
 from trtserve.artifacts import Checkpoint, Engine, Manifest, fingerprint
 from trtserve.capacity.gpu_room import require_gpu_room
+from trtserve.capacity.needs import build_addresses
 from trtserve.capacity.rates import TimedStage, expected_seconds, read_rates, timed
 from trtserve.capacity.room import require_disk, require_memory
 from trtserve.capacity.steps import serving_note
@@ -149,7 +150,12 @@ def timed_stage(engine: EnginePlan) -> TimedStage:
 
 
 def _require_room(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], folder: Path) -> None:
-    require_memory(engine.memory_bytes, "Building this engine needs", lambda free: _advice(engine, spec, runtime, free))
+    require_memory(
+        engine.memory_bytes,
+        "Building this engine needs",
+        lambda free: _advice(engine, spec, runtime, free),
+        mapped=build_addresses(engine),
+    )
     require_disk(folder.parent, engine.disk_bytes, "The engine")
 
 

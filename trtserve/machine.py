@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import platform
+import resource
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,19 +14,55 @@ from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_OWN_SIZE = Path("/proc/self/statm")
 # A setting of glibc's mallopt (malloc.h), and what it is set to.
 _M_MMAP_THRESHOLD = -3
 _LARGE_BLOCK = 2**20
 # Version 1 says "no limit" with the largest number of pages.
 _UNLIMITED = 2**60
+# What loaders, OpenVINO, PyTorch and Python's threads say when they were given no memory.
+_NO_MEMORY = (
+    "bad_alloc",
+    "bad allocation",
+    "cannot allocate memory",
+    "can't allocate memory",
+    "can't start new thread",
+    "failed to map segment from shared object",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddressSpace:
+    """Bytes of addresses that this process may have at most (RLIMIT_AS, `ulimit -v`), and those that it has.
+
+    They are more than memory: libraries and files that are mapped count in full, and what is set aside for threads.
+    """
+
+    limit: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        """Bytes that can still be taken."""
+        return max(0, self.limit - self.used)
+
+
+def address_space() -> AddressSpace | None:
+    """The limit of this process; None where there is none."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = (_read(_OWN_SIZE) or "0").split()[0]
+    return AddressSpace(limit=limit, used=int(pages) * resource.getpagesize())
 
 
 def total_memory() -> int:
-    """Bytes of memory that this process may use at most: the machine's, or its cgroup's limit if smaller."""
+    """Bytes of memory that this process may use at most: the machine's, or the limit of its cgroup or of its own."""
     import psutil
 
     total = int(psutil.virtual_memory().total)
-    return min([total, *(group.limit for group in _memory_groups())])
+    space = address_space()
+    return min([total, *(group.limit for group in _memory_groups()), *([space.limit] if space else [])])
 
 
 def physical_memory() -> int:
@@ -35,11 +73,32 @@ def physical_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of memory that can still be taken: what the kernel calls available, or what a cgroup has left."""
+    """Bytes that can still be taken: what the kernel calls available, or what a cgroup or RLIMIT_AS has left."""
     import psutil
 
-    available = int(psutil.virtual_memory().available)
-    return max(0, min([available, *(group.limit - group.used for group in _memory_groups())]))
+    available, space = int(psutil.virtual_memory().available), address_space()
+    left = [group.limit - group.used for group in _memory_groups()] + ([space.left] if space else [])
+    return max(0, min([available, *left]))
+
+
+def refused_memory(error: BaseException | None) -> BaseException | None:
+    """What of an error and its causes is a refused allocation, in whatever words; None when nothing is.
+
+    A library may be what was not mapped.
+    """
+    while error is not None and not _is_refused_memory(error):
+        error = error.__cause__
+    return error
+
+
+def _is_refused_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, OSError)):
+        return isinstance(error, MemoryError) or error.errno == errno.ENOMEM
+    if not isinstance(error, (ImportError, RuntimeError, SystemError)):
+        return False
+    # A library on a file system that is mounted without execution is not mapped either.
+    text = str(error).lower()
+    return "operation not permitted" not in text and any(words in text for words in _NO_MEMORY)
 
 
 def free_disk(path: Path) -> int:

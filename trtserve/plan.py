@@ -339,7 +339,7 @@ def _machine(model: ModelPlan, question: Question, need: Need, store: Store) -> 
         max_seq_len=need.engine.limits.max_seq_len,
         tokens=min(tokens, question.kv_tokens or tokens),
         fits=fits,
-        hint=None if fits else f"{advice(_wish(model, question), free)} {room.advice}".strip(),
+        hint=None if fits else f"{room.advice}{advice(_wish(model, question), free)}",
     )
 
 

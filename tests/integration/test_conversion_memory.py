@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.convert import convert_model
+from trtserve.errors import MemoryLimitError
 from trtserve.specs import ConvertSpec
 
 # Stacks of four threads (8 MB each) and their buffers.
@@ -66,8 +68,26 @@ def test_a_model_that_is_larger_than_the_limit_is_converted(
     assert len(hashes(free)) == tp_size
 
 
+@pytest.mark.parametrize("megabytes", [26, 100])
+def test_the_command_ends_as_too_large_under_any_limit(model: Path, tmp_path: Path, megabytes: int) -> None:
+    """Also where not even the command line can be loaded."""
+    result = subprocess.run(
+        [sys.executable, "-m", "trtserve", "convert", str(model), "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (megabytes * 10**6, megabytes * 10**6)),
+    )
+    assert result.returncode == MemoryLimitError.code, result.stderr
+    assert "memory" in result.stderr
+    assert "ulimit -v" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_limit_that_is_too_low_is_felt(model: Path, tmp_path: Path) -> None:
     result = limited(model, tmp_path / "limited", 1, "bfloat16", -(8 << 20))
     assert result.returncode != 0
-    assert "MemoryError" in result.stderr
+    assert "MemoryLimitError: This conversion needs" in result.stderr
+    assert "ulimit -v allows this process" in result.stderr
     assert not (tmp_path / "limited").exists()

@@ -182,7 +182,7 @@ def test_the_table_says_what_was_not_measured(tiny: Path, capsys: pytest.Capture
 def test_what_does_not_fit_names_what_would(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.plan.free_memory", lambda: 2**20)
+    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: 2**20)
     machine = _plan(capsys, str(tiny), code=TOO_LARGE)["machine"]
     assert not machine["fits"]
     assert machine["tokens"] == 0

@@ -36,6 +36,11 @@ def test_debug_adds_the_traceback_and_keeps_the_code(
     [
         (PermissionError(errno.EACCES, "Permission denied", "/closed/x"), 23, "error: /closed/x cannot be read or"),
         (OSError(errno.ENOSPC, "No space left on device", "/full/x"), 13, "the disk is full"),
+        (MemoryError(), 14, "error: The memory ran out"),
+        (ImportError("libx.so.1: failed to map segment from shared object"), 14, "error: The memory ran out: libx.so"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 14, "error: The memory ran out"),
+        (RuntimeError("can't start new thread"), 14, "error: The memory ran out"),
+        (ImportError("libx.so.1: failed to map segment: Operation not permitted"), 1, "Unexpected ImportError"),
         (ValueError("odd"), 1, "Unexpected ValueError: odd"),
     ],
 )

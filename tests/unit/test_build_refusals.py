@@ -62,6 +62,7 @@ def test_too_little_memory_is_said_before_anything_is_written(
     ("failure", "expected"),
     [
         (RuntimeError("Exception from allocator.cpp:79:\nstd::bad_alloc"), MemoryLimitError),
+        (RuntimeError("Exception from core.cpp:1:\nbad allocation"), MemoryLimitError),
         (RuntimeError("Exception from node.cpp:1:\nno such kernel"), BuildError),
     ],
 )

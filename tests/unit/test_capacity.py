@@ -16,7 +16,6 @@ from trtserve.capacity.converting import convert_memory
 from trtserve.capacity.fitting import fit_gpu, shorter_fit, smallest_fit
 from trtserve.capacity.gpus import GPUS, Gpu, find_gpu, parse_size
 from trtserve.capacity.needs import check_memory, draft_memory, engine_needs_of
-from trtserve.capacity.rates import expected_seconds, read_rates, timed
 from trtserve.capacity.serving import fitting_tokens, require_servable, server_needs
 from trtserve.capacity.steps import serving_note
 from trtserve.capacity.wishes import Need, Wish, need_of, require_wish
@@ -26,7 +25,6 @@ from trtserve.progress import SilentProgress
 from trtserve.runtimes.base import Limits
 from trtserve.runtimes.openvino_memory import engine_needs, weight_bytes
 from trtserve.specs import BuildSpec, ConvertSpec
-from trtserve.store import Store
 from trtserve.triton.preflight import Served
 
 FREE = "trtserve.capacity.room.free_memory"
@@ -247,7 +245,6 @@ def test_start_refuses_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> Non
         (bare + 1023 * per_token, 1000, True, False),
     ):
         monkeypatch.setattr(FREE, lambda free=free: free)
-        monkeypatch.setattr("trtserve.capacity.serving.free_memory", lambda free=free: free)
         lines.warnings.clear()
         if refused:
             with pytest.raises(MemoryLimitError, match="Serving m takes") as caught:
@@ -335,28 +332,6 @@ def test_build_advises_narrower_weights(monkeypatch: pytest.MonkeyPatch) -> None
     # What is quantised already cannot be quantised otherwise.
     widened = runtime.plan(_config("bfloat16") | {"quantization": {"quant_algo": "FP8"}}, spec)
     assert "No setting" in _advice(widened, spec, runtime, packed.memory_bytes)
-
-
-def test_rates_are_measured_never_invented(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    assert expected_seconds(read_rates(store), "convert", 100) is None
-    with timed(store, "convert", 100):
-        pass
-    with pytest.raises(ValueError, match="stopped"), timed(store, "build", 100):
-        raise ValueError("stopped")
-    for size in (120, 127, 5000):
-        with timed(store, "convert", size):
-            pass
-    assert [run["bytes"] for run in read_rates(store)["convert"]] == [127, 5000], "the newest of each power of two"
-    assert list(read_rates(store)) == ["convert"]
-    runs = {"convert": [{"bytes": 100, "seconds": 2.0}, {"bytes": 10_000, "seconds": 50.0}]}
-    assert expected_seconds(runs, "convert", 200) == 4.0
-    assert expected_seconds(runs, "convert", 20_000) == 100.0
-    assert expected_seconds(runs, "start", 200) is None
-    assert expected_seconds(runs, "convert", 100_000) is None, "a small run is mostly the start of its process"
-    assert expected_seconds({"convert": [{"bytes": GIB, "seconds": 2.0}]}, "convert", 140 * GIB) == 280.0
-    (tmp_path / "rates.json").write_text("{")
-    assert read_rates(store) == {}
 
 
 def test_gpus_by_name_and_size() -> None:

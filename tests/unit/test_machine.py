@@ -1,7 +1,8 @@
-"""Memory that is free here: what the cgroups around this process leave of it."""
+"""Memory that is free here: what the cgroups around this process, and its own limit, leave of it."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve import machine
 from trtserve.artifacts import Model
+from trtserve.capacity.room import memory_room, require_memory, to_be_mapped
 from trtserve.convert import convert_model
 from trtserve.errors import MemoryLimitError
 from trtserve.specs import ConvertSpec
+
+GIB = 2**30
 
 
 def _memory_group(folder: Path, limit: str, used: int, *, version: int = 2) -> None:
@@ -63,3 +67,22 @@ def test_cgroups_of_version_1_count(cgroups: Path) -> None:
     _memory_group(cgroups / "memory" / "one" / "two", str(50 * 2**20), 30 * 2**20, version=1)
     assert machine.free_memory() == 30 * 2**20
     assert machine.total_memory() == 50 * 2**20
+
+
+def test_a_limit_of_addresses_counts_with_what_is_still_to_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "address_space", lambda: machine.AddressSpace(limit=3 * GIB, used=GIB))
+    monkeypatch.setattr("trtserve.capacity.room.address_space", machine.address_space)
+    assert machine.free_memory() == 2 * GIB
+    assert machine.total_memory() == 3 * GIB
+    require_memory(GIB, "X needs", str, mapped=GIB)
+    with pytest.raises(MemoryLimitError, match=r"X needs 1\.0 GiB of memory; 1023 MiB are free \(ulimit -v") as caught:
+        require_memory(GIB, "X needs", str, mapped=GIB + 2**20)
+    assert str(caught.value.hint) == f"Raise the limit: ulimit -v unlimited. Else: {GIB - 2**20}"
+    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: 2**20)
+    assert memory_room(0).advice == ""
+
+
+def test_loaded_libraries_are_mapped_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert to_be_mapped("sys", files=7) == 7
+    monkeypatch.delitem(sys.modules, "openvino", raising=False)
+    assert to_be_mapped("openvino", files=7) > 2**28

@@ -12,8 +12,13 @@ _CONVERT_PROCESS = 33 * 2**20
 TORCH = 215 * 2**20
 
 
+def convert_libraries(moves: Sequence[Move]) -> tuple[str, ...]:
+    """What a conversion loads: PyTorch where it reads pickled files."""
+    return ("numpy", "torch") if any(isinstance(move.source.file, PickledFile) for move in moves) else ("numpy",)
+
+
 def convert_memory(moves: Sequence[Move], dtype: str, *, repacking: Sequence[int] = ()) -> int:
     """Peak of a conversion's process: one source tensor, or quantised matrix (its bytes), is under way at a time."""
     held = [buffered_bytes(move, dtype) for move in moves]
-    torch = TORCH if any(isinstance(move.source.file, PickledFile) for move in moves) else 0
+    torch = TORCH if "torch" in convert_libraries(moves) else 0
     return _CONVERT_PROCESS + torch + max([*held, *repacking], default=0)

@@ -11,7 +11,8 @@ from typing import Any
 from trtserve.architectures import family
 from trtserve.architectures.quantized import FP8, GPTQ, quant_algo
 from trtserve.capacity.converting import TORCH
-from trtserve.runtimes import EnginePlan
+from trtserve.capacity.room import to_be_mapped
+from trtserve.runtimes import EnginePlan, openvino
 from trtserve.runtimes.base import CheckpointConfig, Limits
 from trtserve.runtimes.openvino_memory import BUILD_PROCESS, EngineNeeds, engine_needs, whole_model_bytes
 
@@ -46,6 +47,17 @@ class ServerNeeds:
 def import_memory(engine: EnginePlan) -> int:
     """Peak of an import's process, which builds after it has tested the tokenizer."""
     return engine.memory_bytes + _TRANSFORMERS + (TORCH if importlib.util.find_spec("torch") else 0)
+
+
+def build_addresses(engine: EnginePlan, *, tokenizer: bool = False) -> int:
+    """What a build of the openvino runtime still maps into its process: libraries, and the engine's files.
+
+    `tokenizer`: it tests one before. Other runtimes build in processes of their own, which no such limit suits.
+    """
+    if engine.runtime != openvino.NAME:
+        return 0
+    names = ("numpy", "openvino", *(("transformers", "torch") if tokenizer else ()))
+    return to_be_mapped(*names, files=engine.disk_bytes)
 
 
 def server_processes(*, tokenizers: int = 2, bls: int = 1, tokenizer_bytes: int = 0) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trtserve.capacity.needs import ServerNeeds, draft_memory, engine_needs_of, server_processes
-from trtserve.capacity.room import require_memory
+from trtserve.capacity.room import memory_room, require_memory, to_be_mapped
 from trtserve.capacity.steps import fitting_step
-from trtserve.machine import free_memory, gibibytes
+from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.triton.preflight import Served
 from trtserve.triton.profiles import BLS, POSTPROCESSING, PREPROCESSING
@@ -61,13 +61,15 @@ def require_servable(served: Served, name: str, progress: Progress = SILENT) -> 
     explicit = served.kv_tokens is not None
     per_token = needs.kv // needs.kv_tokens
     least = needs.kv if explicit else _BLOCK * per_token
+    mapped = to_be_mapped("numpy", "openvino", files=engine_needs_of(served.engine).disk)
     require_memory(
         needs.processes + needs.engine + least,
         f"Serving {name} takes {gibibytes(needs.engine)} for the engine, {gibibytes(least)} for its KV cache and"
         f" {gibibytes(needs.processes)} for Triton: it needs",
         lambda free: _advice(served.engine, needs, per_token, free, explicit=explicit),
+        mapped=mapped,
     )
-    fitting = fitting_tokens(needs, per_token, free_memory())
+    fitting = fitting_tokens(needs, per_token, memory_room(mapped).free)
     if fitting < needs.kv_tokens:
         progress.warn(
             f"Memory is left for a KV cache of {fitting} tokens; one sequence of max_seq_len has {needs.kv_tokens}."

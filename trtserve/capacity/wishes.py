@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtserve.capacity.needs import ServerNeeds, import_memory, server_processes
+from trtserve.capacity.needs import ServerNeeds, build_addresses, import_memory, server_processes
 from trtserve.capacity.room import require_memory
 from trtserve.capacity.steps import USUAL_TOKENS, smallest_step, step_flags, usual_steps
 from trtserve.convert import checkpoint_config
@@ -87,6 +87,7 @@ def require_wish(wish: Wish, name: str) -> None:
         f" {gibibytes(server.engine)} to serve it, {gibibytes(server.kv)} KV cache for {server.kv_tokens} tokens,"
         f" {gibibytes(server.processes)} for the server{draft}: it needs",
         lambda free: advice(wish, free),
+        mapped=build_addresses(need.engine, tokenizer=True),
     )
 
 

@@ -17,6 +17,7 @@ from trtserve.cli.output import TerminalProgress, print_error
 from trtserve.cli.plain_values import take_plain_values
 from trtserve.cli.unknown import answer_unknown_options
 from trtserve.errors import MemoryLimitError, TrtserveError
+from trtserve.machine import address_space, gibibytes, refused_memory
 from trtserve.store import file_error
 
 _COMPLETION = "_TRTSERVE_COMPLETE"
@@ -92,15 +93,22 @@ def _format_options(node: Any, context: Any, formatter: Any) -> None:
 
 
 def _explained(error: Exception) -> TrtserveError:
-    if isinstance(error, TrtserveError):
+    if isinstance(error, MemoryLimitError):
         return error
-    if isinstance(error, MemoryError):
+    if (reason := refused_memory(error)) is not None:
         return MemoryLimitError(
-            f"Memory ran out{f': {error}' if str(error) else ''}.",
+            f"The memory ran out{f': {reason}' if str(reason) else ''}{_limit()}.",
             hint="`trtserve plan` says what is needed; look at limits of this shell too (ulimit -v).",
         )
+    if isinstance(error, TrtserveError):
+        return error
     refused = file_error(error, Path(error.filename or "A file")) if isinstance(error, OSError) else None
     return refused or _unexpected(error)
+
+
+def _limit() -> str:
+    space = address_space()
+    return f" (ulimit -v allows this process {gibibytes(space.limit)} of addresses)" if space else ""
 
 
 def _unexpected(error: Exception) -> TrtserveError:

@@ -13,8 +13,9 @@ from trtserve.architectures.source import read_hf_config
 from trtserve.architectures.streaming import carry_out, created, load_types
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import Checkpoint, Manifest, Model
+from trtserve.capacity.converting import convert_libraries
 from trtserve.capacity.rates import timed
-from trtserve.capacity.room import require_disk, require_memory
+from trtserve.capacity.room import require_disk, require_memory, to_be_mapped
 from trtserve.convert.config import checkpoint_config, own_dtype, resolve_dtype
 from trtserve.convert.plan import Destination, Plan, destination_of, own_wishes, plan_conversion
 from trtserve.errors import ConversionError
@@ -97,7 +98,12 @@ def convert_model(
 
 
 def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
-    require_memory(plan.memory_bytes, "This conversion needs", lambda _: "Free some memory: no setting needs less.")
+    require_memory(
+        plan.memory_bytes,
+        "This conversion needs",
+        lambda _: "Free some memory: no setting needs less.",
+        mapped=to_be_mapped(*convert_libraries(plan.moves)),
+    )
     require_disk(folder.parent, plan.total_bytes, "The checkpoint")
     ranks = f"{len(plan.sizes)} rank{'s' if len(plan.sizes) > 1 else ''}"
     text = f"Converting to {plan.spec.dtype}, {ranks}, {gibibytes(plan.total_bytes)}"

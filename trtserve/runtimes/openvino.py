@@ -165,10 +165,10 @@ def build(
 
 def _explained(error: Exception, plan: OpenvinoPlan) -> TrtserveError:
     """OpenVINO raises RuntimeError for everything, with the C++ place of it in the first line."""
-    if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+    if machine.refused_memory(error) is not None:
         return MemoryLimitError(
             f"The memory ran out while the engine was built; it needs {machine.gibibytes(plan.memory_bytes)}.",
-            hint="Free some memory or raise its limit, or convert with --quantize int4.",
+            hint="Free some memory or raise its limit (ulimit -v too), or convert with --quantize int4.",
         )
     reason = " ".join(str(error).split())
     return BuildError(
