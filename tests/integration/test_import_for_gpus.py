@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,18 @@ def _renamed(model: Path, architecture: str, model_type: str) -> Path:
     (model / "modeling_other.py").write_text("")
     (model / "preprocessor_config.json").write_text("{}")
     return model
+
+
+def test_a_name_that_the_llm_api_takes_over_is_told(
+    model: Path, tmp_path: Path, doubles: Doubles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(model, tmp_path / "elsewhere" / model.name)
+    flags = ("--runtime", "llmapi", "--name", "mine")
+    assert run(["import", str(model), *flags]) == 0
+    assert "The name mine meant" not in capsys.readouterr().err
+    assert run(["import", str(other), *flags]) == 0
+    assert f"The name mine meant {model} until now" in capsys.readouterr().err
+    assert not doubles.calls("trtllm-build")
 
 
 def test_the_llm_api_takes_architectures_that_nothing_converts(

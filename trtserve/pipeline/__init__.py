@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,12 +21,11 @@ from trtserve.capacity.wishes import Wish, need_of, require_wish
 from trtserve.convert import Plan as Conversion
 from trtserve.convert import checkpoint_config, convert_model, destination_of, plan_conversion
 from trtserve.convert.upstream import upstream_command
-from trtserve.errors import ArtifactError
 from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
 from trtserve.machine import gibibytes
 from trtserve.pipeline.foreign import is_foreign, make_foreign_engine
 from trtserve.pipeline.llmapi import for_llmapi, import_for_llmapi
-from trtserve.pipeline.recorded import recordable
+from trtserve.pipeline.recorded import record_of, take_name
 from trtserve.pipeline.spec import ImportSpec
 from trtserve.pipeline.stages import Stage, planned_stage
 from trtserve.progress import SILENT, Progress
@@ -46,7 +43,7 @@ from trtserve.repo import require_room as require_repository_room
 from trtserve.repo.engine import read_engine
 from trtserve.repo.options import spelled_as
 from trtserve.runtimes import choose_runtime
-from trtserve.store import NameRecord, Store, reusable
+from trtserve.store import Store, reusable
 from trtserve.triton.profiles import profile
 from trtserve.triton.settings import resolve_settings
 
@@ -309,9 +306,8 @@ def import_to_repository(
     repository = _make_repository(spec, model, engine, store, progress)
     checkpoint = destination_of(conversion, spec.name, store=store).path
     if record:
-        made = _record(spec, plan.model, model.path, checkpoint, engine.path, repository.path)
-        _tell_new_meaning(made, store, progress)
-        store.record(made)
+        made = record_of(spec, plan.model, model, repository, checkpoint=checkpoint, engine=engine.path)
+        take_name(made, store, progress)
     if spec.discard_intermediate:
         _discard(checkpoint, store, progress)
     return repository
@@ -359,37 +355,6 @@ def _plan_repository(spec: ImportSpec, model: Model, engine: Engine, store: Stor
         out=spec.out,
         into=spec.into,
         store=store,
-    )
-
-
-def _tell_new_meaning(record: NameRecord, store: Store, progress: Progress) -> None:
-    # A record that cannot be read is no reason against the one that replaces it.
-    with suppress(ArtifactError):
-        for old in store.recorded():
-            if old.name != record.name:
-                continue
-            if old.source != record.source:
-                progress.warn(f"The name {record.name} meant {old.source} until now; --name keeps two models apart.")
-            if old.repository != record.repository and Path(old.repository).is_dir():
-                progress.step(
-                    f"{record.name} now means {record.repository}; the former build {old.repository} stays until "
-                    f"`trtserve remove {record.name}`"
-                )
-
-
-def _record(
-    spec: ImportSpec, model: ModelPlan, model_path: Path, checkpoint: Path, engine: Path, repository: Path
-) -> NameRecord:
-    revision = f"@{model.source.revision}" if model.source.revision else ""
-    return NameRecord(
-        name=spec.name,
-        source="demo" if model.source.kind == "demo" else model.source.location + revision,
-        model=str(model_path),
-        checkpoint=str(checkpoint),
-        engine=str(engine.absolute()),
-        repository=str(repository.absolute()),
-        imported=datetime.datetime.now(datetime.timezone.utc).isoformat(),
-        spec=recordable(spec, model),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from trtserve.artifacts import Model, ModelRepository
 from trtserve.errors import UsageError
 from trtserve.import_ import ModelPlan, missing_bytes, model_destination, plan_model, pull_model
-from trtserve.pipeline.recorded import recordable
+from trtserve.pipeline.recorded import record_of, take_name
 from trtserve.pipeline.spec import ImportSpec
 from trtserve.pipeline.stages import Stage, planned_stage
 from trtserve.progress import SILENT, Progress
@@ -20,7 +19,7 @@ from trtserve.repo.group import require_room
 from trtserve.repo.llmapi import LlmapiPlan, assemble_llmapi, llmapi_models, plan_llmapi
 from trtserve.runtimes import choose_runtime, llmapi
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
-from trtserve.store import NameRecord, Store, reusable
+from trtserve.store import Store, reusable
 
 # Limits of a build that the LLM has keywords for, under the same names.
 _LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
@@ -94,7 +93,7 @@ def import_for_llmapi(
         progress.step(f"Model repository {made.path} is reused")
     repository = assemble_llmapi(made, progress=progress)
     if record:
-        store.record(_record(spec, plan.model, model, repository))
+        take_name(record_of(spec, plan.model, model, repository), store, progress)
     return repository
 
 
@@ -152,18 +151,4 @@ def _meaningless(flag: str) -> UsageError:
     return UsageError(
         f"{flag} has no meaning with --runtime llmapi: nothing is converted or built.",
         hint="Keywords of the LLM are given with --set, such as --set max_seq_len=4096.",
-    )
-
-
-def _record(spec: ImportSpec, plan: ModelPlan, model: Model, repository: ModelRepository) -> NameRecord:
-    revision = f"@{plan.source.revision}" if plan.source.revision else ""
-    return NameRecord(
-        name=spec.name,
-        source="demo" if plan.source.kind == "demo" else plan.source.location + revision,
-        model=str(model.path),
-        checkpoint="",
-        engine="",
-        repository=str(repository.path.absolute()),
-        imported=datetime.datetime.now(datetime.timezone.utc).isoformat(),
-        spec=recordable(spec, plan),
     )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import Engine, load_artifact
+from trtserve.artifacts import Engine, Model, ModelRepository, load_artifact
 from trtserve.errors import ArtifactError, UsageError
 from trtserve.import_ import ModelPlan
 from trtserve.import_.sources import DEMO
 from trtserve.pipeline.spec import ImportSpec
+from trtserve.progress import Progress
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
-from trtserve.store import NameRecord
+from trtserve.store import NameRecord, Store
 from trtserve.wording import spec_of
 
 # Fields of the stages' specs that hold a path.
@@ -21,12 +23,48 @@ _SPEC_PATHS = frozenset({"trtllm_examples"})
 _PATHS = ("tokenizer", "draft_tokenizer", "engine_out", "out", "into")
 
 
-def recordable(spec: ImportSpec, model: ModelPlan) -> dict[str, Any]:
-    """`spec` as it is kept beside its name.
+def record_of(
+    spec: ImportSpec,
+    plan: ModelPlan,
+    model: Model,
+    repository: ModelRepository,
+    *,
+    checkpoint: Path | None = None,
+    engine: Path | None = None,
+) -> NameRecord:
+    """What `import` remembers under its name; the LLM API has neither checkpoint nor engine.
 
-    Its source is what `model` was: the same commit, also when the hub's branch has moved or the hub is out of reach.
+    The source that is asked for again is what `plan` was: the same commit, also when the hub's branch has moved or the
+    hub is out of reach.
     """
-    return {**as_json(spec), "source": _pinned(model)}
+    revision = f"@{plan.source.revision}" if plan.source.revision else ""
+    return NameRecord(
+        name=spec.name,
+        source="demo" if plan.source.kind == "demo" else plan.source.location + revision,
+        model=str(model.path),
+        checkpoint=str(checkpoint or ""),
+        engine=_text(engine) or "",
+        repository=str(repository.path.absolute()),
+        imported=datetime.datetime.now(datetime.timezone.utc).isoformat(),
+        spec={**as_json(spec), "source": _pinned(plan)},
+    )
+
+
+def take_name(record: NameRecord, store: Store, progress: Progress) -> None:
+    """Remember an import under its name; what the name meant until now is said."""
+    # A record that cannot be read is no reason against the one that replaces it.
+    with suppress(ArtifactError):
+        for old in store.recorded():
+            if old.name != record.name:
+                continue
+            if old.source != record.source:
+                progress.warn(f"The name {record.name} meant {old.source} until now; --name keeps two models apart.")
+            if old.repository != record.repository and Path(old.repository).is_dir():
+                progress.step(
+                    f"{record.name} now means {record.repository}; the former build {old.repository} stays until "
+                    f"`trtserve remove {record.name}`"
+                )
+    store.record(record)
 
 
 def as_json(spec: ImportSpec) -> dict[str, Any]:
