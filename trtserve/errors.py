@@ -165,3 +165,8 @@ def listing(items: Sequence[str], separator: str = ", ") -> str:
     """Items for a message: the first ten, and how many more there are."""
     more = len(items) - _LISTED
     return separator.join([*items[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things for a message: `1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

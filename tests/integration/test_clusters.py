@@ -92,9 +92,7 @@ def test_a_node_without_enough_gpus_ends_the_job_before_any_model_is_loaded(doub
     doubles.configure(container="25.04", gpus=1)
     number, _ = submit(repository_of(tmp_path).path, tmp_path / "job", "--nodes", "2")
     assert code_of(doubles, number) == 1
-    assert (
-        "1 GPU(s), and 2 task(s) need one each" in (tmp_path / "job" / "logs" / f"repository-{number}.out").read_text()
-    )
+    assert "tasks: 2, GPUs: 1" in (tmp_path / "job" / "logs" / f"repository-{number}.out").read_text()
     assert not doubles.calls("tritonserver")
 
 

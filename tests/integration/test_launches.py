@@ -133,7 +133,7 @@ def test_an_engine_of_another_machine_is_explained(tmp_path: Path, store: Store,
 
 def test_another_world_size_needs_another_engine(tmp_path: Path, store: Store) -> None:
     repository = repository_of(tmp_path)
-    with pytest.raises(UsageError, match=r"--world-size is 4; the engine was built for 2 rank\(s\)") as caught:
+    with pytest.raises(UsageError, match=r"--world-size is 4; the engine was built for 2 ranks") as caught:
         plan_server(repository, ServerSpec(world_size=4), store=store, elsewhere=True)
     assert "--tp_size 4" in str(caught.value.hint)
 

@@ -131,7 +131,7 @@ def test_every_typed_option_reaches_the_tool(late: Builder) -> None:
 # Fault, exit code, what the message says beside the last lines.
 FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"build_fault": "oom"}, 14, ("signal 9: it ran out of memory", "It needs about", "were free", "--tp-size")),
-    ({"build_fault": "no-engine"}, 21, ("rank0.engine is missing (2 rank(s)",)),
+    ({"build_fault": "no-engine"}, 21, ("rank0.engine is missing (2 ranks",)),
     ({"build_fault": "no-engine", "build_fault_rank": 1}, 21, ("rank1.engine is missing",)),
     ({"build_fault": "empty", "build_fault_rank": 1}, 21, ("rank1.engine has 0 bytes, too little",)),
     ({"build_fault": "cut-config"}, 21, ("config.json is not JSON",)),
@@ -190,7 +190,7 @@ def test_workers_follow_gpus_and_wishes(late: Builder, capsys: pytest.CaptureFix
     assert late("--dry-run", "--workers", "2") == 0
     planned = capsys.readouterr().out
     assert "--workers 2" in planned
-    assert "trtllm-build builds 1 rank(s) at once, one on each GPU." in planned
+    assert "trtllm-build builds 1 rank at once, one on each GPU." in planned
 
 
 def test_dry_run_prints_the_command_without_tensorrt_llm(build: Builder, capsys: pytest.CaptureFixture[str]) -> None:

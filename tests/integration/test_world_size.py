@@ -90,7 +90,7 @@ def test_a_dry_run_tells_stages_and_launch(
     engines = _names(Store().folder(Engine))
     assert run(["start", ALIAS, "--world-size", "2", "--dry-run"]) == 0
     shown = capsys.readouterr()
-    assert f"{ALIAS} was imported for 1 rank(s); first these stages are run with tp 2." in shown.err
+    assert f"{ALIAS} was imported for 1 rank; first these stages are run with tp 2." in shown.err
     stages = [line.split()[:2] for line in shown.out.splitlines()]
     assert stages[:4] == [["model", "reuse"], ["convert", "make"], ["build", "make"], ["repo", "make"]]
     assert "--gemm_plugin auto" in shown.out
@@ -114,10 +114,8 @@ def test_the_design_card(
     ports = _ports()
     assert run(["start", ALIAS, "--world-size", "4", "--detach", *ports]) == 0
     shown = capsys.readouterr()
-    assert (
-        f"World size 4: {ALIAS} was imported for 1 rank(s), so it is converted and built again with tp 4" in shown.err
-    )
-    assert "Mode: leader, 4 rank(s)" in shown.err
+    assert f"World size 4: {ALIAS} was imported for 1 rank, so it is converted and built again with tp 4" in shown.err
+    assert "Mode: leader, 4 ranks" in shown.err
     try:
         calls = machine.doubles.calls("tritonserver")
         assert sorted(call.rank for call in calls) == [0, 1, 2, 3]
@@ -159,9 +157,9 @@ def test_what_stops_the_launch_is_told_before_the_build(
 ) -> None:
     builds = len(machine.doubles.calls("trtllm-build"))
     assert run(["start", ALIAS, "--world-size", "8", "--auto-ports"]) == 30
-    assert "8 rank(s) need a GPU each; this machine has 4" in capsys.readouterr().err
+    assert "8 ranks need a GPU each; this machine has 4" in capsys.readouterr().err
     assert run(["start", ALIAS, "--world-size", "2", "--gpus", "0", "--auto-ports"]) == 2
-    assert "--gpus names 1 GPU(s); 2 rank(s) need 2" in capsys.readouterr().err
+    assert "--gpus names 1 GPU; 2 ranks need 2" in capsys.readouterr().err
     assert run(["start", ALIAS, "--world-size", "3", "--dry-run"]) != 0  # 4 heads
     assert "3" in capsys.readouterr().err
     assert len(machine.doubles.calls("trtllm-build")) == builds

@@ -84,7 +84,7 @@ def test_added_tokens_beyond_the_vocabulary_are_named(good: dict[str, Path], tmp
     copy = broken(next(each for each in FAULTS if each.rule == "tokenizer-added"), good, tmp_path)
     (finding,) = [each for each in report_of(copy).findings if each.rule.startswith("tokenizer-")]
     assert (finding.severity, finding.model) == ("warning", "preprocessing")
-    assert "has 1 added token(s) beyond the engine's vocabulary" in finding.what
+    assert "has 1 added token beyond the engine's vocabulary" in finding.what
     assert "'<tool>' (5000)" in finding.what
 
 
@@ -157,7 +157,7 @@ def test_all_findings_are_told_errors_first(good: dict[str, Path], tmp_path: Pat
 
 def test_command(good: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(good["cpp"]), "--no-machine"]) == 0
-    assert "0 error(s), 0 warning(s)" in capsys.readouterr().out
+    assert "0 errors, 0 warnings" in capsys.readouterr().out
     copy = broken(next(each for each in FAULTS if each.rule == "engine-extra"), good, tmp_path)
     assert run(["check", str(copy), "--json"]) == CheckError.code
     result = json.loads(capsys.readouterr().out)["result"]

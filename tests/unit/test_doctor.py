@@ -53,8 +53,8 @@ def test_system(system: str, architecture: str, state: str) -> None:
 
 def test_cpu() -> None:
     new = host.check_cpu(frozenset({"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "sse2"}), 8)
-    assert (new.state, new.evidence) == ("ok", "8 core(s), AVX2, AVX-512, VNNI, bfloat16")
-    assert host.check_cpu(frozenset({"asimd", "sve", "bf16"}), 4).evidence == "4 core(s), NEON, SVE, bfloat16"
+    assert (new.state, new.evidence) == ("ok", "8 cores, AVX2, AVX-512, VNNI, bfloat16")
+    assert host.check_cpu(frozenset({"asimd", "sve", "bf16"}), 4).evidence == "4 cores, NEON, SVE, bfloat16"
     old = host.check_cpu(frozenset({"sse2"}), 2)
     assert old.state == "warning"
     assert "AVX2" in old.fix
@@ -136,7 +136,7 @@ def test_memory_names_the_limit_of_a_cgroup(monkeypatch: pytest.MonkeyPatch) -> 
     for name, count in (("free_memory", 3), ("total_memory", 4), ("physical_memory", 64)):
         monkeypatch.setattr(machine, name, lambda count=count: count * GIB)
     evidence = host.check_memory(GIB).evidence
-    assert evidence == "3.0 GiB free of 4.0 GiB (its cgroup's limit; the machine has 64.0 GiB)"
+    assert evidence == "3.0 GiB free of 4.0 GiB (the limit of this process; the machine has 64.0 GiB)"
 
 
 @pytest.mark.parametrize(("free", "state"), [(2**29, "failed"), (5 * GIB, "warning"), (100 * GIB, "ok")])

@@ -121,7 +121,7 @@ def test_nvml_tells_everything_of_an_h200(described: Described) -> None:
     assert (device.state, device.needed_by) == ("ok", GPU)
     assert device.evidence == (
         "NVIDIA H200, compute capability 9.0, 139.5 GiB free of 140.0 GiB, MIG off, persistence mode on, "
-        "0 uncorrected memory error(s)"
+        "0 uncorrected memory errors"
     )
 
 
@@ -236,8 +236,8 @@ def test_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("text", "state", "evidence"),
     [
         (None, None, ""),
-        ("1", "ok", "1: 1 of 2 GPU(s)"),
-        ("GPU-1234", "ok", "GPU-1234: 1 of 2 GPU(s)"),
+        ("1", "ok", "1: 1 of 2 GPUs"),
+        ("GPU-1234", "ok", "GPU-1234: 1 of 2 GPUs"),
         ("", "failed", "'': no GPU is left"),
         ("-1", "failed", "'-1': no GPU is left"),
         ("0,5", "failed", "'0,5': GPU 5 is not there"),

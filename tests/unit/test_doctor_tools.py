@@ -71,7 +71,7 @@ def test_docker(server: str, runtimes: str, gpus: int, state: str, evidence: str
 @pytest.mark.parametrize(
     ("sinfo", "state", "evidence"),
     [
-        ("echo 'gpu* up 4'; echo 'cpu up 2'", "ok", "23.11.4, 2 partition(s)"),
+        ("echo 'gpu* up 4'; echo 'cpu up 2'", "ok", "23.11.4, 2 partitions"),
         (
             "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1",
             "warning",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from trtserve import errors
-from trtserve.errors import TrtserveError
+from trtserve.errors import TrtserveError, counted
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "exit-codes.md"
 
@@ -34,3 +36,14 @@ def test_tree_in_the_docstring_is_the_tree() -> None:
 def test_documented_exit_codes() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)`", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
     assert {name: int(code) for code, name in rows} == _classes()
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks")])
+def test_things_are_counted(number: int, said: str) -> None:
+    assert counted(number, "rank") == said
+
+
+def test_no_message_leaves_a_plural_open() -> None:
+    package = Path(__file__).parents[2] / "trtserve"
+    open_plurals = [path for path in package.rglob("*.py") if "(s)" in path.read_text(encoding="utf-8")]
+    assert open_plurals == []

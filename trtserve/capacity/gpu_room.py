@@ -34,9 +34,10 @@ def require_gpu_room(engine: EnginePlan, spec: BuildSpec, progress: Progress = S
     smallest = smallest_fit(config, spec, gpu)
     fewest = f"--tp-size {smallest.tp_size} --pp-size {smallest.pp_size}" if smallest else "no tp × pp"
     if fit.weights > memory:
+        ranks = fit.tp_size * fit.pp_size
         raise MemoryLimitError(
-            f"Each of {fit.tp_size * fit.pp_size} rank(s) has {gibibytes(fit.weights)} of weights, and the largest GPU "
-            f"of this machine {gibibytes(memory)} of memory.",
+            f"{'The engine' if ranks == 1 else f'Each of {ranks} ranks'} has {gibibytes(fit.weights)} of weights, "
+            f"and the largest GPU of this machine {gibibytes(memory)} of memory.",
             hint=f"Convert otherwise: by estimate {fewest} would fit, and --quantize makes weights smaller. "
             "`trtserve plan` has the whole need.",
         )

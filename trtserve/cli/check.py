@@ -9,7 +9,7 @@ import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_block, print_json, print_table
-from trtserve.errors import UsageError
+from trtserve.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from trtserve.artifacts import Artifact
@@ -127,7 +127,7 @@ def _print_findings(report: RepositoryReport) -> None:
     release = "" if report.release is None else f" (TensorRT-LLM {report.release})"
     print_block(
         f"{report.path}{release}: {len(report.models)} models, {len(report.rules)} rules, "
-        f"{len(report.errors)} error(s), {len(report.warnings)} warning(s)"
+        f"{counted(len(report.errors), 'error')}, {counted(len(report.warnings), 'warning')}"
     )
 
 

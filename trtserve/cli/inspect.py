@@ -9,6 +9,7 @@ import typer
 
 from trtserve.cli.options import JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, count, print_block, print_json
+from trtserve.errors import counted
 from trtserve.machine import gibibytes
 
 if TYPE_CHECKING:
@@ -79,9 +80,8 @@ def _model(model: Any) -> str:
 def _limits(limits: Any) -> str:
     if not limits:
         return ""
-    return (
-        f"{limits.get('max_batch_size')} requests, {limits.get('max_num_tokens')} tokens per step, "
-        f"{limits.get('max_beam_width', 1)} beam(s)"
+    return f"{limits.get('max_batch_size')} requests, {limits.get('max_num_tokens')} tokens per step, " + counted(
+        limits.get("max_beam_width", 1), "beam"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trtserve.doctor.findings import GPU, Finding, State
 from trtserve.doctor.nvidia import NVML, Device, Gpus, on_the_bus
-from trtserve.errors import MachineError
+from trtserve.errors import MachineError, counted
 from trtserve.launch.base import VISIBLE_DEVICES
 from trtserve.machine import gibibytes
 from trtserve.releases.containers import CONTAINERS, Container, container, containers_of
@@ -22,7 +22,7 @@ _TAKEN = 2**30
 def check_no_driver(error: MachineError) -> Finding:
     """Why no GPU can be used here."""
     found = on_the_bus()
-    bus = f"; {found} NVIDIA GPU(s) on the PCI bus" if found else "; no NVIDIA GPU on the PCI bus"
+    bus = f"; {counted(found, 'NVIDIA GPU') if found else 'no NVIDIA GPU'} on the PCI bus"
     return _finding("driver", "failed", f"none ({error.message}){bus}", error.hint or "")
 
 
@@ -52,7 +52,7 @@ def check_visible(gpus: Gpus) -> Iterator[Finding]:
         why = f"GPU {unknown[0]} is not there" if unknown else "no GPU is left"
         yield _finding(VISIBLE_DEVICES, "failed", f"{text!r}: {why}", f"Unset {VISIBLE_DEVICES}, or correct it.")
     else:
-        yield _finding(VISIBLE_DEVICES, "ok", f"{text}: {len(listed)} of {len(gpus.devices)} GPU(s)")
+        yield _finding(VISIBLE_DEVICES, "ok", f"{text}: {len(listed)} of {counted(len(gpus.devices), 'GPU')}")
 
 
 def check_device(device: Device) -> Finding:
@@ -60,7 +60,7 @@ def check_device(device: Device) -> Finding:
     facts = [f"{device.name}, compute capability {device.capability}"]
     facts.append(f"{gibibytes(device.memory - device.used)} free of {gibibytes(device.memory)}")
     facts += [f"{name} {'on' if value else 'off'}" for name, value in _modes(device) if value is not None]
-    facts += [f"{device.errors} uncorrected memory error(s)"] if device.errors is not None else []
+    facts += [counted(device.errors, "uncorrected memory error")] if device.errors is not None else []
     troubles = list(_troubles(device))
     state: State = "warning" if troubles else "ok"
     return _finding(f"GPU {device.index}", state, ", ".join(facts), " ".join(troubles))

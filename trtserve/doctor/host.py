@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trtserve import machine
 from trtserve.doctor.findings import EVERY, OPENVINO, Finding, State
+from trtserve.errors import counted
 from trtserve.machine import gibibytes
 from trtserve.ports import is_free, owner
 from trtserve.store import Store
@@ -73,7 +74,7 @@ def check_cpu(flags: frozenset[str], cores: int) -> Finding:
         group="machine",
         name="CPU",
         state="warning" if slow else "ok",
-        evidence=f"{cores} core(s), {', '.join(names) if names else 'no vector instructions that are known here'}",
+        evidence=f"{counted(cores, 'core')}, {', '.join(names) or 'no vector instructions that are known here'}",
         fix="OpenVINO is slow without AVX2: choose a newer machine for the openvino runtime." if slow else "",
     )
 
@@ -83,7 +84,7 @@ def check_memory(wanted: int, *, least: int = 0) -> Finding:
     free, total, physical = machine.free_memory(), machine.total_memory(), machine.physical_memory()
     state: State = "failed" if free < least else "warning" if free < wanted else "ok"
     needed = "" if state == "ok" else f"; about {gibibytes(max(wanted, least))} needed"
-    limit = f" (its cgroup's limit; the machine has {gibibytes(physical)})" if total < physical else ""
+    limit = f" (the limit of this process; the machine has {gibibytes(physical)})" if total < physical else ""
     return Finding(
         group="machine",
         name="memory",

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from trtserve.doctor.findings import Finding, State
-from trtserve.errors import MissingDependencyError
+from trtserve.errors import MissingDependencyError, counted
 from trtserve.process import Command, Completed, administrators_program, run
 
 _TIMEOUT = 20.0
@@ -62,7 +62,7 @@ def check_slurm() -> Finding:
         fix = "Look at `scontrol ping`; on a machine outside the cluster, submit from its login node."
         return _finding("Slurm", "warning", f"{version}, but its controller does not answer: {said}", fix)
     partitions = len(state.stdout.splitlines())
-    return _finding("Slurm", "ok", f"{version}, {partitions} partition(s)")
+    return _finding("Slurm", "ok", f"{version}, {counted(partitions, 'partition')}")
 
 
 def check_kubernetes() -> Finding:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from trtserve.errors import RepositoryError
+from trtserve.errors import RepositoryError, counted
 from trtserve.triton.core_models import CoreModel, Groups
 
 
@@ -112,12 +112,14 @@ def _require_groups(key: str, groups: Groups, model: CoreModel) -> None:
         raise RepositoryError(f"{key} of {model.name} has several groups; the python backend understands one.")
     if len(groups) != model.instances:
         raise RepositoryError(
-            f"{key} of {model.name} has {len(groups)} group(s); its instance_group has {model.instances} instance(s).",
+            f"{key} of {model.name} has {counted(len(groups), 'group')}; its instance_group has "
+            f"{counted(model.instances, 'instance')}.",
             hint="One group per instance, separated by a semicolon: 0,1;2,3 for a count of 2.",
         )
     wrong = next((group for group in groups if len(group) != model.world_size), None)
     if wrong is not None:
         raise RepositoryError(
-            f"{key} of {model.name} has {len(wrong)} number(s) in a group; its engine has {model.world_size} rank(s).",
+            f"{key} of {model.name} has {counted(len(wrong), 'number')} in a group; its engine has "
+            f"{counted(model.world_size, 'rank')}.",
             hint="One number per rank of the engine.",
         )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trtserve.errors import MachineError, MissingDependencyError, UsageError
+from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
 from trtserve.launch.base import VISIBLE_DEVICES
 from trtserve.process import Command, run
 
@@ -105,9 +105,10 @@ def split_gpus(gpus: Sequence[int], *, instances: int, ranks: int) -> list[tuple
         return [()]
     devices = gpus or range(instances * ranks)
     if len(devices) != instances * ranks:
-        what = f"{instances} instances of {ranks} rank(s)" if instances > 1 else f"{ranks} rank(s)"
+        what = f"{instances} instances of {counted(ranks, 'rank')}" if instances > 1 else counted(ranks, "rank")
+        needs = f"{'needs' if instances * ranks == 1 else 'need'} {instances * ranks}"
         raise UsageError(
-            f"--gpus names {len(devices)} GPU(s); {what} need {instances * ranks}.",
+            f"--gpus names {counted(len(devices), 'GPU')}; {what} {needs}.",
             hint="One GPU per rank of the engine.",
         )
     return [tuple(devices[number * ranks : (number + 1) * ranks]) for number in range(instances)]
@@ -117,7 +118,7 @@ def require_gpus(wanted: int, available: int, gpus: Sequence[int] = ()) -> None:
     """MachineError when `wanted` ranks do not find a GPU each, or `gpus` names one that is not there."""
     if available < wanted:
         raise MachineError(
-            f"{wanted} rank(s) need a GPU each; {_found(available)}.",
+            f"{'1 rank needs a GPU' if wanted == 1 else f'{wanted} ranks need a GPU each'}; {_found(available)}.",
             hint=f"Build the engine for fewer ranks, or start it where {wanted} GPUs are; "
             "`trtserve plan MODEL` says what fits on one.",
         )

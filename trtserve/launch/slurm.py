@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trtserve.errors import MachineError, MissingDependencyError, UsageError
+from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
 from trtserve.launch.base import Setup
 from trtserve.process import Command, run
 from trtserve.releases.containers import REPOSITORY
@@ -89,7 +89,7 @@ def tasks_per_node(spec: SlurmSpec, ranks: int) -> int:
     if each * spec.nodes != ranks:
         raise UsageError(
             f"--nodes {spec.nodes} × --ntasks-per-node {each} are {each * spec.nodes} tasks; "
-            f"the server has {ranks} rank(s).",
+            f"the server has {counted(ranks, 'rank')}.",
             hint="Their product must be the world size of the engine: tensor × pipeline parallel.",
         )
     return each
@@ -146,7 +146,7 @@ def _job_script(
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# Written by `trtserve start --slurm`: {name}, {each} task(s) on each of {spec.nodes} node(s).",
+            f"# Written by `trtserve start --slurm`: {name}, nodes {spec.nodes}, tasks on each {each}.",
             *lines,
             "set -euo pipefail",
             "",
@@ -187,7 +187,7 @@ if [ "${{1:-}}" = sweep ]; then
 fi
 gpus="$(nvidia-smi --list-gpus | grep -c '^GPU ' || true)"
 if [ "${{gpus}}" -lt {each} ]; then
-    echo "$(hostname): ${{gpus}} GPU(s), and {each} task(s) need one each" >&2
+    echo "$(hostname): each task takes a GPU; tasks: {each}, GPUs: ${{gpus}}" >&2
     exit 1
 fi
 if [ ! -d {repository} ]; then

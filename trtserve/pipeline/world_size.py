@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from trtserve.artifacts import Manifest, ModelRepository
-from trtserve.errors import UsageError
+from trtserve.errors import UsageError, counted
 from trtserve.pipeline import ImportPlan, ImportSpec, import_to_repository, plan_import
 from trtserve.pipeline.llmapi import LlmapiImportPlan, for_llmapi, plan_llmapi_import
 from trtserve.pipeline.recorded import as_json, recorded_spec
@@ -35,7 +35,7 @@ class Rebuild:
     @property
     def reason(self) -> str:
         """Why the repository that is there does not do."""
-        return f"{self.record.name} was imported for {self.ranks} rank(s)"
+        return f"{self.record.name} was imported for {counted(self.ranks, 'rank')}"
 
     @property
     def work(self) -> str:

@@ -26,7 +26,7 @@ def explain_failure(plan: TensorrtPlan, command: Command, code: int | None, log:
     ended = f"trtllm-build ended with {_ending(code)}"
     # With several workers the one that is killed breaks the pool of the others.
     if code in _KILLED or "terminated abruptly" in tail:
-        needed = f"about {gibibytes(plan.expected_memory)} for each of {plan.workers} rank(s) at a time"
+        needed = f"about {gibibytes(plan.expected_memory)} for each rank, {plan.workers} at a time"
         return MemoryLimitError(
             f"{ended}: it ran out of memory. It needs {needed} (an estimate), and {gibibytes(free)} were free. Its "
             f"last lines:\n{tail}",

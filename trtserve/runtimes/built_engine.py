@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trtserve.errors import BuildError
+from trtserve.errors import BuildError, counted
 from trtserve.machine import gibibytes
 from trtserve.releases import release_of
 from trtserve.runtimes.base import Limits
@@ -34,7 +34,7 @@ def require_engine(
     config = _read(folder / "config.json")
     found = (config["pretrained_config"].get("mapping") or {}).get("world_size", 1)
     if found != world_size:
-        raise BuildError(f"config.json is for {found} rank(s); the checkpoint has {world_size}.")
+        raise BuildError(f"config.json is for {counted(found, 'rank')}; the checkpoint has {world_size}.")
     if not _same_release(str(config.get("version")), version):
         raise BuildError(
             f"config.json says that TensorRT-LLM {config.get('version')} built the engine; {version} was meant to.",
@@ -53,7 +53,7 @@ def _require_ranks(folder: Path, checkpoint: Path, world_size: int, arguments: t
     for rank in range(world_size):
         path = folder / f"rank{rank}.engine"
         if not path.is_file():
-            raise BuildError(f"{path.name} is missing ({world_size} rank(s) were to be built).")
+            raise BuildError(f"{path.name} is missing ({counted(world_size, 'rank')} to be built).")
         source = checkpoint / f"rank{rank}.safetensors"
         weights = source.stat().st_size if source.is_file() else 0
         if path.stat().st_size == 0 or (whole and path.stat().st_size < weights // _LEAST_PART):

@@ -16,6 +16,7 @@ from trtserve.errors import (
     MissingDependencyError,
     UnsupportedModelError,
     UsageError,
+    counted,
 )
 from trtserve.interrupts import stop_signals
 from trtserve.launch.container import (
@@ -163,7 +164,8 @@ class TensorrtPlan(EnginePlan):
         """Memory of the build in words, an estimate; of families that are not known here nobody knows it."""
         if not self.rank:
             return "memory that is not known here"
-        return f"about {gibibytes(self.peak_memory)} of memory (an estimate), for {self.workers} rank(s) at a time"
+        at_once = counted(self.workers, "rank")
+        return f"about {gibibytes(self.peak_memory)} of memory (an estimate), for {at_once} at a time"
 
 
 def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
@@ -283,7 +285,7 @@ def _workers(plan: TensorrtPlan, spec: BuildSpec) -> tuple[int, tuple[str, ...]]
     else:
         workers = min(spec.build_workers, plan.world_size)
         if gpus and workers > gpus:
-            notes.append(f"trtllm-build builds {gpus} rank(s) at once, one on each GPU.")
+            notes.append(f"trtllm-build builds {counted(gpus, 'rank')} at once, one on each GPU.")
     if each and fitting < workers:
         notes.append(
             f"Building a rank takes about {gibibytes(each)} of memory (an estimate); {gibibytes(free)} are free."

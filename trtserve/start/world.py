@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import Manifest, ModelRepository
-from trtserve.errors import ArtifactError, RepositoryError, UsageError
+from trtserve.errors import ArtifactError, RepositoryError, UsageError, counted
 from trtserve.launch.container import installed_in
 from trtserve.launch.devices import require_leader_devices, world_of
 from trtserve.releases import NEWEST, order
@@ -101,7 +101,7 @@ def require_world_size(served: Served, spec: ServerSpec, repository: ModelReposi
             hint=f"Leave it out, or give --world-size {needed}.",
         )
     raise UsageError(
-        f"--world-size is {spec.world_size}; the engine was built for {served.world_size} rank(s).",
+        f"--world-size is {spec.world_size}; the engine was built for {counted(served.world_size, 'rank')}.",
         hint=rebuild_commands(served, repository, spec),
     )
 

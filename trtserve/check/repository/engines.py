@@ -94,7 +94,8 @@ def lacking_ranks(subject: Subject) -> Iterator[Fault]:
         for name in lacking_files(model.core.engine, model.engine, embedded=model.embedded):
             yield _fault(
                 model,
-                f"The engine has no {name}, or it is empty; its mapping has {counted(world_size(model.engine), 'rank')}.",
+                f"The engine has no {name}, or it is empty; its mapping has "
+                f"{counted(world_size(model.engine), 'rank')}.",
                 "Copy every file of the engine, or build it again.",
             )
 
@@ -189,7 +190,8 @@ def wrong_instances(subject: Subject) -> Iterator[Fault]:
         if len(groups) != model.instances:
             yield _fault(
                 model,
-                f"{key} has {counted(len(groups), 'group')}, and instance_group counts {counted(model.instances, 'instance')}.",
+                f"{key} has {counted(len(groups), 'group')}, and instance_group counts "
+                f"{counted(model.instances, 'instance')}.",
                 "Make the two numbers equal.",
             )
 

@@ -9,6 +9,7 @@ from functools import partial
 from trtserve.check.repository.findings import Fault, refusal
 from trtserve.check.repository.subject import LLMAPI, MachineFacts, Subject
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed
+from trtserve.errors import counted
 from trtserve.launch.gpus import count_gpus, describe_gpus, visible_gpu
 from trtserve.releases import release_of
 from trtserve.releases.installed import has_engine_path, installed

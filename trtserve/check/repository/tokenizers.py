@@ -88,8 +88,8 @@ def large_additions(subject: Subject) -> Iterator[Fault]:
             more = f" and {len(beyond) - _NAMED} more" if len(beyond) > _NAMED else ""
             yield _fault(
                 model,
-                f"The tokenizer has {counted(len(beyond), 'added token')} beyond the engine's vocabulary of {vocab_size}: "
-                f"{first}{more}. A text with one of them cannot be answered.",
+                f"The tokenizer has {counted(len(beyond), 'added token')} beyond the engine's vocabulary of "
+                f"{vocab_size}: {first}{more}. A text with one of them cannot be answered.",
                 "Take the tokenizer of the model that the engine was built from, or keep these tokens out of prompts.",
             )
 
