@@ -155,6 +155,18 @@ def exit_code(identity: Identity) -> int | None:
     return None if child is None else child.poll()
 
 
+def ending(code: int | None) -> str:
+    """An exit code in words, for a sentence such as "it ended with signal 9"."""
+    if code is None:
+        return "an unknown code"
+    return f"signal {-code}" if code < 0 else f"code {code}"
+
+
+def was_killed(code: int | None) -> bool:
+    """Whether SIGKILL ended a process, also one behind a shell or in a container: the kernel's way when memory ends."""
+    return code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
 def children(identity: Identity) -> tuple[Identity, ...]:
     """Direct children of a process."""
     import psutil

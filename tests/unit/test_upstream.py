@@ -17,7 +17,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.cli.app import run
 from trtserve.convert import convert_model, plan_conversion
-from trtserve.errors import ConversionError, MissingDependencyError, ModelOptMissingError, UsageError
+from trtserve.errors import ConversionError, MemoryLimitError, MissingDependencyError, ModelOptMissingError, UsageError
 from trtserve.releases.containers import CONTAINERS
 from trtserve.specs import ConvertSpec
 
@@ -115,7 +115,6 @@ def test_a_converter_of_each_family(
     ("fault", "message"),
     [
         ("exit", r"ended with code 1(?s:.*)CUDA out of memory"),
-        ("oom", "ended with signal 9"),
         ("missing_rank", r"rank1\.safetensors is missing"),
         ("cut_rank", "is damaged"),
         ("no_config", "has no config.json"),
@@ -137,6 +136,26 @@ def test_what_is_not_whole_is_not_published(
     assert caught.value.log is not None
     assert "TensorRT-LLM version: 0.18.2" in caught.value.log.read_text()
     assert [path.name for path in out.parent.iterdir() if path.suffix != ".lock"] == []
+
+
+@pytest.mark.parametrize("spec", [{"converter": "upstream", "tp_size": 2, "workers": 2}, {"quantize": "fp8"}])
+def test_a_tool_that_is_killed_ran_out_of_memory(
+    models: dict[str, Path],
+    doubles: Doubles,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    spec: dict[str, Any],
+) -> None:
+    install(doubles, monkeypatch, "0.18")
+    doubles.configure(convert_fault="oom")
+    with pytest.raises(
+        MemoryLimitError, match=r"signal 9: it ran out of memory(?s:.*)KiB each(?s:.*)were free"
+    ) as caught:
+        convert_model(Model(path=models["llama"]), ConvertSpec(**spec), out=tmp_path / "made")
+    hint = str(caught.value.hint)
+    assert ("--workers 1" in hint, "--converter own" in hint) == (2 * ("converter" in spec,))
+    assert caught.value.log is not None
+    assert not (tmp_path / "made").exists()
 
 
 def _described(model: Path, folder: Path, quantization: dict[str, Any]) -> Path:

@@ -13,11 +13,12 @@ from trtserve.convert.plan import Destination, Plan, all_wishes
 from trtserve.convert.proof import planned_proof
 from trtserve.errors import ConversionError, UsageError
 from trtserve.launch.container import Box, container_name, image_of, in_container, with_targets
+from trtserve.machine import gibibytes
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import CheckSpec
 from trtserve.store import Store, publish
-from trtserve.upstream import Toolkit, run_tool, tool_command
+from trtserve.upstream import Toolkit, ToolMemory, needs_calibration, run_tool, tool_command
 
 
 def upstream_command(model: Model, plan: Plan, folder: Path) -> Command:
@@ -73,7 +74,15 @@ def convert_upstream(
         require_disk(folder.parent, plan.total_bytes, "The checkpoint")
         command, box = _command(model, plan, folder)
         log = store.root / "logs" / f"convert-{place.path.name}.log"
-        config = run_tool(command, folder, world_size=len(plan.sizes), log=log, progress=progress, box=box)
+        config = run_tool(
+            command,
+            folder,
+            world_size=len(plan.sizes),
+            memory=_memory(plan),
+            log=log,
+            progress=progress,
+            box=box,
+        )
         _require_quantised(plan, config, log)
         ran = command if box is None else in_container(command, box)
         facts = {**manifest.facts, "command": str(ran), "log": str(log), "bytes": _bytes_of(folder)}
@@ -83,6 +92,20 @@ def convert_upstream(
         return replace(manifest, facts=facts)
 
     return publish(Checkpoint, place.path, manifest, produce)
+
+
+def _memory(plan: Plan) -> ToolMemory:
+    """NVIDIA's converters load the whole model, and each worker has the rank that it makes beside it."""
+    at_once = min(plan.spec.workers or 1, len(plan.sizes))
+    rank = plan.sizes[0]
+    sizes = f", {gibibytes(plan.total_bytes)}," if rank else ""
+    each = f", {gibibytes(rank)} each, {at_once} at a time (estimates);" if rank else ";"
+    own = " --converter own takes one tensor at a time." if rank and not needs_calibration(plan.spec) else ""
+    fewer = "Convert one rank after another (--workers 1), free" if at_once > 1 else "Free"
+    return ToolMemory(
+        words=f"It holds the whole model{sizes} and the ranks that it makes{each}",
+        advice=f"{fewer} some memory or raise its limit.{own}",
+    )
 
 
 def _bytes_of(folder: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trtserve.upstream.commands import needs_calibration, tool_command
-from trtserve.upstream.running import run_tool
+from trtserve.upstream.running import ToolMemory, run_tool
 from trtserve.upstream.toolkit import Toolkit, find_toolkit
 
-__all__ = ["Toolkit", "find_toolkit", "needs_calibration", "run_tool", "tool_command"]
+__all__ = ["ToolMemory", "Toolkit", "find_toolkit", "needs_calibration", "run_tool", "tool_command"]

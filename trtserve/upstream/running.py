@@ -3,47 +3,86 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtserve import process
 from trtserve.architectures.checkpoint import read_config
 from trtserve.architectures.tensor_files import TensorFile
-from trtserve.errors import ConversionError, TrtserveError
+from trtserve.errors import ConversionError, DiskSpaceError, MemoryLimitError, TrtserveError
 from trtserve.interrupts import stop_signals
 from trtserve.launch.container import Box, explained, in_container, remove_container, require_docker
+from trtserve.machine import free_memory, gibibytes
 from trtserve.process import Command
 from trtserve.progress import Progress, Task
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 10.0
 _LAST_LINES = 12
+# Python's words and PyTorch's, of the host's memory.
+_NO_MEMORY = ("MemoryError", "DefaultCPUAllocator: ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolMemory:
+    """What a tool is known to take of the host's memory, as a sentence, and what to do where that is too much."""
+
+    words: str
+    advice: str
 
 
 def run_tool(
-    command: Command, folder: Path, *, world_size: int, log: Path, progress: Progress, box: Box | None = None
+    command: Command,
+    folder: Path,
+    *,
+    world_size: int,
+    memory: ToolMemory,
+    log: Path,
+    progress: Progress,
+    box: Box | None = None,
 ) -> dict[str, Any]:
     """Run `command`, which fills `folder`, in the container `box` or here, and return the checkpoint's config.
 
     ConversionError, with the last lines of the log, when it fails or when what it left is not a checkpoint of
-    `world_size` ranks. Ended with us: nothing of it goes on when this returns or raises.
+    `world_size` ranks; MemoryLimitError or DiskSpaceError when it lacked `memory` or disk. Ended with us: nothing of it
+    goes on when this returns or raises.
     """
     name = Path(command.argv[1]).name
     if box is not None:
         require_docker(box)
         command = in_container(command, box)
     progress.step(str(command))
+    free = free_memory()
     with progress.task(f"Running {name} (log: {log})", total=world_size, unit="items") as task:
         code = _run(command, folder, world_size, log, task, box)
     if code != 0:
         if box is not None and (reason := explained(_tail(log))) is not None:
             raise reason
-        raise ConversionError(
-            f"{name} ended with {_ending(code)}. Its last lines:\n{_tail(log)}",
-            hint=f"The command was: {command}",
+        raise _failure(name, code, command, memory, free, log)
+    return require_checkpoint(folder, name, world_size, log)
+
+
+def _failure(
+    name: str, code: int | None, command: Command, memory: ToolMemory, free: int, log: Path
+) -> ConversionError | MemoryLimitError | DiskSpaceError:
+    """What the exit code and the end of the log mean."""
+    tail = _tail(log)
+    ended, lines = f"{name} ended with {process.ending(code)}", f"Its last lines:\n{tail}"
+    if process.was_killed(code) or any(words in tail for words in _NO_MEMORY):
+        return MemoryLimitError(
+            f"{ended}: it ran out of memory. {memory.words} {gibibytes(free)} were free. {lines}",
+            hint=memory.advice,
             log=log,
         )
-    return require_checkpoint(folder, name, world_size, log)
+    if "No space left on device" in tail:
+        return DiskSpaceError(
+            f"{ended}: the disk is full. {lines}", hint="Free some space, or choose another --out.", log=log
+        )
+    hint = f"The command was: {command}"
+    if "out of memory" in tail:
+        hint = "The GPU's memory is full: free it, or take a larger GPU."
+    return ConversionError(f"{ended}. {lines}", hint=hint, log=log)
 
 
 def _run(command: Command, folder: Path, world_size: int, log: Path, task: Task, box: Box | None) -> int | None:
@@ -88,12 +127,6 @@ def require_checkpoint(folder: Path, tool: str, world_size: int, log: Path) -> d
             log=log,
         ) from error
     return config
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "an unknown code"
-    return f"signal {-code}" if code < 0 else f"code {code}"
 
 
 def _tail(log: Path) -> str:
