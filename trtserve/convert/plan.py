@@ -13,7 +13,7 @@ from trtserve import architectures
 from trtserve.architectures.checkpoint import HEAD
 from trtserve.architectures.placement import Packed, Placement, match, moves
 from trtserve.architectures.products import split_products
-from trtserve.architectures.quantized_source import source_quantization
+from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
 from trtserve.architectures.quantized_tensors import excluded_modules, require_divisible, split_targets
 from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.architectures.streaming import Move
@@ -26,6 +26,8 @@ from trtserve.specs import ConvertSpec
 from trtserve.store import Store, require_name, reusable
 
 if TYPE_CHECKING:
+    from trtserve.architectures.base import Target
+    from trtserve.architectures.repacking import Repack
     from trtserve.upstream import Toolkit
 
 SCHEMA = 4
@@ -106,11 +108,7 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
             targets, sources, stored, gpu_sm=spec.gpu_sm, headers_only=headers_only
         )
         packed += repacks
-        excluded = excluded_modules(targets, config["num_hidden_layers"], spec.pp_size)
-        config = {**config, "quantization": {**config["quantization"], "exclude_modules": excluded}}
-        if stored.method != "fp8":
-            sizes = spec.tp_size, config["mapping"]["moe_ep_size"]
-            require_divisible((work.target for work in repacks), stored.group_size, *sizes)
+        config = _quantised_config(config, spec, stored, targets, repacks)
     targets, products, sources = split_products(targets, sources)
     packed += products
     placement = Placement(
@@ -133,6 +131,21 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
         placement=placement,
         fingerprint=fingerprint(stage="convert", schema=SCHEMA, spec=own_wishes(spec), model=model.fingerprint),
     )
+
+
+def _quantised_config(
+    config: dict[str, Any],
+    spec: ConvertSpec,
+    stored: SourceQuantization,
+    targets: Sequence[Target],
+    repacks: Sequence[Repack],
+) -> dict[str, Any]:
+    """`config` with the modules that stay floats; UsageError where tensor or pipeline ranks do not go with it."""
+    excluded = excluded_modules(targets, config["num_hidden_layers"], spec.pp_size)
+    if stored.method != "fp8":
+        sizes = spec.tp_size, config["mapping"]["moe_ep_size"]
+        require_divisible((work.target for work in repacks), stored.group_size, *sizes)
+    return {**config, "quantization": {**config["quantization"], "exclude_modules": excluded}}
 
 
 def own_wishes(spec: ConvertSpec) -> dict[str, Any]:
