@@ -34,7 +34,7 @@ def check(settings: dict[str, str], *, release: str = "1.2", queue: int = 0) -> 
     ("name", "value", "reason"),
     [
         ("max_beam_width", "2", "max_beam_width"),
-        ("enable_trt_overlap", "true", "works without overlap only"),
+        ("enable_trt_overlap", "true", "since 0.20; leave it out"),
         ("decoding_mode", "medusa", "cannot carry out: the embedded executor has no such decoder"),
         ("decoding_mode", "beam_search", "needs a max_beam_width above 1"),
         ("sink_token_length", "4", "is '4', which this runtime cannot carry out: the attention keeps no sink tokens"),

@@ -136,12 +136,20 @@ def test_a_bare_leftover_cannot_be_dropped(models: Path) -> None:
 
 
 def test_unknown_keys(models: Path) -> None:
-    with pytest.raises(UsageError, match=r"no tokenizer_type: release 0\.9 dropped it"):
+    with pytest.raises(UsageError, match=r"no tokenizer_type\. tokenizer_type was a key .* until .* 0\.8"):
         fill_templates(models, f"{NEEDED},tokenizer_type:auto", release="0.19")
     heard = Heard()
     text = f"{NEEDED},tokenizer_type:auto,max_queue_delay_microseconds:0,gpu_device_ids:0,guided_decoding_backend:"
     assert fill_templates(models / "tensorrt_llm", text, release="0.18", progress=heard)
     assert "tokenizer_type" in heard.warnings[0]
+
+
+def test_values_that_parameters_do_not_take(models: Path) -> None:
+    given = NEEDED.replace("batching_strategy:inflight_fused_batching", "batching_strategy:foo")
+    assert "batching_strategy:foo" in given
+    with pytest.raises(UsageError, match=r"batching_strategy:foo: expected .*inflight_fused_batching") as caught:
+        fill_templates(models, f"{given},gpu_device_ids:all", drop_unset=True)
+    assert "gpu_device_ids:all: expected" in caught.value.message
 
 
 def test_out_leaves_the_templates_alone(models: Path, tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def _hint(names: tuple[str, ...], option: str, known: Sequence[str], owners: Map
     if flag is not None and flag.deprecated:
         return _behind(flag)
     if (gone := retired_elsewhere(option)) is not None and spelled not in owners:
-        return gone.answer
+        return gone
     if spelled in owners:
         return f"{option} is an option of {', '.join(f'`{owner}`' for owner in owners[spelled])}."
     close = difflib.get_close_matches(spelled, known, n=3, cutoff=0.6)

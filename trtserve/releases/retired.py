@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from trtserve.releases.retired_tables import TABLES, TOOLS_OF
 
 TEMPLATE_TOOL = "fill_template.py"
+# Tools that lead from a model to a repository: guides give their options in any order.
+_CHAIN = {"trtllm-build": "build", "build.py": "build", TEMPLATE_TOOL: "repo", "convert_checkpoint.py": "convert"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,17 @@ def retired(tool: str, option: str) -> Retired | None:
 
 def retired_in(command: str, option: str) -> Retired | None:
     """The entry for an option that somebody gave to `trtserve <command>`, whichever upstream tool it is of."""
-    for tool in TOOLS_OF.get(command, tuple(TABLES)):
+    found = (retired(tool, option) for tool in TOOLS_OF.get(command, tuple(TABLES)))
+    return next((entry for entry in found if entry is not None), None)
+
+
+def retired_elsewhere(option: str) -> str | None:
+    """The answer to an option that no release has any more, of a tool whose work another command does.
+
+    What a tool still has is left out: of another command it may mean something else.
+    """
+    for tool, command in _CHAIN.items():
         found = retired(tool, option)
-        if found is not None:
-            return found
+        if found is not None and found.last is not None:
+            return f"{found.answer} `trtserve {command}` does that tool's work."
     return None

@@ -61,7 +61,7 @@ per_token                     0.7   It is part of `trtserve convert --quantize i
 per_channel                   0.7   It is part of `trtserve convert --quantize int8_sq`.
 per_group                     0.7   The group size is read from the quantised model.
 group_size                    0.7   The group size is read from the quantised model.
-int8_kv_cache                 0.7   Give the precision of the KV cache when the model is quantised.
+int8_kv_cache                 0.7   Of the checkpoint: `trtserve convert --converter upstream` passes it on behind `--`.
 enable_fp8                    0.7   Use `trtserve convert --quantize fp8`.
 use_prompt_tuning             0.7   Give --max_prompt_embedding_table_size instead.
 use_parallel_embedding        0.7   Use `trtserve convert --use-parallel-embedding`.
@@ -157,7 +157,7 @@ trt_root                 0.9   Leave it out: TensorRT is that of the container.
 
 TEMPLATE = """
 max_num_sequences              0.7   Leave it out: the executor holds max_batch_size sequences, which the engine says.
-enable_trt_overlap             0.9   Leave it out: the executor overlaps its work by itself.
+enable_trt_overlap             0.9   Leave it out: the executor overlaps by itself; later an experiment is called so.
 tokenizer_type                 0.8   Leave it out: the files of the tokenizer say what it is.
 tokenizer_dir                  -     Here it is --tokenizer.
 decoupled_mode                 -     Here it is --streaming or --no-streaming.

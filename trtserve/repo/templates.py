@@ -16,7 +16,9 @@ from string import Template
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order
+from trtserve.releases.retired import TEMPLATE_TOOL, retired
 from trtserve.triton.config import parse_config
+from trtserve.triton.parameters import find_parameter
 from trtserve.triton.profiles import CORE, profile
 
 _CONFIG = "config.pbtxt"
@@ -28,12 +30,7 @@ _BLOCK = re.compile(
 )
 # First release whose tool fills them in by itself.
 _DEFAULTS = {"max_queue_size": ("0", "0.12"), "max_queue_delay_microseconds": ("0", "0.19")}
-_DROPPED = {
-    "tokenizer_type": "release 0.9 dropped it: the tokenizer is always found by itself",
-    "enable_trt_overlap": "release 0.10 dropped it",
-    "max_num_sequences": "release 0.8 dropped it: the engine's max_batch_size says it",
-    "visual_model_path": "release 0.19 calls it multimodal_model_path",
-}
+_RENAMED = {"visual_model_path": "Release 0.19 calls it multimodal_model_path"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +59,7 @@ def fill_templates(
     values = parse_substitutions(substitutions, rules)
     texts = {path: path.read_text(encoding="utf-8") for path in _templates(folder)}
     _require_known(values, texts.values(), rules, progress)
+    _require_values(values, texts, rules)
     defaults = {key: text for key, (text, since) in _DEFAULTS.items() if order(rules) >= order(since)}
     contents = {path: Template(text).safe_substitute({**defaults, **values}) for path, text in texts.items()}
     if drop_unset:
@@ -133,10 +131,26 @@ def _require_known(values: Mapping[str, str], texts: Iterable[str], release: str
     for key in values:
         if key in everything:
             continue
-        reason = f"The templates have no {key}" + (f": {_DROPPED[key]}" if key in _DROPPED else "")
+        old = retired(TEMPLATE_TOOL, key)
+        gone = old.answer if old is not None and old.last is not None else _RENAMED.get(key)
+        reason = f"The templates have no {key}" + ("" if gone is None else f". {gone.rstrip('.')}")
         if order(release) >= order("0.19"):
             raise UsageError(f"{reason}.", hint="Leave it out; the tool of release 0.19 and later stops here too.")
         progress.warn(f"{reason}. It is ignored, as by the tool of release {release}.")
+
+
+def _require_values(values: Mapping[str, str], texts: Mapping[Path, str], release: str) -> None:
+    """UsageError for values that the parameters they fill do not take, all at once."""
+    wrong: dict[str, str] = {}
+    for path, text in texts.items():
+        for block in _BLOCK.finditer(text):
+            name = block["text"][2:-1]
+            row = find_parameter(path.parent.name, block["key"], release)
+            value = values.get(name, "").strip()
+            if row is not None and value and not row.values.accepts(value):
+                wrong[name] = f"{name}:{value}: expected {row.values.expected}."
+    if wrong:
+        raise UsageError("\n".join(wrong.values()), hint=f"docs/parameters.md lists what release {release} takes.")
 
 
 def _without_unset(text: str, release: str) -> str:

@@ -192,7 +192,7 @@ CORE = (
         "0.20",
         SWITCH,
         "overlap of batches",
-        refused("the model works without overlap only", only=("true", "1")),
+        refused("an experiment of the C++ backend since 0.20; leave it out", only=("true", "1")),
         default="false",
     ),
 )
