@@ -23,9 +23,10 @@ from trtserve.artifacts import (
     ModelRepository,
 )
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
+from trtserve.files import locked, writing
 from trtserve.runtimes.base import weights_precision
 from trtserve.servers import Server, list_servers, recorded_servers
-from trtserve.store import NameRecord, Store, locked, writing
+from trtserve.store import NameRecord, Store
 
 _KINDS: tuple[type[Artifact], ...] = (Model, Checkpoint, Engine, ModelRepository, Adapter)
 

@@ -24,10 +24,11 @@ from trtserve.architectures.adapter import (
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import Adapter, Manifest, fingerprint
 from trtserve.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
+from trtserve.files import locked
 from trtserve.import_.sources import Source, parse_source
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
-from trtserve.store import Store, locked, publish, reusable
+from trtserve.store import Store, publish, reusable
 
 SCHEMA = 1
 WEIGHTS = "model.lora_weights.npy"

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
+from trtserve.files import write_json
 from trtserve.process import Identity, tree
-from trtserve.store import Store, write_json
+from trtserve.store import Store
 from trtserve.triton import server as triton_server
 from trtserve.triton import server_log
 

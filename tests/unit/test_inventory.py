@@ -11,10 +11,11 @@ import pytest
 from trtserve.artifacts import Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
+from trtserve.files import locked, write_json
 from trtserve.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
 from trtserve.process import Identity
 from trtserve.servers import Server, log_file, write_state
-from trtserve.store import NameRecord, Store, locked, publish, write_json
+from trtserve.store import NameRecord, Store, publish
 
 _KINDS: dict[type[Artifact], str] = {
     Model: "model",

@@ -38,7 +38,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"architectures", "runtimes", "triton", "executor", "launch"}),
-    frozenset({"releases", "artifacts", "store", "process", "ports", "interrupts"}),
+    frozenset({"releases", "artifacts", "store", "files", "process", "ports", "interrupts"}),
     frozenset({"specs", "spec_fields", "wording", "progress", "errors", "machine", "orphans", "__init__"}),
 )
 

@@ -14,8 +14,9 @@ import pytest
 from trtserve.artifacts import KINDS, Artifact, Checkpoint, Engine, Manifest, Model, fingerprint, load_artifact
 from trtserve.check import find_artifact
 from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, UsageError
+from trtserve.files import locked
 from trtserve.progress import SilentProgress
-from trtserve.store import NameRecord, Store, link_or_copy, locked, publish, reusable
+from trtserve.store import NameRecord, Store, link_or_copy, publish, reusable
 
 
 def _manifest(number: int = 1) -> Manifest:

@@ -11,8 +11,8 @@ from typing import Any
 
 from trtserve.bench.load import Record
 from trtserve.bench.statistics import Distribution, Statistics
+from trtserve.files import write_json
 from trtserve.specs import BenchSpec
-from trtserve.store import write_json
 
 COLUMNS = ("Stat", "Value")
 SCHEMA = 1

@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from trtserve.errors import TrtserveError
-from trtserve.store import Store, write_json
+from trtserve.files import write_json
+from trtserve.store import Store
 
 TimedStage = Literal["pull", "convert", "build", "trtllm-build", "start"]
 

@@ -17,8 +17,8 @@ from trtserve.cli.output import TerminalProgress, print_error
 from trtserve.cli.plain_values import take_plain_values
 from trtserve.cli.unknown import answer_unknown_options
 from trtserve.errors import MemoryLimitError, TrtserveError
+from trtserve.files import file_error
 from trtserve.machine import address_space, gibibytes, refused_memory
-from trtserve.store import file_error
 
 _COMPLETION = "_TRTSERVE_COMPLETE"
 

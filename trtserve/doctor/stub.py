@@ -16,8 +16,9 @@ from typing import Any
 from trtserve.artifacts import fingerprint
 from trtserve.doctor.findings import OPENVINO, Finding, Group, State
 from trtserve.errors import MissingDependencyError
+from trtserve.files import write_json
 from trtserve.process import Command, run
-from trtserve.store import Store, write_json
+from trtserve.store import Store
 from trtserve.triton import server as triton_server
 from trtserve.triton.probe import round_trip
 

@@ -13,11 +13,12 @@ from trtserve.artifacts import Manifest, Model
 from trtserve.capacity.rates import timed
 from trtserve.capacity.room import require_disk
 from trtserve.errors import CorruptFileError, LockedError, NetworkError
+from trtserve.files import locked
 from trtserve.import_.plan import ModelPlan, folder_plan, is_weights, planned_files, stored_plan
 from trtserve.import_.sources import Source, other_meaning, parse_source
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress, Task
-from trtserve.store import Store, link_or_copy, locked, publish, reusable
+from trtserve.store import Store, link_or_copy, publish, reusable
 
 __all__ = ["ModelPlan", "import_model", "plan_model", "pull_model"]
 
@@ -165,7 +166,7 @@ def _staging(store: Store, revision: hub.Revision) -> Path:
 
 def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress) -> None:
     done = sum(hub.pulled_bytes(file, folder) for file in plan.files)
-    require_disk(folder, plan.total_bytes - done, f"The files of {revision.repository}")
+    require_disk(folder, plan.total_bytes - done, f"The files of {revision.repository}", elsewhere="TRTSERVE_HOME")
     text = f"Pulling {revision.repository} at {revision.commit[:12]}, {gibibytes(plan.total_bytes - done)}"
     with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
         for file in plan.files:

@@ -9,6 +9,7 @@ from pathlib import Path
 from trtserve.artifacts import ModelRepository
 from trtserve.check.repository import require_sound
 from trtserve.errors import ArtifactError, UsageError
+from trtserve.files import writing
 from trtserve.launch import Launch, Setup, leader, llmapi, orchestrator
 from trtserve.launch.container import image_of, with_targets
 from trtserve.launch.kubernetes import KubernetesSpec, Object, compose_objects, to_yaml
@@ -22,7 +23,6 @@ from trtserve.start.checks import require_release
 from trtserve.start.mentions import named_paths
 from trtserve.start.plan import EMBEDDED, gpu_triton, server_name, server_setup
 from trtserve.start.world import pool_of, require_engine_mode, require_world_size
-from trtserve.store import writing
 from trtserve.triton.preflight import Served, inspect_repository, require_loadable
 from trtserve.triton.server import CONTAINER_TRITON, Address, Triton
 

@@ -12,6 +12,7 @@ from trtserve.capacity.rates import timed
 from trtserve.capacity.serving import require_servable
 from trtserve.check.repository import require_sound
 from trtserve.errors import PortInUseError, ServerDiedError, ServerStartError
+from trtserve.files import locked
 from trtserve.interrupts import stop_signals
 from trtserve.launch.ranks import rank_processes, serving_process
 from trtserve.process import Identity, children, spawn
@@ -45,7 +46,7 @@ from trtserve.start.gpu_memory import require_gpu_memory
 from trtserve.start.plan import InstancePlan, Plan, plan_server, with_free_ports
 from trtserve.start.proxy import start_proxy, write_proxy
 from trtserve.start.readiness import wait_for_all
-from trtserve.store import Store, locked
+from trtserve.store import Store
 from trtserve.triton import rank_log, server_log
 from trtserve.triton.preflight import Served
 from trtserve.triton.server import kv_blocks, prepare_backends

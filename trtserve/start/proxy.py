@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtserve.errors import PortInUseError, ServerStartError, UsageError
+from trtserve.files import writing
 from trtserve.launch.nginx import proxy_config
 from trtserve.ports import is_free
 from trtserve.process import Command, Identity, administrators_program, run, spawn, stop
 from trtserve.servers import RunningProxy, indented, log_file
 from trtserve.specs import ServerSpec
-from trtserve.store import Store, writing
+from trtserve.store import Store
 from trtserve.triton import server_log
 from trtserve.triton.server import Address
 

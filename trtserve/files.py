@@ -1,0 +1,99 @@
+"""Files that several processes share: refusals of the file system explained, locks, JSON replaced in one rename."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, TrtserveError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_PLACE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ENOENT})
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Explain what the file system refuses while `path` is made or removed: DiskSpaceError or ArtifactError."""
+    try:
+        yield
+    except OSError as error:
+        explained = file_error(error, path, "written")
+        if explained is None and error.errno in _NO_PLACE:
+            explained = _refused(error, path, "written")
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def file_error(error: OSError, path: Path, verb: str = "read or written") -> TrtserveError | None:
+    """What a full disk or missing permissions mean to the user; None for what is something else."""
+    if error.errno in _FULL:
+        return DiskSpaceError(
+            f"{path} cannot be {verb}: {_full(error)}.",
+            hint="Free some space (`trtserve remove`), or choose another place with --out or TRTSERVE_HOME.",
+        )
+    return _refused(error, path, verb) if error.errno in _FORBIDDEN else None
+
+
+def _full(error: OSError) -> str:
+    limited = "files of this size are not allowed here (ulimit -f, or the file system's limit)"
+    return limited if error.errno == errno.EFBIG else "the disk is full"
+
+
+def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
+    where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+    return ArtifactError(
+        f"{path} cannot be {verb}: {error.strerror}{where}.",
+        hint="Choose another place with --out or TRTSERVE_HOME, or correct the permissions.",
+    )
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the advisory lock file `path`, which exists no longer than that; LockedError when taken, if not `wait`."""
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = _lock_file(path, wait=wait)
+    with handle:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock_file(path: Path, *, wait: bool) -> TextIO:
+    while True:
+        handle = path.open("a")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # The owner that was waited for has removed its file: a lock on that file keeps nobody out.
+            if _is_open_at(handle, path):
+                return handle
+        except BlockingIOError:
+            handle.close()
+            raise LockedError(
+                f"Another trtserve process is working on {path.stem}.", hint="Wait for it to end, then try again."
+            ) from None
+        handle.close()
+
+
+def _is_open_at(handle: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace `path` by `content` in one rename; what a killed process left of its own is taken over."""
+    staged = path.with_name(f".{path.name}.partial")
+    with writing(path), locked(path.with_name(f".{path.name}.lock")):
+        staged.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        staged.replace(path)
