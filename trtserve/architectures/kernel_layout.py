@@ -51,11 +51,6 @@ def _interleaves(gpu_sm: int) -> bool:
     return gpu_sm < HOPPER or gpu_sm >= _LIKE_AMPERE
 
 
-def divisor_of_inputs() -> int:
-    """The number of inputs of a matrix (per rank) must divide by this."""
-    return _TILE
-
-
 def to_kernel(codes: npt.NDArray[np.int8], gpu_sm: int) -> npt.NDArray[np.uint8]:
     """Signed codes −8 … 7 [in, out] as the kernels of a GPU read them: bytes [in, out / 2]."""
     import numpy as np
