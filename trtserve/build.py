@@ -156,7 +156,9 @@ def _require_room(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], fo
         lambda free: _advice(engine, spec, runtime, free),
         mapped=build_addresses(engine),
     )
-    require_disk(folder.parent, engine.disk_bytes, "The engine")
+    floats = quant_algo(engine.config) is None
+    smaller = "Convert with --quantize int8 or int4: the engine is smaller then." if floats else ""
+    require_disk(folder.parent, engine.disk_bytes, "The engine", smaller=smaller)
 
 
 def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], free: int) -> str:

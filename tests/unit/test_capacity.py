@@ -305,8 +305,11 @@ def test_convert_and_build_refuse_before_they_write(
         convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
     monkeypatch.setattr(FREE, lambda: GIB)
     monkeypatch.setattr("trtserve.capacity.room.free_disk", lambda _: 2**20)
-    with pytest.raises(DiskSpaceError, match="The checkpoint would take"):
-        convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")
+    for spec, half in ((ConvertSpec(quantize="int8"), False), (ConvertSpec(dtype="float32"), True)):
+        with pytest.raises(DiskSpaceError, match="The checkpoint would take") as full:
+            convert_model(Model(path=folder), spec, out=tmp_path / "checkpoint")
+        hint = str(full.value.hint)
+        assert ("--out" in hint, "--quantize" in hint, "--dtype bfloat16" in hint) == (True, False, half)
     assert not (tmp_path / "checkpoint").exists()
     monkeypatch.undo()
     checkpoint = convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint")

@@ -25,16 +25,26 @@ _ADDRESSES = {
 _NUMPY_THREAD = 40 * 2**20
 
 
-def require_disk(folder: Path, needed: int, what: str) -> None:
-    """DiskSpaceError when the file system of `folder` has not `needed` bytes for `what` and a reserve."""
+def require_disk(
+    folder: Path, needed: int, what: str, *, elsewhere: str = "--out or TRTSERVE_HOME", smaller: str = ""
+) -> None:
+    """DiskSpaceError when the file system of `folder` has not `needed` bytes for `what` and a reserve.
+
+    `elsewhere` are the settings that choose another folder, `smaller` is a sentence with those that need less.
+    """
     free = free_disk(folder)
     if needed > 0 and free < needed + RESERVE:
         raise DiskSpaceError(
             f"{what} would take {gibibytes(needed)}, and {gibibytes(RESERVE)} stay in reserve; {folder} has"
             f" {gibibytes(free)} free.",
-            hint="Free some space (`trtserve remove`), choose a folder on a larger disk with --out or TRTSERVE_HOME, or"
-            " a smaller engine with --quantize int8 or int4.",
+            hint=f"Free some space (`trtserve remove`), or choose a folder on a larger disk with {elsewhere}."
+            + f" {smaller}".rstrip(),
         )
+
+
+def smaller_checkpoint(dtype: str) -> str:
+    """What makes a checkpoint of our own smaller: its weights are floats, whatever an engine makes of them."""
+    return "--dtype bfloat16 or float16 makes it half as large." if dtype == "float32" else ""
 
 
 def require_memory(needed: int, what: str, advice: Callable[[int], str], *, mapped: int = 0) -> None:

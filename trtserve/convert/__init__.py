@@ -15,7 +15,7 @@ from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import Checkpoint, Manifest, Model
 from trtserve.capacity.converting import convert_libraries
 from trtserve.capacity.rates import timed
-from trtserve.capacity.room import require_disk, require_memory, to_be_mapped
+from trtserve.capacity.room import require_disk, require_memory, smaller_checkpoint, to_be_mapped
 from trtserve.convert.config import checkpoint_config, own_dtype, resolve_dtype
 from trtserve.convert.plan import Destination, Plan, destination_of, own_wishes, plan_conversion
 from trtserve.errors import ConversionError
@@ -104,7 +104,7 @@ def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
         lambda _: "Free some memory: no setting needs less.",
         mapped=to_be_mapped(*convert_libraries(plan.moves)),
     )
-    require_disk(folder.parent, plan.total_bytes, "The checkpoint")
+    require_disk(folder.parent, plan.total_bytes, "The checkpoint", smaller=smaller_checkpoint(plan.spec.dtype))
     ranks = f"{len(plan.sizes)} rank{'s' if len(plan.sizes) > 1 else ''}"
     text = f"Converting to {plan.spec.dtype}, {ranks}, {gibibytes(plan.total_bytes)}"
     if plan.spec.quantize != "none":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import Checkpoint, Manifest, Model
-from trtserve.capacity.room import require_disk
+from trtserve.capacity.room import require_disk, smaller_checkpoint
 from trtserve.convert.plan import Destination, Plan, all_wishes
 from trtserve.convert.proof import planned_proof
 from trtserve.errors import ConversionError, UsageError
@@ -71,7 +71,10 @@ def convert_upstream(
         progress.step(f"Checkpoint {place.path} is reused")
 
     def produce(folder: Path) -> Manifest:
-        require_disk(folder.parent, plan.total_bytes, "The checkpoint")
+        smaller = smaller_checkpoint(plan.spec.dtype)
+        if plan.spec.quantize == "none":
+            smaller = f"{smaller} --quantize int8 or int4 makes it smaller.".lstrip()
+        require_disk(folder.parent, plan.total_bytes, "The checkpoint", smaller=smaller)
         command, box = _command(model, plan, folder)
         log = store.root / "logs" / f"convert-{place.path.name}.log"
         config = run_tool(

@@ -266,15 +266,20 @@ def require_room(spec: ImportSpec, plan: ImportPlan, store: Store) -> None:
         return
     checkpoint = plan.checkpoint_bytes if plan.converts else 0
     what = f"The files of {spec.name} ({gibibytes(plan.missing)} to pull, {gibibytes(checkpoint)} checkpoint"
+    quantized = spec.convert.quantize != "none" or bool(plan.model.config.get("quantization_config"))
+    smaller = "" if quantized else "--quantize int8 or int4 makes the engine smaller, not the checkpoint."
     if spec.engine_out is None:
         require_disk(
             store.root,
             plan.missing + checkpoint + plan.engine_bytes,
             f"{what}, {gibibytes(plan.engine_bytes)} engine)",
+            elsewhere="TRTSERVE_HOME",
+            smaller=smaller,
         )
     else:
-        require_disk(store.root, plan.missing + checkpoint, f"{what})")
-        require_disk(spec.engine_out, plan.engine_bytes, f"The engine of {spec.name}")
+        require_disk(store.root, plan.missing + checkpoint, f"{what})", elsewhere="TRTSERVE_HOME")
+        engine = f"The engine of {spec.name}"
+        require_disk(spec.engine_out, plan.engine_bytes, engine, elsewhere=ENGINE_DEST_PATH, smaller=smaller)
     if plan.memory_bytes is not None:
         wish = _wish(spec, plan.model)
         require_wish(wish, spec.name)
