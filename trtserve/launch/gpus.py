@@ -24,11 +24,16 @@ def count_gpus() -> int:
     visible = os.environ.get(VISIBLE_DEVICES)
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len([line for line in _answer(_LIST) if line.startswith("GPU ")])
+
+
+def _answer(question: Command) -> list[str]:
+    """The lines that nvidia-smi prints; none where it is missing, hangs or fails."""
     try:
-        ended = run(_LIST, timeout=_TIMEOUT)
+        ended = run(question, timeout=_TIMEOUT)
     except (MissingDependencyError, TimeoutError):
-        return 0
-    return len([line for line in ended.stdout.splitlines() if line.startswith("GPU ")]) if ended.code == 0 else 0
+        return []
+    return ended.stdout.splitlines() if ended.code == 0 else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +47,7 @@ class Gpu:
 
 def describe_gpus() -> list[Gpu]:
     """The GPUs of this machine in nvidia-smi's order; none without a driver."""
-    try:
-        ended = run(_DESCRIBE, timeout=_TIMEOUT)
-    except (MissingDependencyError, TimeoutError):
-        return []
-    rows = ([part.strip() for part in line.split(",", 2)] for line in ended.stdout.splitlines() if ended.code == 0)
+    rows = ([part.strip() for part in line.split(",", 2)] for line in _answer(_DESCRIBE))
     return [Gpu(sm=row[0], driver=row[1], name=row[2]) for row in rows if len(row) == 3]
 
 
@@ -61,11 +62,7 @@ class GpuMemory:
 
 def gpu_memory() -> list[GpuMemory]:
     """Memory of the GPUs of this machine; those whose memory the driver does not tell are left out."""
-    try:
-        ended = run(_MEMORY, timeout=_TIMEOUT)
-    except (MissingDependencyError, TimeoutError):
-        return []
-    rows = ([part.strip() for part in line.split(",")] for line in ended.stdout.splitlines() if ended.code == 0)
+    rows = ([part.strip() for part in line.split(",")] for line in _answer(_MEMORY))
     return [
         GpuMemory(index=int(row[0]), free=int(row[1]) * 2**20, total=int(row[2]) * 2**20)
         for row in rows
