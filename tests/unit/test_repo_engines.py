@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine, ModelRepository
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.repo import assemble_repository, plan_repository
+from trtserve.repo.again import remake_command
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import parse_config
 from trtserve.triton.engine_match import Installation, rebuild_command, require_matching
@@ -310,3 +312,22 @@ def test_adapters_of_a_suffix(tokenizer: Path, tmp_path: Path) -> None:
     assert (repository / table["poet"]["folder"] / "model.lora_weights.npy").is_file()
     for model in ("preprocessing_b", "tensorrt_llm_bls_b", "tiny"):
         assert parameters(repository, model)["lora_table"] == "lora_b.json"
+
+
+def test_the_command_that_makes_a_repository_again(tokenizer: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "the checkpoint"
+    checkpoint.mkdir()
+    engine = built_here(write_engine(tmp_path / "engine", tp_size=2), checkpoint=str(checkpoint))
+    out = made(engine, tokenizer, tmp_path / "out", streaming=False, release="0.18", settings={"gpu_device_ids": "0,1"})
+    (core,) = inspect_repository(ModelRepository(path=out)).core_models
+    command = remake_command(out, core)
+    assert command is not None
+    build, _, rest = command.removeprefix('trtserve repo "$(').partition(')" ')
+    assert shlex.split(build)[:3] == ["trtserve", "build", str(checkpoint)]
+    own = str(out / "preprocessing/1/tokenizer")
+    expected = ["--name", "tiny", "--tokenizer", own, "--no-streaming", "--set", "gpu_device_ids=0,1"]
+    assert shlex.split(rest) == expected
+    checkpoint.rmdir()
+    assert remake_command(out, core) is None
+    (out / "manifest.json").unlink()
+    assert remake_command(out, core) is None

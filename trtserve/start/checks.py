@@ -23,6 +23,7 @@ from trtserve.ports import is_free, owner
 from trtserve.process import arguments, program
 from trtserve.progress import Progress
 from trtserve.releases.launcher import WORKER
+from trtserve.repo.again import remake_command
 from trtserve.servers import Server, list_servers, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.start.ending import end_server
@@ -143,16 +144,24 @@ def require_fitting_engine(plan: Plan, spec: ServerSpec, store: Store, progress:
         sm=gpus[first].sm if gpus else None,
         gpu=gpus[first].name if gpus else None,
     )
-    again = import_again(plan.repository, store)
+    again = _again(plan.repository, plan.served, spec, store)
     require_matching(plan.served, installation, progress, again=again, container=spec.container)
 
 
-def require_release(served: Served, spec: ServerSpec, progress: Progress) -> None:
+def _again(repository: Path, served: Served, spec: ServerSpec, store: Store) -> str | None:
+    """The command that makes a repository again, with its engine: the import's, else that of `trtserve repo`."""
+    if (command := import_again(repository, store)) is not None or not served.core_models:
+        return command
+    return remake_command(repository, served.core_models[0], container=spec.container)
+
+
+def require_release(served: Served, spec: ServerSpec, progress: Progress, *, repository: Path | None = None) -> None:
     """RepositoryError for an engine of another TensorRT-LLM than the container's, or, without one, this machine's."""
     found = installed_for(spec)
     if found is not None:
         there = Installation(tensorrt_llm=found.version, tensorrt=found.tensorrt, sm=None, gpu=None)
-        require_matching(served, there, progress, container=spec.container)
+        again = None if repository is None else _again(repository, served, spec, Store())
+        require_matching(served, there, progress, again=again, container=spec.container)
 
 
 def rehearse(plan: Plan, repository: ModelRepository, spec: ServerSpec, progress: Progress) -> None:
@@ -163,7 +172,7 @@ def rehearse(plan: Plan, repository: ModelRepository, spec: ServerSpec, progress
     if spec.container is None:  # a container sees other paths
         require_sound(repository, progress)
     if plan.needs_gpus:
-        require_release(plan.served, spec, progress)
+        require_release(plan.served, spec, progress, repository=plan.repository)
         _announce_oversubscription(plan, spec, progress)
         _warn_of_this_machine(plan, spec, progress)
     if plan.proxy is not None:

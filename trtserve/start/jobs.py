@@ -141,7 +141,7 @@ def _inspected(repository: ModelRepository, spec: ServerSpec, flag: str, progres
         raise UsageError("--instances does not go with --slurm: one job is one server.", hint="Submit several jobs.")
     require_engine_mode(served, spec)
     require_world_size(served, spec, repository)
-    require_release(served, spec, progress)
+    require_release(served, spec, progress, repository=repository.path)
     return name, served
 
 

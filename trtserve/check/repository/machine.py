@@ -13,6 +13,7 @@ from trtserve.errors import counted
 from trtserve.launch.gpus import count_gpus, describe_gpus, visible_gpu
 from trtserve.releases import release_of
 from trtserve.releases.installed import has_engine_path, installed
+from trtserve.repo.again import remake_command
 from trtserve.runtimes.plan_header import tensorrt_version
 from trtserve.triton.core_models import CoreModel
 from trtserve.triton.engine_match import Installation, mismatches, rebuild_command
@@ -47,11 +48,12 @@ def foreign_engines(subject: Subject) -> Iterator[Fault]:
             continue
         for reason in mismatches(_with_tensorrt(model.core), subject.here.installation):
             entry = (subject.facts.get("core_models") or {}).get(model.name, {})
+            again = remake_command(subject.path, model.core) or rebuild_command(model.core, entry.get("built_as"))
             yield Fault(
                 model=model.name,
                 file=model.core.engine,
                 what=f"The engine does not fit this machine: {reason}.",
-                fix=f"Build it again here: {rebuild_command(model.core, entry.get('built_as'))}",
+                fix=f"Build it again here: {again}",
             )
 
 
