@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from typing import Any
 
 import pytest
@@ -73,3 +74,17 @@ def test_commands_below_a_command_are_in_no_panel_of_stages(capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert "token-norm-dist" in shown
     assert STAGES not in shown
+
+
+def test_options_of_an_import_stand_below_their_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", "--help"]) == 0
+    sections = dict(re.findall(r"^(\S.*):\n((?: .*\n|\n)+)", capsys.readouterr().out, re.MULTILINE))
+    for title, option in (
+        ("Options", "--name"),
+        ("Options", "--trtllm-version"),
+        ("Checkpoint (as for convert)", "--tp-size"),
+        ("Engine (as for build)", "--max-batch-size"),
+        ("Repository (as for repo)", "--tokenizer"),
+        ("trtllm-build (runtime tensorrt_llm)", "--gemm-plugin"),
+    ):
+        assert f"  {option} " in sections[title]

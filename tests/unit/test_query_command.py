@@ -201,6 +201,17 @@ def test_a_failed_stream_ends_its_line_if_it_began_one(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "Mach\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"), [((), "There is no prompt."), (("--input-file", "-"), "--input-file: - holds no prompt.")]
+)
+def test_stdin_that_is_closed_holds_nothing(
+    arguments: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["query", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_another_rank_speaks_after_the_leader(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from trtserve.cli.commands import COMMANDS, application
 from trtserve.cli.environment import name_after_options, unread_variables
 from trtserve.cli.output import TerminalProgress, print_error
 from trtserve.cli.plain_values import take_plain_values
+from trtserve.cli.stage_panels import group_by_stage
 from trtserve.cli.unknown import answer_unknown_options
 from trtserve.errors import MemoryLimitError, TrtserveError
 from trtserve.files import file_error
@@ -61,6 +62,7 @@ def _command_line(names: Collection[str] = tuple(COMMANDS)) -> Any:
     """The command tree; its help does not repeat the name of an environment variable for every option."""
     tree = typer.main.get_command(application(names))
     _simplify_help(tree)
+    group_by_stage(tree)
     name_after_options(tree)
     take_plain_values(tree)
     answer_unknown_options(tree, lambda: typer.main.get_command(application()))

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from trtserve.cli import output
-from trtserve.cli.endpoint import ConnectTimeoutOption, GrpcPortOption, HostOption, ServerOption, find_endpoint
+from trtserve.cli.endpoint import (
+    CONNECTION,
+    ConnectTimeoutOption,
+    GrpcPortOption,
+    HostOption,
+    ServerOption,
+    find_endpoint,
+)
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.errors import BenchmarkError, UsageError
 from trtserve.specs import BenchSpec
@@ -50,12 +57,24 @@ IgnoreEosOption = Annotated[
     typer.Option("--ignore-eos/--no-ignore-eos", help="Go on after an end token, to the length that was asked for."),
 ]
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds that the measured window may take.")]
-VocabularyOption = Annotated[int | None, typer.Option("--vocab-size", help="Default: the engine's.")]
-MaxInputOption = Annotated[int | None, typer.Option("--max-input-len", help="Default: the engine's.")]
-MaxSequenceOption = Annotated[int | None, typer.Option("--max-seq-len", help="Default: the engine's.")]
+VocabularyOption = Annotated[
+    int | None, typer.Option("--vocab-size", help="Random ids are below this; default: the engine's.")
+]
+MaxInputOption = Annotated[
+    int | None, typer.Option("--max-input-len", help="Longest prompt in tokens; default: the engine's.")
+]
+MaxSequenceOption = Annotated[
+    int | None, typer.Option("--max-seq-len", help="Longest prompt and answer in tokens; default: the engine's.")
+]
 UrlOption = Annotated[
     str | None,
-    typer.Option("--url", "-u", metavar="HOST:PORT", help="The same as --host and --grpc-port (gRPC only)."),
+    typer.Option(
+        "--url",
+        "-u",
+        rich_help_panel=CONNECTION,
+        metavar="HOST:PORT",
+        help="The same as --host and --grpc-port (gRPC only).",
+    ),
 ]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and requests.jsonl there.")

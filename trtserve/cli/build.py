@@ -63,7 +63,7 @@ def build(
     ],
     builder_flags: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- FLAGS]", help="Behind `--`: further flags of trtllm-build.", show_default=False),
+        typer.Argument(metavar="-- FLAG", help="Flags for trtllm-build as they are.", show_default=False),
     ] = None,
     max_batch_size: MaxBatchSizeOption = None,
     max_input_len: MaxInputLenOption = None,
@@ -104,7 +104,7 @@ def build(
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Build an engine from a checkpoint and print its path; for NVIDIA GPUs with their `trtllm-build`."""
+    """Build an engine from a checkpoint and print its path; for NVIDIA GPUs by `trtllm-build`."""
     options = locals()  # before anything else has a name here; each option has the name of the field that it fills
     from trtserve.build import build_engine, find_checkpoint, plan_build, require_whole
 

@@ -23,8 +23,9 @@ from trtserve.interrupts import Interrupted, one_interrupt
 
 # What shells say of a process that a signal ended is this and the number of the signal.
 SIGNALLED = 128
-STAGES = "Stages, in order (import runs the first four)"
-UPKEEP = "Servers, store and machine"
+STAGES = "Stages, in order (import does all up to repo)"
+MODELS = "Models and what is made of them"
+UPKEEP = "Servers and this machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,12 @@ def _stage(module: str, function: str | None = None, *, clears: bool = False) ->
     return Command(module=module, function=function or module, panel=STAGES, clears=clears)
 
 
-def _upkeep(module: str, function: str | None = None, *, clears: bool = False) -> Command:
-    return Command(module=module, function=function or module, panel=UPKEEP, clears=clears)
+def _model(module: str, function: str | None = None, *, clears: bool = False) -> Command:
+    return Command(module=module, function=function or module, panel=MODELS, clears=clears)
+
+
+def _upkeep(module: str) -> Command:
+    return Command(module=module, function=module, panel=UPKEEP)
 
 
 # In the order in which a model goes through them.
@@ -72,16 +77,16 @@ COMMANDS: dict[str, Command | Group] = {
             "dataset": Command(module="bench", function="dataset"),
         },
     ),
-    "plan": _upkeep("plan"),
-    "check": _upkeep("check"),
-    "inspect": _upkeep("inspect"),
-    "lora": _upkeep("lora", clears=True),
-    "stop": _upkeep("stop"),
+    "plan": _model("plan"),
+    "check": _model("check"),
+    "inspect": _model("inspect"),
+    "lora": _model("lora", clears=True),
+    "list": _model("list_", "list_models"),
+    "remove": _model("remove"),
     "status": _upkeep("status"),
     "logs": _upkeep("logs"),
     "metrics": _upkeep("metrics"),
-    "list": _upkeep("list_", "list_models"),
-    "remove": _upkeep("remove"),
+    "stop": _upkeep("stop"),
     "doctor": _upkeep("doctor"),
 }
 

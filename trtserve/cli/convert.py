@@ -63,7 +63,7 @@ def convert(
     container: ContainerOption = None,
     container_flags: ContainerFlagOption = None,
     flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags for NVIDIA's tool as they are.")
+        list[str] | None, typer.Argument(metavar="-- FLAG", help="Flags for NVIDIA's tool as they are.")
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
     out: OutOption = None,

@@ -50,7 +50,7 @@ def doctor(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Look at everything whose lack is silent or cryptic later: evidence and fix of each finding.
+    """Look for what would fail later without saying why; evidence and fix of each finding.
 
     Ends with exit code 30 when the runtime cannot work here.
     """

@@ -14,7 +14,9 @@ from trtserve.triton.server_log import tail
 
 
 def logs(
-    name: Annotated[str | None, typer.Argument(help="Name of the server; default: the only one.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Name of the server; default: the only one.")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the server ends or Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
     json: JsonOption = False,

@@ -27,7 +27,7 @@ _MODEL_COLUMNS = ("model", "requests", "failed", "inferences", "executions", "pe
 
 
 def metrics(
-    name: Annotated[str | None, typer.Argument(help="Name of a server; default: the only one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a server; default: the only one.")] = None,
     url: Annotated[
         str | None, typer.Option("--url", metavar="HOST:PORT", help="Metrics port of any Triton instead.")
     ] = None,

@@ -32,6 +32,7 @@ from trtserve.cli.options import DryRunOption, JsonOption
 from trtserve.cli.query_options import CHECKING, ENDING, PROMPTS, given_options, with_request_options
 from trtserve.cli.query_prompts import as_utf8, read_prompts
 from trtserve.errors import TrtserveError, UsageError
+from trtserve.query.options import RETURNED
 from trtserve.query.spec import QuerySpec
 from trtserve.triton.first_contact import CONNECT_TIMEOUT
 
@@ -92,7 +93,7 @@ TokenizerOption = Annotated[
         "--tokenizer",
         "--tokenizer-dir",
         metavar="DIR",
-        help="Folder of the model's tokenizer; default: that of the server's repository.",
+        help="Folder of the model's tokenizer; default: that of the server's repository, or of the engine's model.",
         rich_help_panel=PROMPTS,
     ),
 ]
@@ -116,7 +117,12 @@ FurtherInputsOption = Annotated[
 ]
 RequestedOutputsOption = Annotated[
     list[str] | None,
-    typer.Option("--requested-outputs", metavar="NAME", help="Ask for these outputs only; repeatable."),
+    typer.Option(
+        "--requested-outputs",
+        metavar="NAME",
+        help="Ask for these outputs only; repeatable.",
+        rich_help_panel=RETURNED,
+    ),
 ]
 SaveOption = Annotated[
     list[str] | None,
@@ -243,9 +249,10 @@ def query(
     grpc_compression_algorithm: CompressionOption = None,
     **options: Any,
 ) -> None:
-    """Ask a served model and print its answer alone: without the prompt, without leading spaces.
+    """Ask a served model, or with --local an engine, and print the answer alone.
 
-    Chat models get the prompt in their chat template. Ctrl-C stops the request in the engine too.
+    The prompt and leading spaces are left out. Chat models get the prompt in their chat template.
+    Ctrl-C stops the request in the engine too.
     """
     from trtserve.query.checking import expectation
     from trtserve.query.values import split_input

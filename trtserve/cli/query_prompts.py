@@ -46,13 +46,14 @@ def as_utf8(text: str, flag: str) -> str:
 
 def _read_prompt(prompt: str | None) -> str:
     """The prompt's bytes as UTF-8, which is what models are asked in, whatever this terminal's encoding is."""
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("There is no prompt.", hint='Give one: trtserve query "What is ML?"')
     return _decoded(_stdin().rstrip(b"\r\n") if prompt is None or prompt == "-" else os.fsencode(prompt))
 
 
 def _stdin() -> bytes:
-    return sys.stdin.buffer.read()
+    """All of it; nothing where it was closed (`<&-`)."""
+    return b"" if sys.stdin is None else sys.stdin.buffer.read()
 
 
 def _decoded(content: bytes) -> str:

@@ -55,10 +55,10 @@ _GPUS = "Engines on GPUs"
 
 def start(
     name: Annotated[
-        str | None, typer.Argument(help="Name of an import or a repository; default: the last import.")
+        str | None, typer.Argument(metavar="NAME", help="Name of an import or a repository; default: the last import.")
     ] = None,
     triton_arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- TRITON FLAGS]", help="Flags for tritonserver itself.")
+        list[str] | None, typer.Argument(metavar="-- FLAG", help="Flags for tritonserver itself.")
     ] = None,
     model_repository: Annotated[
         Path | None,

@@ -19,7 +19,7 @@ _COLUMNS = ("name", "state", "model", "http", "grpc", "metrics", "pid", "policy"
 
 
 def status(
-    name: Annotated[str | None, typer.Argument(help="Name of a server; default: all.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a server; default: all.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Show the servers started from this store; with a name, exit code 35 when that one has failed."""
@@ -47,8 +47,8 @@ def _report_failure(one: Status, *, named: bool) -> None:
     message = f"{one.server.name}: {one.reason}."
     hint = f"Clean up with `trtserve stop {one.server.name}`, then start it again."
     if named:
-        raise ServerDiedError(message, hint=hint, log=one.server.log)
-    TerminalProgress().warn(f"{message} {hint} Log: {one.server.log}")
+        raise ServerDiedError(message, hint=hint, log=one.log)
+    TerminalProgress().warn(f"{message} {hint} Log: {one.log}")
 
 
 def _row(one: Status) -> tuple[object, ...]:

@@ -12,7 +12,9 @@ from trtserve.errors import UsageError
 
 
 def stop(
-    name: Annotated[str | None, typer.Argument(help="Name of the server; default: the only one.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Name of the server; default: the only one.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop every server.")] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
