@@ -220,6 +220,14 @@ def condition(server: Server) -> tuple[Condition, str]:
     return "starting", ""
 
 
+def telling_log(server: Server) -> Path:
+    """The log that says why a server has failed: of the instance, or the reverse proxy, that `condition` speaks of."""
+    for instance in server.instances:
+        if not instance.identity.alive() or dead_ranks(instance) or dead_stubs(instance):
+            return instance.log
+    return server.proxy.log if server.proxy is not None and server.proxy.dead() else server.log
+
+
 def dead_stubs(instance: Instance) -> int:
     """How many of the stubs that an instance became ready with have ended."""
     return len(_dead(instance.stubs))

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from trtserve.artifacts import ModelRepository, load_artifact
 from trtserve.errors import TrtserveError
 from trtserve.machine import differences
-from trtserve.servers import Condition, Server, condition, find_server, recorded_server, recorded_servers
+from trtserve.servers import (
+    Condition,
+    Server,
+    condition,
+    find_server,
+    recorded_server,
+    recorded_servers,
+    telling_log,
+)
 from trtserve.store import Store
 from trtserve.triton.preflight import Served, inspect_repository
 from trtserve.triton.server import kv_blocks, model_states
@@ -18,12 +27,14 @@ from trtserve.triton.server import kv_blocks, model_states
 class Status:
     """One server now: Triton's state of each model, and KV cache blocks by kind as the core model counts them.
 
-    `without_meaning` are the parameters that its repository sets and that its runtime ignores.
+    `log` is that of the part that ended, if the server has failed. `without_meaning` are the parameters that its
+    repository sets and that its runtime ignores.
     """
 
     server: Server
     condition: Condition
     reason: str
+    log: Path
     models: Mapping[str, str] = field(default_factory=dict)
     precision: Mapping[str, str] = field(default_factory=dict)
     kv_blocks: Mapping[str, int] = field(default_factory=dict)
@@ -48,6 +59,7 @@ def _status(server: Server) -> Status:
         server=server,
         condition=state,
         reason=reason,
+        log=telling_log(server),
         models=model_states(server.address) if alive else {},
         precision={} if served is None else served.precision,
         kv_blocks=blocks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from tests.support.quantised_models import write_quantised_model
 from tests.support.tiny_models import write_tiny_model
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.cli.app import run
-from trtserve.errors import ConversionError, CorruptFileError, MemoryLimitError, UnsupportedModelError, UsageError
+from trtserve.errors import (
+    ConversionError,
+    CorruptFileError,
+    MemoryLimitError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    UsageError,
+)
 from trtserve.store import Store
 
 ID = "org/tiny"
@@ -55,6 +63,22 @@ def test_the_hub_is_asked_for_headers_only(hub: Hub, tiny: Path, capsys: pytest.
     for key in ("parameters", "source_bytes", "engine_bytes", "kv_bytes_per_token", "dtype"):
         assert remote[key] == local[key]
     assert [stage["stage"] for stage in local["stages"]] == ["import", "convert", "build", "repo", "start"]
+
+
+def test_what_is_no_model_ends_alike_everywhere(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in tiny.iterdir():
+        if path.suffix != ".safetensors" and "index" not in path.name:
+            shutil.copy(path, tmp_path)
+    for words in ("has no weights", "has no config.json"):
+        for command in (["plan"], ["import"], ["convert", "--out", str(tmp_path / "out")]):
+            assert run([*command, str(tmp_path)]) == ModelNotFoundError.code
+            assert words in capsys.readouterr().err
+        (tmp_path / "config.json").unlink(missing_ok=True)
+
+
+def test_nothing_is_pulled_of_a_folder(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(tiny)]) == 0
+    assert "to pull" not in capsys.readouterr().out
 
 
 def test_what_is_planned_is_made(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,8 +216,21 @@ def test_sizes_that_fit_are_all_that_are_accepted(tmp_path: Path) -> None:
 
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="it has 2 layers"):
+    with pytest.raises(UsageError, match="it has 2 layers") as caught:
         convert(write_tiny_model(tmp_path / "hf"), tmp_path / "out", pp_size=3)
+    assert caught.value.hint == "Sizes that fit: 1 … 2."
+
+
+def test_an_order_of_weights_that_are_not_there_is_said(tmp_path: Path) -> None:
+    lines = list[str]()
+
+    class Lines(SilentProgress):
+        def step(self, text: str) -> None:
+            lines.append(text)
+
+    model = Model(path=write_tiny_model(tmp_path / "hf", dtype="bfloat16"))
+    convert_model(model, ConvertSpec(gpu_sm=90), out=tmp_path / "out", progress=Lines())
+    assert [line.startswith("--gpu-sm makes no difference") for line in lines] == [True]
 
 
 def test_an_equal_conversion_is_reused_and_another_is_not(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_missing_parts_are_named(folder: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="no tokenizer"):
         import_model(str(folder))
     (folder / "config.json").unlink()
-    with pytest.raises(UnsupportedModelError, match=r"no config\.json"):
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
         import_model(str(folder))
 
 

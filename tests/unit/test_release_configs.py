@@ -85,6 +85,12 @@ def test_what_a_release_would_load_otherwise_is_refused(family: str, spec: dict[
         config_of(family, **spec)
 
 
+def test_stages_that_a_release_would_load_are_named() -> None:
+    with pytest.raises(UsageError) as caught:
+        config_of("gemma2", pp_size=2, trtllm_version="0.19")
+    assert str(caught.value.hint).startswith("Sizes that fit: 1, 3; ")
+
+
 def test_uneven_stages_are_those_of_releases_that_know_them() -> None:
     assert config_of("gemma2", pp_size=2, trtllm_version="0.20")["mapping"]["pp_size"] == 2
     assert config_of("gemma2", pp_size=2)["mapping"]["pp_size"] == 2

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,10 +15,10 @@ import pytest
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
-from trtserve.errors import RepositoryError
+from trtserve.errors import RepositoryError, ServerDiedError
 from trtserve.machine import describe
 from trtserve.process import Identity
-from trtserve.servers import Server, log_file, write_state
+from trtserve.servers import RunningProxy, Server, log_file, write_state
 from trtserve.status import server_status
 from trtserve.store import Store
 from trtserve.triton.parameters import CLASSES_FILE, classes_json
@@ -107,6 +108,18 @@ def give_parameters(repository: Path, parameters: dict[str, str]) -> None:
     (core / "config.pbtxt").write_text("\n".join(['name: "tensorrt_llm"', 'backend: "python"', *rows]))
     (core / "1" / "model.py").touch()
     (core / "1" / CLASSES_FILE).write_text(classes_json("tensorrt_llm", "1.2") or "")
+
+
+def test_of_a_dead_proxy_its_own_log_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering() as port:
+        server = recorded(repository, port)
+        log = log_file("demo@proxy", Store())
+        proxy = RunningProxy(file=repository, log=log, http_port=port, grpc_port=1, pid=os.getpid(), started=1.0)
+        write_state(replace(server, proxy=proxy), Store())
+        assert run(["status", "demo"]) == ServerDiedError.code
+        assert f"log:   {log}" in capsys.readouterr().err
+        assert run(["status"]) == 0
+        assert str(log) in capsys.readouterr().err.replace("\n", "")
 
 
 def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

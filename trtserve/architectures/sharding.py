@@ -170,7 +170,10 @@ def check_parallel_sizes(config: CheckpointConfig, tp_size: int, pp_size: int, e
         )
     layers = config["num_hidden_layers"]
     if pp_size > layers:
-        raise UsageError(f"--pp-size {pp_size} does not fit this model: it has {layers} layers.")
+        raise UsageError(
+            f"--pp-size {pp_size} does not fit this model: it has {layers} layers.",
+            hint=f"Sizes that fit: 1{f' … {layers}' if layers > 1 else ''}.",
+        )
 
 
 def _tensor_parallel_problem(config: Mapping[str, Any], tp_size: int, ep_size: int) -> str | None:

@@ -105,9 +105,10 @@ def _described(needs: ModelNeed) -> dict[str, Any]:
 
 
 def _print(needs: ModelNeed) -> None:
+    pull = f", {gibibytes(needs.pull_bytes)} to pull" if needs.pull_bytes else ""
     lines = [
         f"model       {needs.name}: {needs.architecture}, {count(needs.parameters)} parameters",
-        f"weights     {gibibytes(needs.source_bytes)}, {gibibytes(needs.pull_bytes)} to pull; as {needs.dtype}"
+        f"weights     {gibibytes(needs.source_bytes)}{pull}; as {needs.dtype}"
         + (f", {needs.quantization}" if needs.quantization else ""),
     ]
     if needs.converter:

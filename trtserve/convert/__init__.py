@@ -18,7 +18,7 @@ from trtserve.capacity.rates import timed
 from trtserve.capacity.room import require_disk, require_memory, smaller_checkpoint, to_be_mapped
 from trtserve.convert.config import checkpoint_config, own_dtype, resolve_dtype
 from trtserve.convert.plan import Destination, Plan, destination_of, own_wishes, plan_conversion
-from trtserve.errors import ConversionError
+from trtserve.errors import ConversionError, counted
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, RELEASES
@@ -65,6 +65,8 @@ def convert_model(
     plan = plan or plan_conversion(model, spec)
     name = name or model.name
     place = destination_of(plan, name, out=out, store=store)
+    if spec.gpu_sm != ConvertSpec().gpu_sm and (plan.toolkit is not None or "trtserve" not in plan.config):
+        progress.step("--gpu-sm makes no difference: it orders 4-bit weights (AWQ, GPTQ), and none are converted here")
     if plan.toolkit is not None:
         from trtserve.convert.upstream import convert_upstream  # loads what launches processes and containers
 
@@ -105,7 +107,7 @@ def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:
         mapped=to_be_mapped(*convert_libraries(plan.moves)),
     )
     require_disk(folder.parent, plan.total_bytes, "The checkpoint", smaller=smaller_checkpoint(plan.spec.dtype))
-    ranks = f"{len(plan.sizes)} rank{'s' if len(plan.sizes) > 1 else ''}"
+    ranks = counted(len(plan.sizes), "rank")
     text = f"Converting to {plan.spec.dtype}, {ranks}, {gibibytes(plan.total_bytes)}"
     if plan.spec.quantize != "none":
         progress.step(f"The {plan.spec.quantize} weights are made when the engine is built")

@@ -13,7 +13,7 @@ from typing import Any
 
 from trtserve import hub
 from trtserve.artifacts import MANIFEST, Manifest, Model, fingerprint, load_artifact
-from trtserve.errors import ArtifactError, CorruptFileError, UnsupportedModelError
+from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from trtserve.hub import RemoteFile, Revision
 from trtserve.import_.sources import Source
 from trtserve.store import Store
@@ -127,15 +127,16 @@ def planned_files(
 ) -> tuple[tuple[RemoteFile, ...], dict[str, Any]]:
     """The needed ones of `files`, and the content of `config.json`; `read` makes a small file readable here.
 
-    UnsupportedModelError when the model cannot be converted here, named before any weights are asked for; a model
-    without tokenizer is one of those, unless `own_tokenizer` is False. With `any_architecture` others will convert or
-    load it: what our converter does not know is taken with all its small files.
+    ModelNotFoundError without config or weights; UnsupportedModelError when the model cannot be converted here, named
+    before any weights are asked for; a model without tokenizer is one of those, unless `own_tokenizer` is False. With
+    `any_architecture` others will convert or load it: what our converter does not know is taken with all its small
+    files.
     """
     from trtserve.architectures import supported
 
     by_name = {file.name: file for file in files}
     if CONFIG not in by_name:
-        raise UnsupportedModelError(f"{label} has no {CONFIG}.", hint="Give a model in the Hugging Face format.")
+        raise ModelNotFoundError(f"{label} has no {CONFIG}.", hint="Give a model in the Hugging Face format.")
     config = _read_json(read(by_name[CONFIG]), label)
     known = is_convertible(config)
     if not (known or any_architecture):
@@ -177,8 +178,13 @@ def _weight_names(
         if index in files:
             return _indexed(label, files, index, read)
     found = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".safetensors")))
+    if not found:
+        raise ModelNotFoundError(
+            f"{label} has no weights: neither {SINGLE} nor {INDEX}, nor {_PICKLED}.",
+            hint="Put the weights beside config.json, or name a model or a revision that has them.",
+        )
     raise UnsupportedModelError(
-        f"{label} has no {SINGLE} or {INDEX}; its weights are {', '.join(found) or 'missing'}.",
+        f"{label} has no {SINGLE} or {INDEX}; its weights are {', '.join(found)}.",
         hint="Look for a revision or a copy in safetensors.",
     )
 

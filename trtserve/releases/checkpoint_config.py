@@ -170,10 +170,11 @@ def shares_table(release: str | None) -> bool:
 def require_stages(release: str, architecture: str, layers: int, pp_size: int) -> None:
     """UsageError for pipeline stages that the loader of a release would not make of these layers."""
     if layers % pp_size and order(release) <= order(EVEN_STAGES_UNTIL):
+        fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
         raise UsageError(
             f"--pp-size {pp_size} does not divide the {layers} layers of this model: TensorRT-LLM {release} would "
             "load other layers than the checkpoint has in its stages.",
-            hint=f"Choose a size that divides {layers}, or a release after {EVEN_STAGES_UNTIL}.",
+            hint=f"Sizes that fit: {fitting}; or choose a release after {EVEN_STAGES_UNTIL}.",
         )
     if pp_size > 1 and shares_table(release) and shares_head(architecture):
         raise UsageError(
