@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 from tests.support.double_engines import write_checkpoint
 from tests.support.doubles import Doubles
+from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Manifest, load_artifact
 from trtserve.cli import run
 from trtserve.store import Store
@@ -313,16 +313,12 @@ def test_a_signal_ends_the_builder_too(number: int, late: Builder) -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as command:
-        deadline = time.monotonic() + 60
-        while not late.doubles.calls("trtllm-build") and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: late.doubles.calls("trtllm-build"))
         (call,) = late.doubles.calls("trtllm-build")
         command.send_signal(number)
         command.communicate(timeout=60)
-        assert command.returncode == (-9 if number == signal.SIGKILL else 130)
-    while Path(f"/proc/{call.pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)  # after a SIGKILL the kernel ends it
-    assert not Path(f"/proc/{call.pid}").exists()
+        assert command.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    wait_until(lambda: not Path(f"/proc/{call.pid}").exists())  # after a SIGKILL the kernel ends it
     if number == signal.SIGKILL:
         return  # what it wrote is cleared away by the next build
     assert not late.out.exists()

@@ -179,11 +179,7 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
             "KV cache is a property of the checkpoint.",
             hint="Convert with --quantize fp8 for an FP8 cache, or leave it out.",
         )
-    found = (
-        _require_installed(spec.trtllm_version)
-        if spec.container is None
-        else require_installed_in(spec.container, spec.trtllm_version)
-    )
+    found = _builder(spec)
     release = require_engine_path(found.version)
     require_stages(release, config["architecture"], config["num_hidden_layers"], _pipeline_stages(config))
     built = build_arguments(release, config, spec)
@@ -213,6 +209,13 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
     parallel = f"Ranks are those of the checkpoint: {made.parallel}."
     told = (parallel, *notes, *_foreign(config, release), *built.notes, *memory_notes)
     return replace(made, workers=workers, notes=told)
+
+
+def _builder(spec: BuildSpec) -> Installed:
+    """The TensorRT-LLM that builds: that of the container, or of this machine."""
+    if spec.container is None:
+        return _require_installed(spec.trtllm_version)
+    return require_installed_in(spec.container, spec.trtllm_version)
 
 
 def _pipeline_stages(config: CheckpointConfig) -> int:
