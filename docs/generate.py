@@ -94,12 +94,14 @@ COMPLAINTS = {
     4: "names and templates of another release",
     7: "wrong tokenizer folder: the server asks the hub and dies",
     13: "engine of another world size than was wanted",
+    14: "engine that no GPU here holds",
     16: "engine that was not written to its end",
     17: "hidden limit of the length",
     18: "`${…}` left in config.pbtxt",
     19: "parameters that a release dropped",
     20: "streaming switched on in one file only",
     21: "texts decoded wrongly",
+    22: "postprocessing that takes milliseconds a token",
     23: "slow by settings: batches, instances, queues, logits, reuse",
     24: "number of MPI ranks is not tensor × pipeline parallel",
     25: "engine for several GPUs on one",
@@ -110,7 +112,7 @@ COMPLAINTS = {
     35: "inputs that clients must send",
     36: "answers that do not end",
     38: "adapters that are not in the cache",
-    39: "logits of another type",
+    39: "logits of another type, and over pipeline stages",
 }
 
 QUERY_PAGE = """# Flags of `trtserve query`

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,7 +140,22 @@ def test_the_machine(good: dict[str, Path]) -> None:
         assert rules("cpp", machine(**other)) == ["machine-engine"]
     assert rules("newest", machine(tensorrt_llm="1.3.0")) == ["machine-engine", "machine-release"]
     assert rules("gpus", machine()) == ["machine-gpus"]
+    assert rules("newest", replace(machine(), gpu_bytes=12)) == ["machine-gpu-memory"]
+    assert rules("newest", replace(machine(), gpu_bytes=13)) == []
     assert rules("openvino", machine()) == []
+
+
+def test_an_engine_without_a_manifest_names_its_tensorrt(good: dict[str, Path], tmp_path: Path) -> None:
+    copy = tmp_path / "repository"
+    shutil.copytree(good["newest"], copy)
+    (copy / "manifest.json").unlink()
+    plan = struct.pack("<II", 0x74727466, 0) + bytes(16) + bytes((10, 14, 1, 48))
+    (copy / "tensorrt_llm/1/rank0.engine").write_bytes(plan)
+    fitting = machine(tensorrt_llm="1.2.0", tensorrt="10.14.1.48")
+    assert report_of(copy, here=fitting).findings == ()
+    (finding,) = report_of(copy, here=machine(tensorrt_llm="1.2.0", tensorrt="10.13.3.9")).findings
+    assert finding.rule == "machine-engine"
+    assert "built by TensorRT 10.14.1.48, and 10.13.3.9 is installed" in finding.what
 
 
 def test_little_shared_memory(good: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class BuildLog:
             self.written.add(int(found[1]))
             self._say(f"Writing rank{found[1]}.engine ({len(self.written)} of {self._world_size})")
         elif found := _DONE.search(line):
-            self._say(f"All engines are built ({found[1]})")
+            self._progress.step(f"All engines are built ({found[1]})")
         elif found := _WARNING.search(line):
             self._progress.step(f"trtllm-build: {found[1]}")
 

@@ -234,6 +234,13 @@ MACHINE = (
     ),
     Rule(name="machine-gpus", about="every rank has a GPU", find=machine.few_gpus, needs="machine", complaints=(25,)),
     Rule(
+        name="machine-gpu-memory",
+        about="no rank's engine is larger than a GPU",
+        find=machine.large_engines,
+        needs="machine",
+        complaints=(14, 27),
+    ),
+    Rule(
         name="machine-memory",
         about="python models have memory to share",
         find=machine.little_shared_memory,

@@ -10,10 +10,12 @@ from trtserve.check.repository.findings import Fault, refusal
 from trtserve.check.repository.subject import LLMAPI, MachineFacts, Subject
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed
 from trtserve.errors import counted
-from trtserve.launch.gpus import count_gpus, describe_gpus, visible_gpu
+from trtserve.launch.gpus import count_gpus, describe_gpus, gpu_memory, visible_gpu
+from trtserve.machine import gibibytes
 from trtserve.releases import release_of
 from trtserve.releases.installed import has_engine_path, installed
 from trtserve.repo.again import remake_command
+from trtserve.repo.engine import rank_sizes
 from trtserve.runtimes.plan_header import tensorrt_version
 from trtserve.triton.core_models import CoreModel
 from trtserve.triton.engine_match import Installation, mismatches, rebuild_command
@@ -33,6 +35,7 @@ def this_machine(trtllm_version: str | None = None) -> MachineFacts:
         ),
         gpus=count_gpus(),
         version=here.version if here else None,
+        gpu_bytes=max((each.total for each in gpu_memory()), default=None),
     )
 
 
@@ -92,6 +95,26 @@ def few_gpus(subject: Subject) -> Iterator[Fault]:
                 what=f"{model.name} needs {counted(wanted, 'GPU')}, and this machine has {subject.here.gpus}.",
                 fix="Serve it where they are, or build the engine for fewer ranks.",
             )
+
+
+def large_engines(subject: Subject) -> Iterator[Fault]:
+    """A rank's engine, which is the least it takes, is not larger than a GPU."""
+    memory = subject.here.gpu_bytes if subject.here is not None else None
+    for model in subject.gpu_engines:
+        assert model.core is not None
+        assert model.core.engine is not None
+        sizes = {name: size for name, size in rank_sizes(model.core.engine).items() if name.endswith(".engine")}
+        largest = max(sizes, key=lambda name: sizes[name], default=None)
+        if memory is None or largest is None or sizes[largest] <= memory or model.build.get("weight_streaming"):
+            continue
+        yield Fault(
+            model=model.name,
+            file=model.core.engine,
+            what=f"{largest} has {gibibytes(sizes[largest])}, and a GPU of this machine {gibibytes(memory)}: it cannot "
+            "be loaded, the KV cache not counted.",
+            fix="Convert with a larger --tp-size and build again: each rank is smaller then. `trtserve plan` has the "
+            "whole need.",
+        )
 
 
 def little_shared_memory(subject: Subject) -> Iterator[Fault]:

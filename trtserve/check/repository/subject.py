@@ -36,11 +36,12 @@ _OWN_PROGRAMS = ("model_parameters.py", "llm_engine.py")
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """The machine that is to serve, where it is to be looked at."""
+    """The machine that is to serve, where it is to be looked at; `gpu_bytes` is the memory of its largest GPU."""
 
     installation: Installation
     gpus: int
     version: str | None = None
+    gpu_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
