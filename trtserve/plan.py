@@ -14,7 +14,16 @@ from trtserve.architectures.kernel_layout import HOPPER
 from trtserve.architectures.quantized import GPTQ, quant_algo
 from trtserve.architectures.source import read_hf_config
 from trtserve.artifacts import Manifest, Model, looks_like
-from trtserve.capacity.fitting import FIRST_BFLOAT16, FIRST_FP8, GpuFit, fit_gpu, shorter_fit, smallest_fit, unable
+from trtserve.capacity.fitting import (
+    FIRST_BFLOAT16,
+    FIRST_FP8,
+    GpuFit,
+    fit_gpu,
+    fitting_step,
+    shorter_fit,
+    smallest_fit,
+    unable,
+)
 from trtserve.capacity.gpus import Gpu
 from trtserve.capacity.needs import build_addresses, import_memory
 from trtserve.capacity.rates import Runs, expected_seconds, read_rates
@@ -78,6 +87,8 @@ class MachineFit:
 class GpuAnswer:
     """The GPUs that were asked for, the smallest tp × pp that fits them, and the longest sequence that would.
 
+    `steps` are options of a smaller batch or fewer tokens at a time with which they would do.
+
     `problem` is why GPUs of this kind cannot run the model, whatever fits, and nothing smaller is looked for then;
     `note` what a conversion for them needs, and which releases have kernels for them.
     """
@@ -85,6 +96,7 @@ class GpuAnswer:
     asked: GpuFit
     smallest: GpuFit | None
     longest: int | None
+    steps: str | None = None
     problem: str | None = None
     note: str | None = None
 
@@ -207,7 +219,8 @@ def _other_precision(need: ModelNeed) -> str | None:
 
 
 def _gpu_advice(answer: GpuAnswer) -> str:
-    smaller = [f"--max-seq-len {answer.longest}"] if answer.longest else []
+    smaller = [answer.steps] if answer.steps else []
+    smaller += [f"--max-seq-len {answer.longest}"] if answer.longest else []
     if answer.smallest is not None:
         smaller.append(f"--tp-size {answer.smallest.tp_size} --pp-size {answer.smallest.pp_size}")
     return f"{' or '.join(smaller)} would fit." if smaller else "Take a larger GPU, a smaller model, or --quantize."
@@ -356,6 +369,7 @@ def _gpu_answer(conversion: Conversion, question: Question) -> GpuAnswer | None:
         asked=asked,
         smallest=smallest or smallest_fit(conversion.config, question.build, gpu),
         longest=None if asked.fits else shorter_fit(conversion.config, question.build, gpu),
+        steps=None if asked.fits else fitting_step(conversion.config, question.build, gpu),
         note="; ".join(filter(None, notes)) or None,
     )
 

@@ -13,7 +13,7 @@ from tests.support.tiny_models import FAMILIES, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.build import build_engine, plan_build
 from trtserve.capacity.converting import convert_memory
-from trtserve.capacity.fitting import fit_gpu, shorter_fit, smallest_fit
+from trtserve.capacity.fitting import fit_gpu, fitting_step, shorter_fit, smallest_fit
 from trtserve.capacity.gpus import GPUS, Gpu, find_gpu, parse_size
 from trtserve.capacity.needs import check_memory, draft_memory, engine_needs_of
 from trtserve.capacity.serving import fitting_tokens, require_servable, server_needs
@@ -370,6 +370,20 @@ def test_llama_2_7b_on_gpus() -> None:
     assert smallest.weights == pytest.approx(6.74e9 + 0.13e9, rel=0.01)  # the embedding is whole on both ranks
     assert fit_gpu(_config(quantize="int8"), BuildSpec(), small).weights == pytest.approx(7e9, rel=0.02)
     assert smallest_fit(config, BuildSpec(), Gpu(name="tiny", memory=2**30)) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        ({"max_batch_size": 10**8}, "--max-batch-size 262144 --max-num-tokens 262144"),
+        ({"max_num_tokens": 10**7}, "--max-num-tokens 1048576"),
+    ],
+)
+def test_a_step_too_large_for_a_gpu_is_what_is_named(asked: dict[str, Any], flags: str) -> None:
+    config, gpu = _config(), find_gpu("h100-80gb")
+    assert not fit_gpu(config, BuildSpec(**asked), gpu).fits
+    assert fitting_step(config, BuildSpec(**asked), gpu) == flags
+    assert fitting_step(config, BuildSpec(**asked), Gpu(name="tiny", memory=2**30)) is None
 
 
 def test_a_shorter_sequence_is_the_nearest_that_fits() -> None:

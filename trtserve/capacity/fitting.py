@@ -16,6 +16,7 @@ from trtserve.architectures.quantized import GPTQ, is_excluded, quant_algo
 from trtserve.architectures.quantized_tensors import is_packed, require_divisible
 from trtserve.architectures.sharding import check_parallel_sizes, stage_layers
 from trtserve.capacity.gpus import Gpu
+from trtserve.capacity.steps import step_flags, usual_steps
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.runtimes.base import CheckpointConfig, Limits, longest_sequence, resolve_limits
 from trtserve.runtimes.rank_weights import rank_weights
@@ -96,6 +97,16 @@ def smallest_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit 
         fit = fit_gpu({**config, "mapping": mapping}, spec, gpu)
         if fit.fits:
             return fit
+    return None
+
+
+def fitting_step(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> str | None:
+    """The nearest --max-batch-size and --max-num-tokens with which one sequence fits the GPUs of `config`, if any."""
+    limits, beams = _limits(config, spec), spec.max_beam_width
+    asked = limits.max_batch_size, limits.max_num_tokens
+    for batch, tokens in usual_steps(*asked, beams=beams):
+        if fit_gpu(config, replace(spec, max_batch_size=batch, max_num_tokens=tokens), gpu).fits:
+            return step_flags(asked, (batch, tokens))
     return None
 
 

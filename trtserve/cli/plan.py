@@ -159,6 +159,8 @@ def _gpu_lines(answer: GpuAnswer) -> list[str]:
     ]
     lines += [f"cannot      {answer.problem}"] if answer.problem else []
     lines += [f"note        {answer.note}"] if answer.note else []
+    if answer.steps:
+        lines.append(f"steps       {answer.steps} would fit")
     if answer.longest:
         lines.append(f"shorter     --max-seq-len {answer.longest} would fit")
     if answer.smallest is None and not answer.problem:
