@@ -231,6 +231,52 @@ LINES = [
     ),
 ]
 
+# Lines of other tools for commands that take no build's options.
+OTHER_LINES = [
+    (
+        "query --engine_dir=e --max_output_len 50 --tokenizer_dir t --input_text 'What is ML?'",
+        "`trtserve query` has none of the options --engine_dir, --max_output_len, --input_text.",
+        "query 'What is ML?' --engine e --local --max-tokens 50 --tokenizer-dir t",
+    ),
+    (
+        "bench -i grpc --request_rate 10 token_norm_dist --input_mean 128",
+        "`trtserve bench token-norm-dist` has no option -i.",
+        "bench token-norm-dist --request-rate 10 --input-mean 128",
+    ),
+    (
+        "bench --request_rate 10 dataset --dataset f.json",
+        "--request_rate stands before dataset, and is an option of `trtserve bench dataset`.",
+        "bench dataset --request-rate 10 --dataset f.json",
+    ),
+    (
+        "bench -m ensemble --service-kind triton --num-prompts 100",
+        "`trtserve bench` needs a command before -m: token-norm-dist or dataset.",
+        "bench token-norm-dist -m ensemble --num-requests 100",
+    ),
+]
+
+
+@pytest.mark.parametrize(("typed", "message", "whole"), OTHER_LINES, ids=[whole for *_, whole in OTHER_LINES])
+def test_lines_of_clients_and_benchmarks(typed: str, message: str, whole: str, tree: Any) -> None:
+    error = _error(tree, shlex.split(typed))
+    assert error.message == message
+    assert str(error.hint).splitlines()[-1] == f"As a whole: trtserve {whole}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("import demo --model-name second", "is an option of `trtserve query`. Here it may be --name."),
+        ("repo -i r/ensemble/config.pbtxt key:value", "--from-template DIR KEY:VALUE,…`, with --in-place."),
+        ("repo e --tokenizer t triton_max_batch_size:64,decoupled_mode:False", "without templates it is --set"),
+        ("bench benchmark_core_model --x 1", "Its commands: token-norm-dist, dataset."),
+    ],
+)
+def test_what_has_no_certain_line_gets_none(typed: str, told: str, tree: Any) -> None:
+    error = _error(tree, shlex.split(typed))
+    assert told in str(error.hint)
+    assert "As a whole" not in str(error.hint)
+
 
 @pytest.mark.parametrize("runtime", ["tensorrt_llm", "openvino"])
 @pytest.mark.parametrize(("typed", "on_gpus", "on_cpus"), LINES, ids=[line.split()[0] for line, *_ in LINES])

@@ -12,6 +12,9 @@ from trtserve.specs import BUILDER_FIELDS
 
 # How the answers of releases/retired_tables.py begin that a machine can follow.
 _BECAME = re.compile(r"(?:Here it is|It is|It became) (--[\w-]+(?: \w+)?)(?:[.,:;]| of | or )")
+_WITH = re.compile(r", with (--[\w-]+)\.")
+# Answers that leave open what the line would be; what another command does is not left out in silence.
+_OPEN = ("Did you mean", " is an option of `trtserve ", "--from-template")
 _ARGUMENT = re.compile(r"(?:Here t|T)he \w+ is the argument")
 # Options of other tools that are arguments here.
 _ARGUMENTS = ("--checkpoint-dir", "--model-dir", "--engine-dir", "--gpt-model-path", "--input-text", "--in-file")
@@ -138,9 +141,10 @@ def _correction(
     special = _SPECIAL.get(option.spelled.removeprefix("--"))
     if special is not None:
         made = special(option, line)
-        return Correction(words=made if made and made[0] in known else ())
+        if not made or made[0] in known:
+            return Correction(words=made)
     answer = answers.get(option.name)
-    if answer is None or "Did you mean" in answer:
+    if answer is None or any(words in answer for words in _OPEN):
         return None
     if " --set " in answer and "--set" in known:
         key = answer.partition(" --set ")[2].partition("=")[0]
@@ -151,7 +155,7 @@ def _correction(
     if _ARGUMENT.match(instead):
         return Correction(positional=option.value)
     became = _BECAME.match(instead)
-    return Correction(words=_renamed(became[1], option.value, known)) if became else Correction()
+    return Correction(words=[*_renamed(became[1], option.value, known), *_besides(instead, line)] if became else ())
 
 
 def _renamed(became: str, value: str | None, known: Collection[str]) -> list[str]:
@@ -160,6 +164,12 @@ def _renamed(became: str, value: str | None, known: Collection[str]) -> list[str
     name = name.replace("_", "-")
     value = fixed or value or _UNSAID.get(name)
     return [name, value] if name in known and value else []
+
+
+def _besides(instead: str, line: CommandLine) -> list[str]:
+    """The switch that an option needs under its new name, unless it is there."""
+    switch = _WITH.search(instead)
+    return [switch[1]] if switch and all(option.spelled != switch[1] for option in line.options) else []
 
 
 def _max_output_len(option: Typed, line: CommandLine) -> list[str]:

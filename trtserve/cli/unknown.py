@@ -63,6 +63,8 @@ def _answer(node: Any, names: tuple[str, ...], owners: Callable[[], Mapping[str,
             if not hasattr(error, "possibilities"):
                 raise explain_usage(error, " ".join(("trtserve", *names))) from error
             option = _as_typed(str(getattr(error, "option_name", "")), typed)
+            if names and hasattr(node, "commands"):
+                raise _explain_group(node, names, option, typed, owners()) from None
             raise _explain_all(node, names, option, typed, owners()) from None
 
     node.parse_args = parse_or_explain
@@ -129,6 +131,28 @@ def _explain_all(
     return UsageError(f"`{command}` has {lacking}.", hint="\n".join(told))
 
 
+def _explain_group(
+    group: Any, names: tuple[str, ...], option: str, typed: Sequence[str], owners: Mapping[str, Sequence[str]]
+) -> UsageError:
+    """The error for `option` before the command of a group, or without one: it belongs behind the command."""
+    from trtserve.cli.corrections import corrected, in_one_line, take_apart
+
+    path = " ".join(("trtserve", *names))
+    place = next((at for at, word in enumerate(typed) if word.replace("_", "-") in group.commands), None)
+    below = next(iter(group.commands)) if place is None else typed[place].replace("_", "-")
+    node, words = group.commands[below], [word for at, word in enumerate(typed) if at != place]
+    line = take_apart(words, node.params, required=0)
+    instead = corrected(line, {}, _options(node), embedded=False)
+    if line.unknown or instead is None:
+        error = _explain_all(node, (*names, below), line.unknown[0].name, words, owners)
+    else:
+        whole = f"As a whole: {in_one_line(f'{path} {below}', instead)}"
+        error = UsageError(f"{option} stands before {below}, and is an option of `{path} {below}`.", hint=whole)
+    if place is None:
+        return UsageError(f"`{path}` needs a command before {option}: {' or '.join(group.commands)}.", hint=error.hint)
+    return error
+
+
 def _about(name: str, answer: str | None) -> str:
     """An answer that stands among others."""
     if answer is None:
@@ -191,7 +215,9 @@ def _hint(names: tuple[str, ...], option: str, known: Sequence[str], owners: Map
     if (gone := retired_elsewhere(option)) is not None and spelled not in owners:
         return gone
     if spelled in owners:
-        return f"{option} is an option of {', '.join(f'`{owner}`' for owner in owners[spelled])}."
+        tail = next((name for name in known if spelled.endswith(name[1:])), None)
+        here = f" Here it may be {tail}." if tail else ""
+        return f"{option} is an option of {', '.join(f'`{owner}`' for owner in owners[spelled])}.{here}"
     close = difflib.get_close_matches(spelled, known, n=3, cutoff=0.6)
     return f"Did you mean {' or '.join(close)}?" if close else None
 

@@ -12,6 +12,9 @@ import typer
 from trtserve.errors import UsageError
 
 _EXTRA = re.compile(r"extra argument\(s\) \((.*)\)", re.DOTALL)
+# What fill_template.py takes.
+_FILLED = re.compile(r"\w+:\S")
+_FEW = 5
 # Pydantic's names of what is wrong with a value, and what should have come; its limits stand in braces.
 _EXPECTED: Mapping[str, str] = {
     "int_parsing": "an integer",
@@ -60,6 +63,8 @@ def no_such_command(word: str, path: str, commands: Sequence[str]) -> UsageError
     """The error for `word` behind `path`, which has these commands."""
     close = difflib.get_close_matches(word, commands, n=3)
     hint = f"Did you mean {' or '.join(f'`{path} {name}`' for name in close)}?" if close else None
+    if hint is None and len(commands) <= _FEW:
+        hint = f"Its commands: {', '.join(commands)}."
     return UsageError(f"`{path}` has no command {word}.", hint=hint or _help(path, "lists its commands"))
 
 
@@ -67,6 +72,12 @@ def _of_words(error: typer.TyperException, path: str) -> UsageError:
     """More arguments than a command takes, or none behind a group."""
     extra = _EXTRA.search(error.message)
     message = f"`{path}` takes no such argument: {extra[1]}." if extra else _sentence(error.format_message())
+    if extra and path == "trtserve repo" and _FILLED.match(extra[1]):
+        return UsageError(
+            message,
+            hint="KEY:VALUE,… is for fill_template.py: `trtserve repo --from-template DIR 'KEY:VALUE,…'`; without "
+            "templates it is --set KEY=VALUE.",
+        )
     return UsageError(message, hint=_help(path, "says what it takes"))
 
 

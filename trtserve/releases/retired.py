@@ -27,7 +27,7 @@ class Retired:
     @property
     def answer(self) -> str:
         """What to say to somebody who typed it."""
-        kind = "a key" if self.tool == TEMPLATE_TOOL else "an option"
+        kind = "a key" if self.tool == TEMPLATE_TOOL and not self.option.startswith("-") else "an option"
         if self.last is None:
             return f"{self.option} is {kind} of {self.tool}. {self.instead}"
         return f"{self.option} was {kind} of {self.tool} until TensorRT-LLM {self.last}. {self.instead}"
@@ -45,7 +45,7 @@ _LAUNCHER_HYPHENS = ("log_file", "no_mpi")
 
 def _written(tool: str, option: str) -> str:
     """The option as its tool spells it; what fill_template.py takes are keys."""
-    if tool == TEMPLATE_TOOL:
+    if tool == TEMPLATE_TOOL and len(option) > 1:
         return option
     hyphens = tool in ("benchmark_core_model.py", "end_to_end_test.py", "inflight_batcher_llm_client.py", "genai-perf")
     if hyphens or option in _LAUNCHER_HYPHENS:

@@ -156,6 +156,7 @@ trt_root                 0.9   Leave it out: TensorRT is that of the container.
 """
 
 TEMPLATE = """
+i      -     A folder of templates is filled by `trtserve repo --from-template DIR KEY:VALUE,…`, with --in-place.
 max_num_sequences              0.7   Leave it out: the executor holds max_batch_size sequences, which the engine says.
 enable_trt_overlap             0.9   Leave it out: the executor overlaps by itself; later an experiment is called so.
 tokenizer_type                 0.8   Leave it out: the files of the tokenizer say what it is.
