@@ -7,7 +7,6 @@ differ by much. So narrow engines are judged by the median token, and by how man
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ import pytest
 
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
-from trtserve.artifacts import Engine, Model
-from trtserve.build import build_engine
-from trtserve.convert import convert_model
-from trtserve.executor import api
+from tests.support.transformers_oracle import Oracle, engine_of, greedy_tokens
+from trtserve.artifacts import Engine
 from trtserve.executor.paged_model import PagedModel
 from trtserve.specs import BuildSpec, ConvertSpec
 
@@ -47,6 +44,7 @@ SEQUENCE = [int(token) for token in np.random.default_rng(11).integers(3, 259, 1
 SCHEDULE = [{"a": 64}, {"a": 70}, *[{"a": 1}] * 4, {"a": 12}]
 PROMPTS = [SEQUENCE[:3], SEQUENCE[20:65]]
 NEW_TOKENS = 20
+BUILD = BuildSpec(max_seq_len=256, runtime="openvino")
 
 
 @dataclass(frozen=True)
@@ -60,30 +58,10 @@ class Original:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Original:
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
-
     family, overrides = FAMILIES[request.param]
     folder = write_tiny_model(tmp_path_factory.mktemp("family") / "model", family, gain=1.0, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-    def logits(tokens: list[int]) -> npt.NDArray[np.float32]:
-        with torch.inference_mode():
-            values: npt.NDArray[np.float32] = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
-        return values
-
-    continuations = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        for _ in range(NEW_TOKENS):
-            tokens.append(int(logits(tokens)[-1].argmax()))
-        continuations.append(tokens[len(prompt) :])
-    return Original(folder, logits(SEQUENCE), continuations)
-
-
-def make_engine(original: Original, spec: ConvertSpec, folder: Path) -> Engine:
-    checkpoint = convert_model(Model(path=original.folder), spec, out=folder / "checkpoint")
-    return build_engine(checkpoint, BuildSpec(max_seq_len=256, runtime="openvino"), out=folder / "engine")
+    oracle = Oracle(folder)
+    return Original(folder, oracle.logits(SEQUENCE), [oracle.continuation(prompt, NEW_TOKENS) for prompt in PROMPTS])
 
 
 def differences(original: Original, engine: Engine) -> npt.NDArray[np.float32]:
@@ -94,25 +72,16 @@ def differences(original: Original, engine: Engine) -> npt.NDArray[np.float32]:
 
 
 def test_float32_is_transformers(original: Original, tmp_path: Path) -> None:
-    engine = make_engine(original, EXACT, tmp_path)
+    engine = engine_of(original.folder, tmp_path, EXACT, BUILD)
     assert differences(original, engine).max() < 1e-5
-    requests = [
-        api.Request(prompt, NEW_TOKENS, output_config=api.OutputConfig(exclude_input_from_output=True))
-        for prompt in PROMPTS
-    ]
-    with api.Executor(engine.path, api.ModelType.DECODER_ONLY, api.ExecutorConfig()) as executor:
-        answers = []
-        for number in executor.enqueue_requests(requests):
-            (last,) = executor.await_responses(number, timedelta(seconds=60))
-            assert isinstance(last, api.Response)
-            answers.append(list(last.result.output_token_ids[0]))
     assert len({token for tokens in original.continuations for token in tokens}) > 10
-    assert answers == original.continuations
+    requests = [(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert greedy_tokens(engine.path, requests) == original.continuations
 
 
 @pytest.mark.parametrize("precision", NARROW)
 def test_narrow_engines_stay_within_bounds(original: Original, precision: str, tmp_path: Path) -> None:
     spec, median, far = NARROW[precision]
-    shares = differences(original, make_engine(original, spec, tmp_path))
+    shares = differences(original, engine_of(original.folder, tmp_path, spec, BUILD))
     assert np.median(shares) < median
     assert (shares > FAR).mean() < far

@@ -1,0 +1,64 @@
+"""A model in transformers on PyTorch, float32: the oracle of logits and greedy tokens; and our engine beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from trtserve.artifacts import Engine, Model
+from trtserve.build import build_engine
+from trtserve.convert import convert_model
+from trtserve.executor import api
+from trtserve.specs import BuildSpec, ConvertSpec
+
+
+class Oracle:
+    """transformers' model; the test is skipped where PyTorch is not installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._torch = pytest.importorskip("torch")
+        from transformers import AutoModelForCausalLM
+
+        self._torch.set_num_threads(1)
+        # The eager attention of its Falcon adds alibi twice.
+        kind = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self._torch.float32, attn_implementation=kind)
+        self._model = loaded.eval()
+
+    def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """[tokens, vocab]."""
+        with self._torch.inference_mode():
+            values: npt.NDArray[np.float32] = self._model(self._torch.tensor([ids]), use_cache=False).logits[0].numpy()
+        return values
+
+    def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The most probable tokens, each from the whole sequence before it."""
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.logits(ids)[-1].argmax()))
+        return ids[len(prompt) :]
+
+
+def engine_of(folder: Path, out: Path, convert: ConvertSpec, build: BuildSpec) -> Engine:
+    """Convert and build the model of a folder below `out`."""
+    checkpoint = convert_model(Model(path=folder), convert, out=out / "checkpoint")
+    return build_engine(checkpoint, build, out=out / "engine")
+
+
+def greedy_tokens(engine: Path, requests: Sequence[tuple[list[int], int]], **config: Any) -> list[list[int]]:
+    """New tokens of the requests (prompt, count), all enqueued at once."""
+    output = api.OutputConfig(exclude_input_from_output=True)
+    with api.Executor(engine, api.ModelType.DECODER_ONLY, api.ExecutorConfig(**config)) as executor:
+        answers = []
+        queued = [api.Request(prompt, count, output_config=output) for prompt, count in requests]
+        for number in executor.enqueue_requests(queued):
+            (answer,) = executor.await_responses(number, timedelta(seconds=60))
+            assert isinstance(answer, api.Response)
+            answers.append(list(answer.result.output_token_ids[0]))
+    return answers
