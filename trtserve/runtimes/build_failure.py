@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtserve.errors import BuildError, DiskSpaceError, MemoryLimitError, TrtserveError
 from trtserve.launch.container import explained
 from trtserve.machine import gibibytes
-from trtserve.process import Command
+from trtserve.process import Command, ending, was_killed
 from trtserve.runtimes.build_log import last_lines
 
 if TYPE_CHECKING:
     from trtserve.runtimes.tensorrt_llm import TensorrtPlan
-
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 def explain_failure(plan: TensorrtPlan, command: Command, code: int | None, log: Path, free: int) -> TrtserveError:
@@ -23,9 +20,9 @@ def explain_failure(plan: TensorrtPlan, command: Command, code: int | None, log:
     tail = last_lines(log)
     if plan.container is not None and (reason := explained(tail)) is not None:
         return reason
-    ended = f"trtllm-build ended with {_ending(code)}"
+    ended = f"trtllm-build ended with {ending(code)}"
     # With several workers the one that is killed breaks the pool of the others.
-    if code in _KILLED or "terminated abruptly" in tail:
+    if was_killed(code) or "terminated abruptly" in tail:
         needed = f"about {gibibytes(plan.expected_memory)} for each rank, {plan.workers} at a time"
         return MemoryLimitError(
             f"{ended}: it ran out of memory. It needs {needed} (an estimate), and {gibibytes(free)} were free. Its "
@@ -41,9 +38,3 @@ def explain_failure(plan: TensorrtPlan, command: Command, code: int | None, log:
     if "out of memory" in tail.lower() or "GPU memory" in tail:
         hint = "The GPU's memory is full: free it, or build with smaller --max-batch-size and --max-num-tokens."
     return BuildError(f"{ended}. Its last lines:\n{tail}", hint=hint, log=log)
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "an unknown code"
-    return f"signal {-code}" if code < 0 else f"code {code}"
