@@ -91,6 +91,7 @@ What users of such tools reported, and the rules that find it before anything st
 COMPLAINTS = {
     1: "engine built by another TensorRT, TensorRT-LLM or for another GPU",
     2: "nobody knows what an engine was built with: config.json missing or unreadable",
+    3: "packages that are not there",
     4: "names and templates of another release",
     7: "wrong tokenizer folder: the server asks the hub and dies",
     13: "engine of another world size than was wanted",

@@ -19,6 +19,7 @@ from tests.support.repository_changes import (
     parameter,
     replaced,
     step,
+    text,
 )
 
 _YAML = f"{CORE}/1/model.yaml"
@@ -80,6 +81,12 @@ LOADING_FAULTS: tuple[Fault, ...] = (
     Fault("upstream-old", "batch-none", "no axis of batches", edit(BLS, assign("max_batch_size", 0))),
     Fault("llmapi", "batch-inner", "batches for the LLM", edit("tiny", assign("max_batch_size", 8))),
     Fault("upstream", "program-slow", "the program of 0.13", replaced(f"{POST}/1/model.py", _SLOW)),
+    Fault(
+        "openvino",
+        "program-package",
+        "a package that is none",
+        text(f"{PRE}/1/model.py", "import numpy", "import numpyx"),
+    ),
     Fault("cpp", "inner-model", "a model that asks itself", parameter("tiny", "tensorrt_llm_model_name", "tiny")),
     Fault("cpp", "inner-model", "the tokenizer for an engine", parameter(BLS, "tensorrt_llm_model_name", PRE)),
     Fault("draft", "inner-model", "the target drafts", parameter("tiny", "tensorrt_llm_draft_model_name", CORE)),
@@ -87,6 +94,7 @@ LOADING_FAULTS: tuple[Fault, ...] = (
     Fault("llmapi", "llmapi-dropped", "a keyword of 0.21", content(_YAML, "use_cuda_graph", to=True)),
     # What an engine was built for.
     Fault("cpp", "engine-plan", "an engine of other bytes", replaced(f"{CORE}/1/rank0.engine", "0123456789012")),
+    Fault("gpus", "engine-copy", "a rank twice", replaced(f"{CORE}/1/rank1.engine", "ftrt engine 0")),
     Fault("openvino", "engine-plan", "a network that is none", replaced(f"{CORE}/1/rank0.xml", "net")),
     Fault("openvino", "engine-plan", "weights without their end", replaced(f"{CORE}/1/rank0.bin", "we")),
     Fault(

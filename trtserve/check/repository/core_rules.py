@@ -41,6 +41,7 @@ ENGINES = (
         find=plans.no_engine_files,
         complaints=(1, 16),
     ),
+    Rule(name="engine-copy", about="no rank is a copy of another", find=plans.copied_ranks, complaints=(16, 24)),
     Rule(
         name="engine-size",
         about="ranks are about equally large",

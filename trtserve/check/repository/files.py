@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,30 @@ def lacking_modules(subject: Subject) -> Iterator[Fault]:
                     what=f"{file.name} imports {name}, which is not beside it.",
                     fix="Copy every file of the model's version folder. " + _AGAIN,
                 )
+
+
+def unknown_packages(subject: Subject) -> Iterator[Fault]:
+    """The programs of trtserve import what they imported when they were written, or what is installed here."""
+    for model in subject.models.values():
+        for file in sorted(model.version.glob("*.py")) if model.own else ():
+            found = _imports(_text(file))
+            others = set() if isinstance(found, str) else found - sys.stdlib_module_names - _own_imports()
+            for name in sorted(others - {path.stem for path in model.version.iterdir()} - _local_names()):
+                if find_spec(name) is None:
+                    yield Fault(
+                        model=model.name,
+                        file=file,
+                        what=f"{file.name} imports {name}, which trtserve's own program does not, and which is not "
+                        "installed here.",
+                        fix=f"Install it where the server runs, or correct the line. {_AGAIN}",
+                    )
+
+
+@cache
+def _own_imports() -> frozenset[str]:
+    """Top names of everything that trtserve's programs import."""
+    found = (_imports(_text(file)) for file in _PROGRAMS.glob("*/**/*.py"))
+    return frozenset().union(*(names for names in found if not isinstance(names, str)))
 
 
 def slow_programs(subject: Subject) -> Iterator[Fault]:

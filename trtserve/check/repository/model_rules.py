@@ -39,6 +39,13 @@ FILES = (
     Rule(name="program-syntax", about="programs are Python", find=files.broken_programs),
     Rule(name="program-module", about="programs find their own modules", find=files.lacking_modules, stops=True),
     Rule(
+        name="program-package",
+        about="programs import packages that there are",
+        find=files.unknown_packages,
+        severity="warning",
+        complaints=(3,),
+    ),
+    Rule(
         name="program-slow",
         about="no answer counts the vocabulary, as the program of 0.13 does",
         find=files.slow_programs,

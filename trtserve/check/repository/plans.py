@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,6 +53,19 @@ def _graph(model: ModelFolder, graph: Path, weights: Path) -> Iterator[Fault]:
         yield _fault(
             model, f"{weights.name} has {weights.stat().st_size} bytes, and {graph.name} names {needed}: it is cut off."
         )
+
+
+def copied_ranks(subject: Subject) -> Iterator[Fault]:
+    """No rank's file is a copy of another's: each holds its own part of the weights. Reading ends where they differ."""
+    for model in subject.gpu_engines:
+        assert model.core is not None
+        assert model.core.engine is not None
+        sizes = rank_sizes(model.core.engine)
+        first, *others = sorted(name for name, size in sizes.items() if name.endswith(".engine") and size) or [""]
+        for name in others:
+            same = sizes[name] == sizes[first]
+            if same and filecmp.cmp(model.core.engine / first, model.core.engine / name, shallow=False):
+                yield _fault(model, f"{name} is a copy of {first}: ranks have parts of their own.")
 
 
 def not_in_flight(subject: Subject) -> Iterator[Fault]:
