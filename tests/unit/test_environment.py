@@ -54,3 +54,26 @@ def test_a_variable_is_called_as_its_option(
     monkeypatch.setenv("TRTSERVE_STOP_ALL", "1")
     assert run(["stop", "demo"]) == 2
     assert "Both a name (demo) and --all were given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "typed", "told"),
+    [
+        ("TRTSERVE_CONVERT_DTYPE", "float99", "convert m", True),
+        ("TRTSERVE_CONVERT_DTYPE", "float16", "convert m --dtype float99", False),
+        ("TRTSERVE_START_HTTP_PORT", "99999", "start", True),
+        ("TRTSERVE_BENCH_TOKEN_NORM_DIST_NUM_REQUESTS", "0", "bench token-norm-dist --url localhost:9", True),
+        ("TRTSERVE_IMPORT_DTYPE", "float99", "convert m --dtype float99", False),
+    ],
+)
+def test_a_wrong_value_of_the_environment_is_traced_to_its_variable(
+    variable: str,
+    value: str,
+    typed: str,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert run(typed.split()) == 2
+    assert capsys.readouterr().err.count(f"{variable} sets --") == told

@@ -12,12 +12,12 @@ from typing import Any
 import typer
 
 from trtserve.cli.commands import COMMANDS, application
-from trtserve.cli.environment import name_after_options, unread_variables
+from trtserve.cli.environment import name_after_options, setting_variables, unread_variables
 from trtserve.cli.output import TerminalProgress, print_error
 from trtserve.cli.plain_values import take_plain_values
 from trtserve.cli.stage_panels import group_by_stage
 from trtserve.cli.unknown import answer_unknown_options
-from trtserve.errors import MemoryLimitError, TrtserveError
+from trtserve.errors import MemoryLimitError, TrtserveError, UsageError
 from trtserve.files import file_error
 from trtserve.machine import address_space, gibibytes, refused_memory
 
@@ -39,6 +39,9 @@ def run(arguments: Sequence[str]) -> int:
         if os.environ.get("TRTSERVE_DEBUG"):
             traceback.print_exc()
         explained = _explained(error)
+        if isinstance(explained, UsageError):
+            said = (explained.hint or "", *setting_variables(explained.message, arguments, os.environ))
+            explained.hint = " ".join(filter(None, said)) or None
         print_error(explained)
         return explained.code
     # The code of a typer.Exit; commands return nothing.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 PREFIX = "TRTSERVE_"
@@ -57,6 +58,21 @@ def unread_variables(
             yield f"{name} is set, and nothing reads it. Did you mean {PREFIX}{close[0]}?"
         elif word in commands:
             yield f"{name} is set, and nothing reads it: `trtserve {word}` has no such option."
+
+
+def setting_variables(message: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """A sentence for each variable that gave an option its value of which an error's `message` speaks."""
+    words = [word for word in arguments if not word.startswith("-")]
+    commands = [PREFIX + "_".join((*words[:count], "")).upper().replace("-", "_") for count in (2, 1)]
+    typed = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    said = re.split(r"[\s'\",;:]+", message)
+    for name, value in sorted(environment.items()):
+        command = next((command for command in commands if name.startswith(command)), None)
+        if command is None or not value or name in message:
+            continue
+        option = "--" + name.removeprefix(command).lower().replace("_", "-")
+        if option not in typed and (option in said or value in said):
+            yield f"{name} sets {option}."
 
 
 def _variables(tree: Any) -> set[str]:
