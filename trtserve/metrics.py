@@ -127,8 +127,9 @@ def _silent(source: Source) -> ServerDiedError | ServerUnreachableError:
             log=server.log,
         )
     port = source.address.metrics_port
-    spoken = spoken_at(f"{client_host(source.address.host)}:{port}")
-    if server is None and spoken is not None:
+    # Ports of recorded servers are known to be theirs.
+    spoken = spoken_at(f"{client_host(source.address.host)}:{port}") if server is None else None
+    if spoken is not None:
         found = "It answers over HTTP, but has no page /metrics" if spoken == "HTTP" else f"It is a {spoken} port"
         return ServerUnreachableError(
             f"{source.name} is not the metrics port of a Triton server. {found}.",

@@ -22,6 +22,8 @@ from trtserve.store import Store
 from trtserve.triton.preflight import Served, inspect_repository
 from trtserve.triton.server import kv_blocks, model_states
 
+_SILENT = "its process runs, but its HTTP port {port} does not answer: it hangs, or was started without that port."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
@@ -54,17 +56,22 @@ def _status(server: Server) -> Status:
     state, reason = condition(server)
     served = _served(server)
     alive = server.identity.alive()
+    models = model_states(server.address) if alive else {}
+    silent = state == "running" and not models
     blocks = kv_blocks(server.address) if alive else {}
     return Status(
         server=server,
         condition=state,
         reason=reason,
         log=telling_log(server),
-        models=model_states(server.address) if alive else {},
+        models=models,
         precision={} if served is None else served.precision,
         kv_blocks=blocks,
         without_meaning=() if served is None else served.without_meaning,
-        warnings=() if served is None else (*differences(served.machine), *served.cache_warnings(blocks)),
+        warnings=(
+            *([_SILENT.format(port=server.address.http_port)] if silent else ()),
+            *(() if served is None else (*differences(served.machine), *served.cache_warnings(blocks))),
+        ),
     )
 
 

@@ -180,3 +180,12 @@ def test_a_repository_that_was_removed_leaves_the_rest(tmp_path: Path) -> None:
         recorded(tmp_path / "gone", port)
         (status,) = server_status()
     assert (status.condition, status.precision, status.warnings) == ("running", {}, ())
+
+
+def test_a_server_that_does_not_answer_is_told(repository: Path) -> None:
+    with answering() as port:
+        recorded(repository, port)
+        assert not any("does not answer" in text for text in server_status()[0].warnings)
+    (found,) = server_status()
+    assert found.condition == "running"
+    assert f"its HTTP port {port} does not answer" in found.warnings[0]
