@@ -77,12 +77,15 @@ class Region:
                     f"(strict double) process {pid} uses this prefix."
                 )
             self.owner.unlink(missing_ok=True)
+        # Linked with its content: an empty file would look to another rank like that of a process that is gone.
+        own = self.owner.with_name(f"{self.owner.name}.{os.getpid()}")
+        own.write_text(str(os.getpid()), encoding="utf-8")
         try:
-            descriptor = os.open(self.owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            os.link(own, self.owner)
         except FileExistsError:
             raise RegionError(f"Unable to initialize shared memory key '{prefix}': another rank was quicker") from None
-        os.write(descriptor, str(os.getpid()).encode())
-        os.close(descriptor)
+        finally:
+            own.unlink()
 
     def close(self) -> None:
         """Remove the region, as an orderly end does."""
