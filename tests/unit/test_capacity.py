@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
+from tests.support.large_models import LLAMA_2_7B, llama_2_7b
 from tests.support.tiny_models import FAMILIES, write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.build import build_engine, plan_build
 from trtserve.capacity.converting import convert_memory
-from trtserve.capacity.fitting import fit_gpu, fitting_step, shorter_fit, smallest_fit
-from trtserve.capacity.gpus import GPUS, Gpu, find_gpu, parse_size
 from trtserve.capacity.needs import check_memory, draft_memory, engine_needs_of
 from trtserve.capacity.serving import fitting_tokens, require_servable, server_needs
 from trtserve.capacity.steps import serving_note
 from trtserve.capacity.wishes import Need, Wish, need_of, require_wish
-from trtserve.convert import checkpoint_config, convert_model, plan_conversion
-from trtserve.errors import DiskSpaceError, MemoryLimitError, UsageError
+from trtserve.convert import convert_model, plan_conversion
+from trtserve.errors import DiskSpaceError, MemoryLimitError
+from trtserve.machine import AddressSpace
 from trtserve.progress import SilentProgress
 from trtserve.runtimes.base import Limits
 from trtserve.runtimes.openvino_memory import engine_needs, weight_bytes
@@ -30,21 +30,6 @@ from trtserve.triton.preflight import Served
 FREE = "trtserve.capacity.room.free_memory"
 
 GIB = 2**30
-
-# Sizes of Llama 2 7B as published in its config.json.
-LLAMA_2_7B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "torch_dtype": "float16",
-}
 
 
 def _wish(**changes: Any) -> Wish:
@@ -120,17 +105,12 @@ def test_hopeless_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No setting" in str(caught.value.hint)
 
 
-def _config(dtype: str = "float16", quantize: str = "none", **sizes: Any) -> dict[str, Any]:
-    spec = ConvertSpec(dtype=dtype, quantize=quantize)  # type: ignore[arg-type]
-    return checkpoint_config(LLAMA_2_7B | sizes, spec)
-
-
 LIMITS = Limits(max_batch_size=4, max_input_len=100, max_seq_len=128, max_num_tokens=64)
 
 
 def test_what_is_held_when() -> None:
     """A model whose tables outweigh everything: the peak is the graph with the head twice, the file has all once."""
-    config = _config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=400_000)
+    config = llama_2_7b(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=400_000)
     table = 400_000 * 64 * 2
     needs = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
     assert weight_bytes(config) == pytest.approx(2 * table, rel=0.1)
@@ -141,7 +121,7 @@ def test_what_is_held_when() -> None:
 
 
 def test_arithmetic_in_float32_packs_narrow_layers_twice() -> None:
-    config = _config()
+    config = llama_2_7b()
     once, twice = (engine_needs(config, LIMITS, compute=how, kv="u8", rows=4).serving for how in ("bf16", "f32"))
     layers = weight_bytes(config) - 2 * 32000 * 4096 * 2
     assert twice - once == pytest.approx(layers, rel=0.01)
@@ -151,8 +131,8 @@ def test_quantising_holds_a_matrix_as_read_as_codes_and_packed() -> None:
     wide: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1_000_000, "num_hidden_layers": 1}
     matrix = 64 * 1_000_000
     for quantize, packed, held in (("int8", 1.0, 2 + 1 + 1), ("int4", 0.53, 2 + 3 + 0.53)):
-        config = _config("float16") | {"quantization": {"quant_algo": {"int8": "W8A16", "int4": "W4A16"}[quantize]}}
-        config |= {key: value for key, value in _config("float16", **wide).items() if key != "quantization"}
+        config = llama_2_7b("float16") | {"quantization": {"quant_algo": {"int8": "W8A16", "int4": "W4A16"}[quantize]}}
+        config |= {key: value for key, value in llama_2_7b("float16", **wide).items() if key != "quantization"}
         needs = engine_needs(config, LIMITS, compute="bf16", kv="u8", rows=4)
         # Two of the MLP's matrices are packed when the third is read; beside them the process.
         assert needs.build - 38 * 2**20 == pytest.approx((2 * packed + held) * matrix, rel=0.05)
@@ -162,7 +142,7 @@ def test_quantising_holds_a_matrix_as_read_as_codes_and_packed() -> None:
 def test_pieces_of_a_small_matrix_are_small() -> None:
     """A head of half a million weights is rounded at once: 12 bytes for each, beside itself and its codes."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 8192}
-    plain, packed = (_config("float16", quantize, **sizes) for quantize in ("none", "int8"))
+    plain, packed = (llama_2_7b("float16", quantize, **sizes) for quantize in ("none", "int8"))
     graph = [engine_needs(each, LIMITS, compute="bf16", kv="u8", rows=4).build for each in (plain, packed)]
     assert graph[1] - graph[0] < (1 + 12) * 8192 * 64
 
@@ -187,7 +167,9 @@ def test_context_logits_make_a_step_larger() -> None:
 def _engine(**build: Any) -> dict[str, Any]:
     limits = {"max_batch_size": 2, "max_input_len": 64, "max_seq_len": 100, "max_num_tokens": 64}
     return {
-        "pretrained_config": _config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4),
+        "pretrained_config": llama_2_7b(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
+        ),
         "build_config": limits | build,
         "trtserve": {"runtime": "openvino", "compute_precision": "f32", "kv_precision": "f16"},
     }
@@ -195,7 +177,7 @@ def _engine(**build: Any) -> dict[str, Any]:
 
 def test_a_check_holds_one_model_after_the_other() -> None:
     """A model whose tables outweigh everything, over two sequences; torch holds float32, OpenVINO what is stored."""
-    config = _config(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=400_000)
+    config = llama_2_7b(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=400_000)
     table, row = 400_000 * 64, 400_000 * 4
     need = check_memory(config, [10, 30])
     assert need.original == pytest.approx(4 * 3 * table, rel=0.01)
@@ -203,7 +185,7 @@ def test_a_check_holds_one_model_after_the_other() -> None:
     assert need.converted == pytest.approx(2 * 3 * table + 30 * row, rel=0.2)
     assert need.logits == 3 * 40 * row + 8 * 30 * row
     assert need.total == need.processes + max(need.original, need.converted) + need.logits
-    wide = check_memory(_config("float32"), [10])
+    wide = check_memory(llama_2_7b("float32"), [10])
     assert wide.converted > wide.original > 4 * 6.7e9
 
 
@@ -254,6 +236,13 @@ def test_start_refuses_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             require_servable(_served(kv_tokens=kv_tokens), "m", lines)
         assert bool(lines.warnings) == warned
+
+
+def test_triton_needs_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = AddressSpace(limit=2 * GIB, used=0)
+    monkeypatch.setattr("trtserve.capacity.serving.address_space", lambda: space)
+    with pytest.raises(MemoryLimitError, match=r"allows each process 2\.0 GiB"):
+        require_servable(_served(), "m")
 
 
 def test_too_large_a_batch_is_what_the_advice_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,73 +313,14 @@ def test_build_advises_narrower_weights(monkeypatch: pytest.MonkeyPatch) -> None
     from trtserve.runtimes import RUNTIMES
 
     runtime, spec = RUNTIMES["openvino"], BuildSpec()
-    wide = runtime.plan(_config("float32"), spec)
-    half, packed = (runtime.plan(_config(*how), spec) for how in (("bfloat16",), ("bfloat16", "int8")))
+    wide = runtime.plan(llama_2_7b("float32"), spec)
+    half, packed = (runtime.plan(llama_2_7b(*how), spec) for how in (("bfloat16",), ("bfloat16", "int8")))
     assert _advice(wide, spec, runtime, half.memory_bytes).startswith("Convert with --dtype bfloat16: ")
     assert "--dtype bfloat16 --quantize int8" in _advice(wide, spec, runtime, packed.memory_bytes)
-    least = runtime.plan(_config("bfloat16", "int4"), spec)
+    least = runtime.plan(llama_2_7b("bfloat16", "int4"), spec)
     assert "--dtype bfloat16 --quantize int4" in _advice(wide, spec, runtime, least.memory_bytes)
     assert "--quantize int4" in _advice(packed, spec, runtime, least.memory_bytes)
     assert "No setting" in _advice(wide, spec, runtime, GIB)
     # What is quantised already cannot be quantised otherwise.
-    widened = runtime.plan(_config("bfloat16") | {"quantization": {"quant_algo": "FP8"}}, spec)
+    widened = runtime.plan(llama_2_7b("bfloat16") | {"quantization": {"quant_algo": "FP8"}}, spec)
     assert "No setting" in _advice(widened, spec, runtime, packed.memory_bytes)
-
-
-def test_gpus_by_name_and_size() -> None:
-    assert find_gpu("H100-80GB").memory == 81559 * 2**20
-    assert find_gpu("l40s") == GPUS["l40s-48gb"]
-    assert find_gpu("H100_80GB") == GPUS["h100-80gb"]
-    assert find_gpu("NVIDIA GeForce RTX 4090") == GPUS["rtx4090-24gb"]
-    with pytest.raises(UsageError, match="not one GPU") as wrong:
-        find_gpu("h100-8gb")
-    assert "Did you mean h100-80gb" in str(wrong.value.hint)
-    with pytest.raises(UsageError, match="not one GPU") as caught:
-        find_gpu("a100")
-    assert "a100-40gb or a100-80gb" in str(caught.value.hint)
-    assert parse_size("80GB", "--gpu-memory") == 80 * 10**9
-    assert parse_size("1.5 GiB", "--gpu-memory") == 3 * 2**29
-    for text in ("80 boxes", "0GB", "-1", "", "80"):
-        with pytest.raises(UsageError, match="--gpu-memory"):
-            parse_size(text, "--gpu-memory")
-
-
-def test_llama_2_7b_on_gpus() -> None:
-    config = _config()
-    fit = fit_gpu(config, BuildSpec(), find_gpu("h100-80gb"))
-    assert fit.weights == pytest.approx(2 * 6.74e9, rel=0.01)
-    assert fit.kv_per_token == 2 * 32 * 32 * 128 * 2
-    assert fit.fits
-    assert fit.tokens % 32 == 0
-    small = find_gpu("t4")
-    assert not fit_gpu(config, BuildSpec(), small).fits
-    smallest = smallest_fit(config, BuildSpec(), small)
-    assert smallest is not None
-    assert (smallest.tp_size, smallest.pp_size) == (2, 1)
-    assert smallest.weights == pytest.approx(6.74e9 + 0.13e9, rel=0.01)  # the embedding is whole on both ranks
-    assert fit_gpu(_config(quantize="int8"), BuildSpec(), small).weights == pytest.approx(7e9, rel=0.02)
-    assert smallest_fit(config, BuildSpec(), Gpu(name="tiny", memory=2**30)) is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "flags"),
-    [
-        ({"max_batch_size": 10**8}, "--max-batch-size 262144 --max-num-tokens 262144"),
-        ({"max_num_tokens": 10**7}, "--max-num-tokens 1048576"),
-    ],
-)
-def test_a_step_too_large_for_a_gpu_is_what_is_named(asked: dict[str, Any], flags: str) -> None:
-    config, gpu = _config(), find_gpu("h100-80gb")
-    assert not fit_gpu(config, BuildSpec(**asked), gpu).fits
-    assert fitting_step(config, BuildSpec(**asked), gpu) == flags
-    assert fitting_step(config, BuildSpec(**asked), Gpu(name="tiny", memory=2**30)) is None
-
-
-def test_a_shorter_sequence_is_the_nearest_that_fits() -> None:
-    config = _config()
-    gpu = Gpu(name="16GB", memory=16_700_000_000)
-    longest = shorter_fit(config, BuildSpec(max_batch_size=8), gpu)
-    assert longest is not None
-    assert 32 <= longest < 4096
-    assert fit_gpu(config, BuildSpec(max_batch_size=8, max_seq_len=longest), gpu).fits
-    assert not fit_gpu(config, BuildSpec(max_batch_size=8, max_seq_len=longest + 32), gpu).fits
