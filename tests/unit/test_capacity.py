@@ -18,7 +18,7 @@ from trtserve.capacity.needs import check_memory, draft_memory, engine_needs_of
 from trtserve.capacity.serving import fitting_tokens, require_servable, server_needs
 from trtserve.capacity.steps import serving_note
 from trtserve.capacity.wishes import Need, Wish, need_of, require_wish
-from trtserve.convert import convert_model, plan_conversion
+from trtserve.convert import checkpoint_config, convert_model, plan_conversion
 from trtserve.errors import DiskSpaceError, MemoryLimitError
 from trtserve.machine import AddressSpace
 from trtserve.progress import SilentProgress
