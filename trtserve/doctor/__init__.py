@@ -27,7 +27,7 @@ def require_machine(store: Store, *, progress: Progress = SILENT) -> None:
 
     MachineError with every failed check and its fix; warnings go to `progress`.
     """
-    findings = quick_checks()
+    findings = [*quick_checks(), stub.check_store(store)]
     if not failed(findings) and not stub.passed_before(store):
         progress.step("First start in this environment: one round trip through Triton …")
         findings.append(stub.check_round_trip(store))

@@ -111,7 +111,10 @@ def _python(runtime: str) -> Iterator[Finding]:
 
 def _triton(runtime: str, store: Store, progress: Progress) -> Iterator[Finding]:
     """The stub's environment; the round trip where nothing of it has failed that the runtime needs."""
-    findings = look("triton", "stub", stub.quick_checks)
+    findings = [
+        *look("triton", "stub", stub.quick_checks),
+        *look("triton", "store", lambda: stub.check_store(store)),
+    ]
     yield from findings
     if not failed(finding.judged(runtime) for finding in findings) and stub.has_triton():
         progress.step("Starting Triton with a model that returns its input …")

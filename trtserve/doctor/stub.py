@@ -21,6 +21,7 @@ from trtserve.process import Command, run
 from trtserve.store import Store
 from trtserve.triton import server as triton_server
 from trtserve.triton.probe import round_trip
+from trtserve.triton.stub_paths import WANTED, is_fit, unfit
 
 INSTALL = "pip install 'trtserve[cpu]'"
 _PYTHON_FACTS = (
@@ -111,6 +112,18 @@ def check_numpy(facts: Mapping[str, Any]) -> Finding:
         "ok" if fits else "failed",
         str(version) if fits else f"{version}: Triton's stub reads inputs wrongly with NumPy 2",
         fix="" if fits else "pip install 'numpy>=1.26,<2'",
+    )
+
+
+def check_store(store: Store) -> Finding:
+    """Triton's backend folder lies in the store, and so do the repositories of imports."""
+    if is_fit(store.root):
+        return _finding("store", "ok", str(store.root))
+    return _finding(
+        "store",
+        "failed",
+        unfit(store.root),
+        fix=f"Set TRTSERVE_HOME to a folder whose path has {WANTED}.",
     )
 
 

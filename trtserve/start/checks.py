@@ -36,6 +36,7 @@ from trtserve.store import Store
 from trtserve.triton.engine_match import Installation, require_matching
 from trtserve.triton.preflight import Served
 from trtserve.triton.server import SHARED_MEMORY, Address
+from trtserve.triton.stub_paths import require_stub_path
 
 
 def refuse_running(name: str, repository: Path, store: Store) -> None:
@@ -169,6 +170,7 @@ def rehearse(plan: Plan, repository: ModelRepository, spec: ServerSpec, progress
 
     RepositoryError as the start has it. GPUs, ports and the environment may be another machine's.
     """
+    require_stub_path(plan.repository)
     if spec.container is None:  # a container sees other paths
         require_sound(repository, progress)
     if plan.needs_gpus:
@@ -197,6 +199,7 @@ def require_environment(plan: Plan, store: Store, progress: Progress) -> None:
     """The checks of `doctor` that a start needs: all for the wheel's Triton, docker for a container, else memory to
     share.
     """
+    require_stub_path(plan.repository)
     boxes = [instance.box for instance in plan.instances if instance.box is not None]
     if boxes:
         require_docker(boxes[0])
