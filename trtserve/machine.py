@@ -86,8 +86,11 @@ def refused_memory(error: BaseException | None) -> BaseException | None:
 
     A library may be what was not mapped.
     """
+    looked_at: set[int] = set()
     while error is not None and not _is_refused_memory(error):
-        error = error.__cause__
+        looked_at.add(id(error))
+        # An error that was raised twice may be, by way of others, its own cause.
+        error = error.__cause__ if id(error.__cause__) not in looked_at else None
     return error
 
 
