@@ -330,7 +330,12 @@ class _GraphBuilder:
             return ops.swish(states).output(0)
         if activation == "relu":
             return ops.relu(states).output(0)
-        return ops.gelu(states, "tanh" if activation == "gelu_tanh" else "erf").output(0)
+        activated = ops.gelu(states, "tanh" if activation == "gelu_tanh" else "erf").output(0)
+        if self._decoder.mlp == "plain":
+            return activated
+        # No GELU is below -1: this only keeps OpenVINO 2026.4 from making the whole MLP one kernel where there is AMX,
+        # which with one thread divides by zero and ends the process.
+        return ops.maximum(activated, ops.constant(np.float32(-1))).output(0)
 
     def _linear(self, hidden: Any, name: str, *, packing: Packing, mark: str | None = None) -> Any:
         """hidden [b, l, in] × weight [out, in]ᵀ (+ bias, where the checkpoint has one); `mark` names the product."""
