@@ -1,6 +1,8 @@
-"""Double of `nvidia-smi`: --list-gpus (launch.md, section 2), --query-gpu with --format=csv, and the table's head.
+"""Double of `nvidia-smi`: --list-gpus (launch.md, section 2), --query-gpu with --format=csv, the table's head, and
+topo -p2p r (driver 580: cells between tabs, the titles underlined).
 
-Settings: gpus, gpu_name, gpu_memory_mib, sm, driver; with gpus = 0 it fails as on a machine without a driver.
+Settings: gpus, gpus_apart, gpu_name, gpu_memory_mib, sm, driver; with gpus = 0 it fails as on a machine without a
+driver.
 """
 
 from __future__ import annotations
@@ -57,6 +59,17 @@ def _query(fields: list[str], form: list[str], indices: list[int], settings: Set
     return 0
 
 
+def _peers(settings: Settings) -> int:
+    apart = {frozenset(map(int, pair.split("-"))) for pair in settings.gpus_apart.split(",") if pair}
+    titles = "\t".join(f"GPU{index}" for index in range(settings.gpus))
+    sys.stdout.write(f" \t\x1b[4m{titles}\t\x1b[0m\n")
+    for one in range(settings.gpus):
+        cells = ["X" if one == other else "CNS" if {one, other} in apart else "OK" for other in range(settings.gpus)]
+        sys.stdout.write(f" GPU{one}\t" + "\t".join(cells) + "\t\n")
+    sys.stdout.write("\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n  CNS  = Chipset not supported\n")
+    return 0
+
+
 def _chosen(text: str | None, settings: Settings) -> list[int]:
     return list(range(settings.gpus)) if text is None else [int(index) for index in text.split(",")]
 
@@ -71,6 +84,8 @@ def main(arguments: list[str], folder: Path) -> int:
             "NVIDIA driver is installed and running.\n\n"
         )
         return 9
+    if arguments == ["topo", "-p2p", "r"]:
+        return _peers(settings)
     options = dict(argument.partition("=")[::2] for argument in arguments)
     unknown = options.keys() - {"--list-gpus", "-L", "--query-gpu", "--format", "--id"}
     if unknown:

@@ -38,6 +38,7 @@ class Settings:
     container: str = "25.04"  # tag of versions.md, section 1: decides TensorRT-LLM, TensorRT and CUDA
     version: str = ""  # of TensorRT-LLM instead of the container's, for example 0.12.0
     gpus: int = 4
+    gpus_apart: str = ""  # pairs without peer access, such as 0-1,2-3
     gpu_name: str = "NVIDIA H100 80GB HBM3"
     gpu_memory_mib: int = 81559
     sm: int = 90

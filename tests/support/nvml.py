@@ -5,6 +5,7 @@ Names, argument orders and types are those of nvidia-ml-py 12 and 13; a call tha
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ class FakeNvml:
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
     NVML_VOLATILE_ECC = 0
     nvmlMemory_v2 = 0x02000028  # noqa: N815 - named after the constant
-    NVML_P2P_CAPS_INDEX_READ = 0
+    NVML_P2P_CAPS_INDEX_READ = (0,)  # a comma too many in nvidia-ml-py 13
     NVML_P2P_STATUS_OK = 0
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -89,6 +90,10 @@ class FakeNvml:
         name = self.gpus[handle].name
         return name.encode() if isinstance(self.driver, bytes) else name
 
+    def _DeviceGetUUID(self, handle: int) -> str | bytes:  # noqa: N802
+        uuid = f"GPU-00000000-0000-0000-0000-{handle:012d}"
+        return uuid.encode() if isinstance(self.driver, bytes) else uuid
+
     def _DeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
         return self.gpus[handle].capability
 
@@ -97,9 +102,12 @@ class FakeNvml:
         if version is None:
             used = gpu.used + gpu.reserved
             return SimpleNamespace(total=gpu.memory, used=used, free=gpu.memory - used)
+        free = gpu.memory - gpu.used - gpu.reserved
         assert version == self.nvmlMemory_v2
         return self._told(
-            SimpleNamespace(total=gpu.memory, reserved=gpu.reserved, used=gpu.used) if self.memory_v2 else None
+            SimpleNamespace(total=gpu.memory, reserved=gpu.reserved, used=gpu.used, free=free)
+            if self.memory_v2
+            else None
         )
 
     def _DeviceGetMigMode(self, handle: int) -> Any:  # noqa: N802
@@ -114,5 +122,7 @@ class FakeNvml:
         return self._told(self.gpus[handle].errors)
 
     def _DeviceGetP2PStatus(self, one: int, other: int, index: int) -> int:  # noqa: N802
-        assert index == self.NVML_P2P_CAPS_INDEX_READ
+        if not isinstance(index, int):
+            raise ctypes.ArgumentError("argument 3: TypeError: Don't know how to convert parameter 3")
+        assert index == 0
         return int((one, other) in self._told(self.apart))

@@ -120,7 +120,7 @@ def test_nvml_tells_everything_of_an_h200(described: Described) -> None:
     device = gpus.check_device(found.devices[0])
     assert (device.state, device.needed_by) == ("ok", GPU)
     assert device.evidence == (
-        "NVIDIA H200, compute capability 9.0, 139.5 GiB free of 140.0 GiB, MIG off, persistence mode on, "
+        "NVIDIA H200, compute capability 9.0, 139.0 GiB free of 140.0 GiB, MIG off, persistence mode on, "
         "0 uncorrected memory errors"
     )
 
@@ -135,7 +135,7 @@ def test_old_nvml_answers_with_bytes(described: Described) -> None:
 def test_what_a_gpu_does_not_tell_is_left_out(described: Described) -> None:
     found = described(gpus=[FakeGpu(name="GeForce", mig=None, persistence=None, errors=None)], cuda=None)
     evidence = gpus.check_device(found.devices[0]).evidence
-    assert evidence == "GeForce, compute capability 9.0, 139.5 GiB free of 140.0 GiB"
+    assert evidence == "GeForce, compute capability 9.0, 139.0 GiB free of 140.0 GiB"
     # The driver's own version says what CUDA it speaks.
     assert gpus.check_driver(found).evidence == "580.159.04, speaks CUDA 13.0 (by its version) (NVML)"
 
@@ -156,6 +156,8 @@ def test_troubles_of_a_gpu(gpu: FakeGpu, fix: str, described: Described) -> None
 
 def test_peer_access(described: Described) -> None:
     assert list(gpus.check_peers(described())) == []
+    (both,) = gpus.check_peers(described(gpus=[FakeGpu()] * 2))
+    assert (both.state, both.evidence) == ("ok", "between both GPUs")
     four = [FakeGpu()] * 4
     (fine,) = gpus.check_peers(described(gpus=four))
     assert (fine.state, fine.evidence) == ("ok", "between all 4 GPUs")
@@ -211,11 +213,18 @@ def test_nvidia_smi_tells_the_same(doubles: Doubles) -> None:
     doubles.configure(gpus=2, container="25.12", driver="580.95.05", gpu_name="NVIDIA H200", gpu_memory_mib=143771)
     found = find_gpus()
     assert found.driver == Driver(version="580.95.05", cuda=(13, 0))
-    assert (found.source, found.apart) == ("nvidia-smi", None)
+    assert (found.source, found.apart) == ("nvidia-smi", ())
     assert [device.index for device in found.devices] == [0, 1]
     second = gpus.check_device(found.devices[1])
     assert second.evidence.startswith("NVIDIA H200, compute capability 9.0, 140.4 GiB free of 140.4 GiB, MIG off")
     assert "nvidia-ml-py is not installed" in gpus.check_driver(found).evidence
+
+
+@pytest.mark.usefixtures("without_nvml")
+@pytest.mark.parametrize(("apart", "pairs"), [("0-2,1-3", ((0, 2), (1, 3))), ("", ())])
+def test_nvidia_smi_tells_peers(apart: str, pairs: tuple[tuple[int, int], ...], doubles: Doubles) -> None:
+    doubles.configure(gpus=4, gpus_apart=apart)
+    assert find_gpus().apart == pairs
 
 
 @pytest.mark.usefixtures("without_nvml")
@@ -237,10 +246,12 @@ def test_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         (None, None, ""),
         ("1", "ok", "1: 1 of 2 GPUs"),
-        ("GPU-1234", "ok", "GPU-1234: 1 of 2 GPUs"),
+        ("GPU-1234", "failed", "'GPU-1234': GPU-1234 is not there, so that no GPU is left"),
         ("", "failed", "'': no GPU is left"),
         ("-1", "failed", "'-1': no GPU is left"),
-        ("0,5", "failed", "'0,5': GPU 5 is not there"),
+        ("0,5", "warning", "'0,5': 1 of 2 GPUs, since GPU 5 is not there"),
+        ("1,1", "failed", "'1,1': GPU 1 is named twice, so that no GPU is left"),
+        ("MIG-1234", "ok", "MIG-1234: partitions, not looked at"),
     ],
 )
 def test_visible_devices(

@@ -9,6 +9,7 @@ from trtserve.doctor.findings import GPU, Finding, State
 from trtserve.doctor.nvidia import NVML, Device, Gpus, on_the_bus
 from trtserve.errors import MachineError, counted
 from trtserve.launch.base import VISIBLE_DEVICES
+from trtserve.launch.visible import shown_devices
 from trtserve.machine import gibibytes
 from trtserve.releases.containers import CONTAINERS, Container, container, containers_of
 from trtserve.releases.drivers import cuda_of, driver_of, newest_container
@@ -45,20 +46,25 @@ def check_visible(gpus: Gpus) -> Iterator[Finding]:
     text = os.environ.get(VISIBLE_DEVICES)
     if text is None:
         return
-    listed = [part.strip() for part in text.split(",") if part.strip() not in ("", "-1")]
-    # CUDA stops reading at the first number that is not there.
-    unknown = [part for part in listed if part.isdigit() and int(part) >= len(gpus.devices)]
-    if not listed or unknown:
-        why = f"GPU {unknown[0]} is not there" if unknown else "no GPU is left"
-        yield _finding(VISIBLE_DEVICES, "failed", f"{text!r}: {why}", f"Unset {VISIBLE_DEVICES}, or correct it.")
+    shown, all_of_them = shown_devices(text, [device.uuid for device in gpus.devices]), len(gpus.devices)
+    if shown is None:
+        yield _finding(VISIBLE_DEVICES, "ok", f"{text}: partitions, not looked at")
+        return
+    count = f"{len(shown.devices)} of {counted(all_of_them, 'GPU')}"
+    fix = f"Unset {VISIBLE_DEVICES}, or correct it."
+    if not shown.devices:
+        why = f"{shown.stopped}, so that no GPU is left" if shown.stopped else "no GPU is left"
+        yield _finding(VISIBLE_DEVICES, "failed", f"{text!r}: {why}", fix)
+    elif shown.stopped:
+        yield _finding(VISIBLE_DEVICES, "warning", f"{text!r}: {count}, since {shown.stopped}", fix)
     else:
-        yield _finding(VISIBLE_DEVICES, "ok", f"{text}: {len(listed)} of {counted(len(gpus.devices), 'GPU')}")
+        yield _finding(VISIBLE_DEVICES, "ok", f"{text}: {count}")
 
 
 def check_device(device: Device) -> Finding:
     """One GPU: what it is, and what of it would hurt a server."""
     facts = [f"{device.name}, compute capability {device.capability}"]
-    facts.append(f"{gibibytes(device.memory - device.used)} free of {gibibytes(device.memory)}")
+    facts.append(f"{gibibytes(device.free)} free of {gibibytes(device.memory)}")
     facts += [f"{name} {'on' if value else 'off'}" for name, value in _modes(device) if value is not None]
     facts += [counted(device.errors, "uncorrected memory error")] if device.errors is not None else []
     troubles = list(_troubles(device))
@@ -93,7 +99,7 @@ def check_peers(gpus: Gpus) -> Iterator[Finding]:
             "Tensor parallelism is slow over them: choose others with --gpus; in a VM, check IOMMU and ACS.",
         )
     else:
-        yield _finding("peer access", "ok", f"between all {count} GPUs")
+        yield _finding("peer access", "ok", "between both GPUs" if count == 2 else f"between all {count} GPUs")
 
 
 def check_cuda(gpus: Gpus, found: Installed | None) -> Finding:

@@ -15,6 +15,9 @@ from trtserve.releases.drivers import Driver
 
 NVML = "NVML"
 NVIDIA_SMI = "nvidia-smi"
+# NVML_P2P_CAPS_INDEX_READ of nvml.h; nvidia-ml-py 13 has a tuple of this name, which its own call does not take.
+_READ = 0
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TIMEOUT = 60.0  # a driver that is not kept loaded starts first
 _PCI = Path("/sys/bus/pci/devices")
 _VENDOR = "0x10de"
@@ -24,10 +27,12 @@ _FIELDS = (
     "compute_cap",
     "memory.total",
     "memory.used",
+    "memory.free",
     "mig.mode.current",
     "persistence_mode",
     "ecc.errors.uncorrected.volatile.total",
     "driver_version",
+    "uuid",
     "name",
 )
 
@@ -36,7 +41,8 @@ _FIELDS = (
 class Device:
     """One GPU; None stands for what it does not tell. Memory is in bytes, `capability` as in 9.0.
 
-    `errors` are memory errors since the driver was loaded that ECC could not correct.
+    `used` is what programs hold, `free` what they can still take: the driver keeps a part for itself. `errors` are
+    memory errors since the driver was loaded that ECC could not correct.
     """
 
     index: int
@@ -44,6 +50,8 @@ class Device:
     capability: str
     memory: int
     used: int
+    free: int
+    uuid: str = ""
     mig: bool | None = None
     persistence: bool | None = None
     errors: int | None = None
@@ -108,6 +116,8 @@ def _nvml_device(nvml: Any, index: int, handle: Any) -> Device:
         capability=f"{major}.{minor}",
         memory=0 if memory is None else int(memory.total),
         used=0 if memory is None else int(memory.used),
+        free=0 if memory is None else int(memory.free),
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         mig=None if mig is None else bool(mig[0]),  # as it is, and as it will be after a restart
         persistence=None if persistence is None else bool(persistence),
         errors=errors,
@@ -123,9 +133,8 @@ def _memory(nvml: Any, handle: Any) -> Any:
 def _apart(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...] | None:
     """Pairs whose memory the one cannot read in the other; None where a driver does not tell."""
     pairs = [(one, other) for one in range(len(handles)) for other in range(one + 1, len(handles))]
-    read = nvml.NVML_P2P_CAPS_INDEX_READ
     states = {
-        (one, other): _ask(nvml, nvml.nvmlDeviceGetP2PStatus, handles[one], handles[other], read)
+        (one, other): _ask(nvml, nvml.nvmlDeviceGetP2PStatus, handles[one], handles[other], _READ)
         for one, other in pairs
     }
     if None in states.values():
@@ -153,7 +162,23 @@ def _from_nvidia_smi() -> Gpus:
         driver=Driver(version=driver, cuda=_cuda_of_header()),
         devices=tuple(_smi_device(row) for row in rows),
         source=NVIDIA_SMI,
+        apart=_apart_by_smi(len(rows)) if len(rows) > 1 else (),
     )
+
+
+def _apart_by_smi(count: int) -> tuple[tuple[int, int], ...] | None:
+    """Pairs of its table of peer access that are not "OK"; None where it has no such table, or tells "U" (unknown)."""
+    try:
+        ended = run(Command(argv=(NVIDIA_SMI, "topo", "-p2p", "r")), timeout=_TIMEOUT)
+    except TimeoutError:
+        return None
+    lines = (_COLOUR.sub("", line).split() for line in ended.stdout.splitlines())
+    # The legend below the table has lines of "X" and as many cells, too.
+    rows = [cells[1:] for cells in lines if len(cells) == count + 1 and cells[0].startswith("GPU")]
+    if ended.code != 0 or len(rows) != count or any("U" in row for row in rows):
+        return None
+    pairs = ((one, other) for one in range(count) for other in range(one + 1, count))
+    return tuple((one, other) for one, other in pairs if rows[one][other] != "OK")
 
 
 def _query() -> list[dict[str, str]]:
@@ -189,6 +214,8 @@ def _smi_device(row: dict[str, str]) -> Device:
         capability=row["compute_cap"],
         memory=_mebibytes(row["memory.total"]),
         used=_mebibytes(row["memory.used"]),
+        free=_mebibytes(row["memory.free"]),
+        uuid=row["uuid"],
         mig={"Enabled": True, "Disabled": False}.get(row["mig.mode.current"]),
         persistence={"Enabled": True, "Disabled": False}.get(row["persistence_mode"]),
         errors=int(errors) if errors.isdigit() else None,

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
 from trtserve.launch.base import VISIBLE_DEVICES
+from trtserve.launch.visible import shown_devices
 from trtserve.process import Command, run
 
 _LIST = Command(argv=("nvidia-smi", "--list-gpus"))
 _DESCRIBE = Command(argv=("nvidia-smi", "--query-gpu=compute_cap,driver_version,name", "--format=csv,noheader"))
 _MEMORY = Command(argv=("nvidia-smi", "--query-gpu=index,memory.free,memory.total", "--format=csv,noheader,nounits"))
+_UUID = re.compile(r"\(UUID: ([^)]+)\)")
 _TIMEOUT = 60.0  # a driver that is not kept loaded starts first
 
 
 def count_gpus() -> int:
-    """GPUs that processes started here may see: $CUDA_VISIBLE_DEVICES where it is set, else what nvidia-smi lists.
+    """GPUs that processes started here may see: those of $CUDA_VISIBLE_DEVICES where it is set, else all.
 
-    0 without a driver.
+    0 without a driver. Where nvidia-smi cannot say what the variable names (it is not here, or it names partitions),
+    its entries are counted.
     """
+    devices = visible_devices()
+    if devices is None:
+        names = os.environ[VISIBLE_DEVICES].split(",")
+        return len([name for name in names if name.strip() not in ("", "-1")])
+    return len(devices)
+
+
+def visible_devices() -> tuple[int, ...] | None:
+    """nvidia-smi's numbers of the GPUs that processes started here may see, in the order in which CUDA shows them.
+
+    None where $CUDA_VISIBLE_DEVICES is set, and nvidia-smi cannot say what it names.
+    """
+    found = [_UUID.search(line) for line in _answer(_LIST) if line.startswith("GPU ")]
     visible = os.environ.get(VISIBLE_DEVICES)
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len([line for line in _answer(_LIST) if line.startswith("GPU ")])
+    if visible is None:
+        return tuple(range(len(found)))
+    shown = shown_devices(visible, [match[1] if match else "" for match in found]) if found else None
+    return None if shown is None else shown.devices
 
 
 def _answer(question: Command) -> list[str]:
@@ -72,12 +90,10 @@ def gpu_memory() -> list[GpuMemory]:
 
 def visible_gpu() -> Gpu | None:
     """The first GPU that processes started here may see; None without one."""
-    gpus = describe_gpus()
-    first = os.environ.get(VISIBLE_DEVICES, "0").split(",")[0].strip()
-    if first.isdigit():
-        return gpus[int(first)] if int(first) < len(gpus) else None
-    # Named by its UUID; machines have GPUs of one kind.
-    return gpus[0] if gpus and first not in ("", "-1") else None
+    gpus, devices = describe_gpus(), visible_devices()
+    # A partition of one that is not known here: machines have GPUs of one kind.
+    first = 0 if devices is None else next(iter(devices), len(gpus))
+    return gpus[first] if first < len(gpus) else None
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
@@ -128,7 +144,7 @@ def require_gpus(wanted: int, available: int, gpus: Sequence[int] = ()) -> None:
 
 
 def _found(available: int) -> str:
-    if not available:
-        return "nvidia-smi finds none on this machine"
     visible = os.environ.get(VISIBLE_DEVICES)
-    return f"this machine has {available}" if visible is None else f"{VISIBLE_DEVICES}={visible} shows {available}"
+    if visible is not None:
+        return f"{VISIBLE_DEVICES}={visible} shows {available or 'none'}"
+    return f"this machine has {available}" if available else "nvidia-smi finds none on this machine"

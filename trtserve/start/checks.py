@@ -184,7 +184,7 @@ def rehearse(plan: Plan, repository: ModelRepository, spec: ServerSpec, progress
 
 def _warn_of_this_machine(plan: Plan, spec: ServerSpec, progress: Progress) -> None:
     """A dry run may be for another machine: one without GPUs is surely not the one that will serve."""
-    if not count_gpus():
+    if not (count_gpus() or describe_gpus()):
         return
     try:
         require_mpirun(plan)

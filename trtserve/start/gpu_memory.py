@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trtserve.errors import MemoryLimitError
-from trtserve.launch.base import VISIBLE_DEVICES
-from trtserve.launch.gpus import GpuMemory, gpu_memory
+from trtserve.launch.gpus import GpuMemory, gpu_memory, visible_devices
 from trtserve.machine import gibibytes
 from trtserve.specs import ServerSpec
 from trtserve.start.plan import Plan
@@ -19,10 +17,10 @@ def require_gpu_memory(plan: Plan, spec: ServerSpec) -> None:
     """MemoryLimitError when the engine files of one GPU's ranks are larger than its free memory.
 
     That is the least they take: the KV cache and the values between operations come on top of it. What nvidia-smi does
-    not tell (no driver, partitions of a GPU, devices chosen by UUID) is not judged.
+    not tell (no driver, partitions of a GPU) is not judged.
     """
     free = {gpu.index: gpu for gpu in gpu_memory()}
-    visible = _visible(sorted(free))
+    visible = visible_devices() or ()
     placed: dict[int, list[tuple[CoreModel, int]]] = defaultdict(list)
     for device, core, rank in _placed(plan, spec, visible):
         placed[device].append((core, rank))
@@ -58,7 +56,7 @@ def _advice(gpu: GpuMemory, ranks: list[tuple[CoreModel, int]], needed: int) -> 
     )
 
 
-def _placed(plan: Plan, spec: ServerSpec, visible: list[int]) -> Iterator[tuple[int, CoreModel, int]]:
+def _placed(plan: Plan, spec: ServerSpec, visible: Sequence[int]) -> Iterator[tuple[int, CoreModel, int]]:
     """GPU, model and rank of every rank of every instance whose engine is here."""
     models = [core for core in plan.served.core_models if core.engine is not None and not _streams(core)]
     each = plan.served.world_size
@@ -73,15 +71,6 @@ def _placed(plan: Plan, spec: ServerSpec, visible: list[int]) -> Iterator[tuple[
 def _streams(core: CoreModel) -> bool:
     """Whether the engine may leave weights in the memory of the host."""
     return bool((core.config.get("build_config") or {}).get("weight_streaming"))
-
-
-def _visible(found: list[int]) -> list[int]:
-    """The GPUs that processes started here may see, in their order; none where they are not named by numbers."""
-    chosen = os.environ.get(VISIBLE_DEVICES)
-    if chosen is None:
-        return found
-    names = [name.strip() for name in chosen.split(",")]
-    return [int(name) for name in names] if all(name.isdigit() for name in names) else []
 
 
 def _sizes(core: CoreModel) -> list[int]:

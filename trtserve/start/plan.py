@@ -12,7 +12,7 @@ from trtserve.check.repository import require_sound
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.launch import Launch, Mode, Setup, leader, llmapi, orchestrator
 from trtserve.launch.container import SHM_GIB, Box, container_name, image_of, in_container, with_targets
-from trtserve.launch.gpus import count_gpus, split_gpus
+from trtserve.launch.gpus import count_gpus, split_gpus, visible_devices
 from trtserve.launch.instances import instance_addresses
 from trtserve.ports import ipv4_address, is_free, next_free
 from trtserve.process import Command
@@ -205,6 +205,17 @@ def gpu_triton(served: Served, *, elsewhere: bool) -> Triton:
         return CONTAINER_TRITON
 
 
+def _chosen(spec: ServerSpec, wanted: int) -> tuple[int, ...]:
+    """--gpus; without it the first that $CUDA_VISIBLE_DEVICES shows, where several instances divide them.
+
+    One instance inherits the variable. Where too few are shown, none are named: the start is refused then.
+    """
+    if spec.gpus or spec.instances == 1:
+        return spec.gpus
+    shown = visible_devices() or ()
+    return shown[:wanted] if len(shown) >= wanted else ()
+
+
 def _gpu_launches(
     triton: Triton,
     repository: ModelRepository,
@@ -217,7 +228,8 @@ def _gpu_launches(
     require_world_size(served, spec, repository)
     ranks = ranks_of(served, spec)
     common = server_setup(triton, repository, served, addresses[0], spec, prefix)
-    gpus = [spec.gpus] if spec.multi_model else split_gpus(spec.gpus, instances=spec.instances, ranks=served.world_size)
+    world, count = served.world_size, spec.instances
+    gpus = [spec.gpus] if spec.multi_model else split_gpus(_chosen(spec, world * count), instances=count, ranks=world)
     common = replace(
         common,
         oversubscribe=spec.oversubscribe or needs_oversubscription(ranks * spec.instances),
