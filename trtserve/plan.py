@@ -26,13 +26,14 @@ from trtserve.capacity.fitting import (
 )
 from trtserve.capacity.gpus import Gpu
 from trtserve.capacity.needs import build_addresses, import_memory
+from trtserve.capacity.own_gpus import own_gpu
 from trtserve.capacity.rates import Runs, expected_seconds, read_rates
 from trtserve.capacity.room import memory_room
 from trtserve.capacity.serving import fitting_tokens
 from trtserve.capacity.wishes import Need, Wish, advice, need_of
 from trtserve.convert import Plan as Conversion
 from trtserve.convert import checkpoint_config, plan_conversion
-from trtserve.errors import MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
+from trtserve.errors import MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError, counted
 from trtserve.import_ import ModelPlan, missing_bytes, plan_model
 from trtserve.import_.headers import outline_model
 from trtserve.import_.plan import is_weights
@@ -40,6 +41,7 @@ from trtserve.machine import free_disk
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import RELEASES
 from trtserve.releases.gpus import kernels_for
+from trtserve.runtimes import automatic_runtime
 from trtserve.runtimes.rank_weights import rank_weights
 from trtserve.specs import CALIBRATED, BuildSpec, ConvertSpec
 from trtserve.store import Store
@@ -227,7 +229,10 @@ def _gpu_advice(answer: GpuAnswer) -> str:
 
 
 def _with_runtime(question: Question) -> Question:
-    """Without the name of a GPU the plan is for the CPU, whatever this machine has; UsageError for a wish of both."""
+    """The runtime and the GPU of a plan: without the name of one, what this machine has; UsageError for a wish of both.
+
+    What is only for CPUs decides for them.
+    """
     if question.gpu is not None:
         if question.build.runtime == "openvino" or question.build.kv_precision != "auto":
             wish = "--runtime openvino" if question.build.runtime == "openvino" else "--kv-precision"
@@ -235,12 +240,18 @@ def _with_runtime(question: Question) -> Question:
                 f"{wish} is for this machine's CPU, and a GPU is named.", hint=f"Leave out {wish} or --gpu."
             )
         return question
-    if question.build.runtime not in ("auto", "openvino"):
+    runtime: str = question.build.runtime
+    if runtime == "auto":
+        runtime = "openvino" if question.build.kv_precision != "auto" else automatic_runtime()[0]
+    if runtime == "openvino":
+        return replace(question, build=replace(question.build, runtime="openvino"))
+    gpu = own_gpu(question.convert.tp_size * question.convert.pp_size)
+    if gpu is None:
         raise UsageError(
-            f"--runtime {question.build.runtime} runs on NVIDIA GPUs, and no GPU is named.",
-            hint="Say for which one to plan: --gpu h100-80gb, or --gpu-memory 80GB.",
+            f"The runtime {runtime} runs on NVIDIA GPUs; no GPU is named, and nvidia-smi finds none here.",
+            hint="Say for which one to plan: --gpu h100-80gb, or --gpu-memory 80GB; --runtime openvino is for CPUs.",
         )
-    return replace(question, build=replace(question.build, runtime="openvino"))
+    return replace(question, gpu=gpu)
 
 
 def _location(source: str, store: Store, progress: Progress) -> tuple[str, str | None]:
@@ -364,7 +375,7 @@ def _gpu_answer(conversion: Conversion, question: Question) -> GpuAnswer | None:
     if problem := unable(conversion.config, gpu):
         return GpuAnswer(asked=asked, smallest=None, longest=None, problem=problem, note=_release_note(gpu))
     smallest = asked if asked.fits and asked.tp_size * asked.pp_size == 1 else None
-    notes = (_conversion_note(conversion, gpu), _release_note(gpu))
+    notes = (_too_few(asked, gpu), _conversion_note(conversion, gpu), _release_note(gpu))
     return GpuAnswer(
         asked=asked,
         smallest=smallest or smallest_fit(conversion.config, question.build, gpu),
@@ -372,6 +383,11 @@ def _gpu_answer(conversion: Conversion, question: Question) -> GpuAnswer | None:
         steps=None if asked.fits else fitting_step(conversion.config, question.build, gpu),
         note="; ".join(filter(None, notes)) or None,
     )
+
+
+def _too_few(asked: GpuFit, gpu: Gpu) -> str | None:
+    ranks = asked.tp_size * asked.pp_size
+    return None if gpu.here is None or gpu.here >= ranks else f"{ranks} ranks; {counted(gpu.here, 'GPU')} can be seen"
 
 
 def _conversion_note(conversion: Conversion, gpu: Gpu) -> str | None:

@@ -207,14 +207,19 @@ def test_auto_takes_the_llm_api_where_engines_are_gone(
     assert "convert" not in shown.out
 
 
-def test_a_plan_for_gpus_wants_their_name(
+def test_a_plan_for_gpus_wants_one(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert run(["plan", str(model), "--runtime", "tensorrt_llm"]) == 2
-    assert "no GPU is named" in capsys.readouterr().err
+    assert "no GPU is named, and nvidia-smi finds none here" in capsys.readouterr().err
+    # The driver lists one, so that import would build for it, but nothing tells its memory.
     (tmp_path / "gpus" / "0").mkdir(parents=True)
     monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path / "gpus")
-    assert run(["plan", str(model), "--json"]) == 0
+    assert run(["plan", str(model)]) == 2
+    assert "--runtime openvino is for CPUs" in " ".join(capsys.readouterr().err.split())
+    assert run(["plan", str(model), "--runtime", "openvino", "--json"]) == 0
     assert _result(capsys)["machine"]["fits"] is True
 
 
@@ -247,3 +252,24 @@ def test_a_second_model_in_the_same_repository(
     assert run([*more, "--quiet"]) == 0
     assert run(["remove", "second"]) == 0
     assert (repository / "second" / "config.pbtxt").is_file()
+
+
+def test_a_plan_takes_this_machines_gpus(
+    model: Path, doubles: Doubles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    doubles.configure(gpus=2, gpu_name="NVIDIA H200", gpu_memory_mib=143771, container="26.02")
+    monkeypatch.syspath_prepend(str(doubles.packages("1.1.0")))
+    assert run(["plan", str(model), "--json"]) == 0
+    shown = _result(capsys)
+    assert (shown["machine"], shown["gpu"]["note"]) == (None, None)
+    gpu = shown["gpu"]["asked"]["gpu"]
+    assert gpu == {"name": "this machine's NVIDIA H200", "memory": 143767 * 2**20, "sm": 90, "here": 2}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert run(["plan", str(model), "--runtime", "tensorrt_llm", "--tp-size", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "GPU         this machine's NVIDIA H200, 140.4 GiB free (estimated" in said
+    assert "note        2 ranks; 1 GPU can be seen" in said
+    # What only CPUs have decides for them.
+    assert run(["plan", str(model), "--kv-precision", "u8", "--json"]) == 0
+    assert _result(capsys)["gpu"] is None

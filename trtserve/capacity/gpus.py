@@ -15,12 +15,14 @@ _MIB = 2**20
 class Gpu:
     """One kind of GPU: `memory` is the whole memory in bytes that programs can use, ECC subtracted.
 
-    `sm` is its compute capability, times 10; None where only a size of memory was given.
+    `sm` is its compute capability, times 10; None where only a size of memory was given. `here` is how many GPUs this
+    machine has, of which it is one, and its memory is what is free then; None for any other machine's.
     """
 
     name: str
     memory: int
     sm: int | None = None
+    here: int | None = None
 
 
 # MiB of `memory.total` in nvidia-smi (less than the advertised size where ECC or the driver keeps a part), and the

@@ -148,12 +148,13 @@ def _gpu_lines(answer: GpuAnswer) -> list[str]:
     from trtserve.capacity.fitting import RESERVE
 
     asked = answer.asked
+    free = "usable" if asked.gpu.here is None else "free"
     parts = (
         f"{gibibytes(asked.weights)} weights, {gibibytes(asked.activations)} activations and logits, "
         f"{gibibytes(RESERVE)} set aside, {gibibytes(asked.kv_per_token)} KV cache per token"
     )
     lines = [
-        f"GPU         {asked.gpu.name}, {gibibytes(asked.gpu.memory)} usable (estimated from shapes, not measured)",
+        f"GPU         {asked.gpu.name}, {gibibytes(asked.gpu.memory)} {free} (estimated from shapes, not measured)",
         f"tp × pp     {_fit_words(asked)}",
         f"per GPU     {parts}",
     ]
