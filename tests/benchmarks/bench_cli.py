@@ -7,16 +7,16 @@ model echoes the prompt without any work, so that the difference is the command 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from tests.benchmarks.results import Figure, finish
 from tests.support.echo_server import running_echo_server
 
 TRTSERVE = [str(Path(sys.executable).parent / "trtserve")]
@@ -121,11 +121,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [measure_help(arguments.pairs), measure_query(arguments.pairs)]
     print(table(rows))
-    out = arguments.out or arguments.work
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "cli.json").write_text(
-        json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n", encoding="utf-8"
-    )
+    figures = [Figure(case=row.case, value=row.seconds, reach=row.reach, at_most=True) for row in rows]
+    finish(arguments.out or arguments.work, "cli", {"rows": rows}, figures)
 
 
 if __name__ == "__main__":

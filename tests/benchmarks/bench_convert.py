@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.benchmarks.conversions import (
     model_folder,
     require_same,
 )
+from tests.benchmarks.results import Figure, finish
 
 CASES = {
     "tp 1": Case(reach=0.8),
@@ -214,26 +215,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     work, cases, parts = options.work.absolute(), options.case or list(CASES), options.only or "cp usual limit"
     report: dict[str, object] = {}
+    figures: list[Figure] = []
     if "cp" in parts:
         rows = [beside_cp(name, work, options.pairs) for name in cases]
         print(table(rows), flush=True)
-        report["rows"] = [asdict(row) for row in rows]
+        report["rows"] = rows
+        figures += [Figure(case=f"{row.case}, ÷ cp", value=row.speed, reach=row.reach) for row in rows]
     if "usual" in parts:
-        report["usual"] = _usual_part([name for name in cases if name in USUAL], work, options.pairs)
+        report["usual"] = usual = _usual_part([name for name in cases if name in USUAL], work, options.pairs)
+        for row in usual:
+            figures.append(Figure(case=f"{row.case}, times faster", value=row.speed, reach=2))
+            figures.append(Figure(case=f"{row.case}, memory", value=row.memory, reach=0.25, at_most=True))
     if "limit" in parts:
         limited = [under_limit(name, work) for name in cases if name in LIMITED]
         report["limited"] = limited
         print(f"\n{limited_table(limited)}", flush=True)
-    ((options.out or work) / "convert.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    finish(options.out or work, "convert", report, figures)
 
 
-def _usual_part(cases: Sequence[str], work: Path, pairs: int) -> list[dict[str, object]]:
+def _usual_part(cases: Sequence[str], work: Path, pairs: int) -> list[UsualRow]:
     if importlib.util.find_spec("torch") is None:
         print("\nPyTorch is not installed (extra `oracle`): nothing is measured beside the usual way.")
         return []
     rows = [beside_usual(name, work, pairs) for name in cases]
     print(f"\n{usual_table(rows)}", flush=True)
-    return [asdict(row) for row in rows]
+    return rows
 
 
 if __name__ == "__main__":

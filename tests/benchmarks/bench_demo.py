@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
 import time
 from pathlib import Path
+
+from tests.benchmarks.results import Figure, finish
 
 ROOT = Path(__file__).parents[2]
 REACH = 180.0
@@ -42,8 +43,9 @@ def main() -> None:
     cold, warm = measure(arguments.work), measure(arguments.work)
     print("| Case | First run, s | Second run, s | Reach, s |\n|---|--:|--:|--:|")
     print(f"| `make demo`, fresh clone | {cold:.0f} | {warm:.0f} | ≤ {REACH:.0f} |")
-    out = arguments.out or arguments.work
-    (out / "demo.json").write_text(json.dumps({"first": cold, "second": warm, "reach": REACH}) + "\n", encoding="utf-8")
+    report = {"first": cold, "second": warm, "reach": REACH}
+    figure = Figure(case="`make demo`", value=warm, reach=REACH, at_most=True)
+    finish(arguments.out or arguments.work, "demo", report, [figure])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from tests.benchmarks import engines
 from tests.benchmarks.engines import make_engine
+from tests.benchmarks.results import Figure, finish
 from trtserve.executor.lora_modules import LoraShape
 
 SIZES = engines.SIZES["llama-135m"]
@@ -270,10 +271,8 @@ def main() -> None:
     print(table(report["rows"]))
     for streams, microseconds in report["loop_microseconds"].items():
         print(f"Executor's own time per step at {streams} streams, without the model: {microseconds:.0f} µs")
-    out = arguments.out or arguments.work
-    out.mkdir(parents=True, exist_ok=True)
-    report["rows"] = [asdict(row) for row in report["rows"]]
-    (out / "executor.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    figures = [Figure(case=row.case, value=row.ratio, reach=row.reach) for row in report["rows"]]
+    finish(arguments.out or arguments.work, "executor", report, figures)
 
 
 if __name__ == "__main__":

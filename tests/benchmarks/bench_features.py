@@ -7,18 +7,17 @@ parameters (prefix) and 1.1 B parameters (drafts).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.benchmarks.bench_executor import ExecutorSide
-from tests.benchmarks.comparison import Comparison, compare, table
+from tests.benchmarks.comparison import Comparison, compare, figures, table
 from tests.benchmarks.engines import SIZES, make_engine
+from tests.benchmarks.results import finish
 
 PREFIX = 512
 SUFFIX = 16
@@ -52,7 +51,13 @@ def compare_prefix(work: Path, model: str, *, pairs: int) -> Comparison:
         return first_token(2 * number + 2, 0)
 
     row = compare(
-        f"{model}, time to first token, known prefix of {PREFIX}", second, first, pairs=pairs, unit="s", reach="≤ 0.25"
+        f"{model}, time to first token, known prefix of {PREFIX}",
+        second,
+        first,
+        pairs=pairs,
+        unit="s",
+        reach=0.25,
+        at_most=True,
     )
     side.executor.shutdown()
     return row
@@ -114,7 +119,7 @@ def compare_drafts(work: Path, model: str, *, pairs: int) -> tuple[Comparison, f
         return side.answer(known(number)[0], NEW)[1]
 
     case = f"{model}, 1 stream, {DRAFT} right draft tokens per step"
-    row = compare(case, drafted, plain, pairs=pairs, unit="tokens/s", reach="≥ 2.50")
+    row = compare(case, drafted, plain, pairs=pairs, unit="tokens/s", reach=2.5)
     side.executor.shutdown()
     return row, min(accepted)
 
@@ -133,10 +138,8 @@ def main() -> None:
     rows.append(drafts)
     print(table(rows))
     print(f"Of the draft tokens at least {accepted:.0%} were accepted in every run.")
-    out = arguments.out or arguments.work
-    out.mkdir(parents=True, exist_ok=True)
-    report = {"cpus": os.cpu_count(), "accepted": accepted, "rows": [asdict(row) for row in rows]}
-    (out / "features.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = {"cpus": os.cpu_count(), "accepted": accepted, "rows": rows}
+    finish(arguments.out or arguments.work, "features", report, figures(rows))
 
 
 if __name__ == "__main__":

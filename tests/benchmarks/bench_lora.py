@@ -7,17 +7,16 @@ Run as `python -m tests.benchmarks.bench_lora --work FOLDER --out FOLDER`; the m
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.benchmarks.bench_executor import ExecutorSide
-from tests.benchmarks.comparison import Comparison, compare, table
+from tests.benchmarks.comparison import Comparison, compare, figures, table
 from tests.benchmarks.engines import SIZES, make_engine
+from tests.benchmarks.results import finish
 
 STREAMS = 8
 PROMPT = 64
@@ -88,8 +87,8 @@ def compare_model(work: Path, model: str, *, pairs: int) -> list[Comparison]:
             reach=reach,
         )
         for case, adapted, reach in (
-            (f"{ADAPTERS} adapters and none", True, "≥ 0.80" if model == "llama-1b" else ""),
-            ("built for adapters, none in use", False, ""),
+            (f"{ADAPTERS} adapters and none", True, 0.8 if model == "llama-1b" else None),
+            ("built for adapters, none in use", False, None),
         )
     ]
     plain.executor.shutdown()
@@ -108,10 +107,7 @@ def main() -> None:
     for model in arguments.model or SIZES:
         rows += compare_model(arguments.work.absolute(), model, pairs=arguments.pairs)
     print(table(rows))
-    out = arguments.out or arguments.work
-    out.mkdir(parents=True, exist_ok=True)
-    report = {"cpus": os.cpu_count(), "rows": [asdict(row) for row in rows]}
-    (out / "lora.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    finish(arguments.out or arguments.work, "lora", {"cpus": os.cpu_count(), "rows": rows}, figures(rows))
 
 
 if __name__ == "__main__":

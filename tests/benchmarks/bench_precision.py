@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +22,9 @@ import numpy as np
 
 from tests.benchmarks import llama_cpp_side
 from tests.benchmarks.bench_executor import ExecutorSide
-from tests.benchmarks.comparison import Comparison, compare, table
+from tests.benchmarks.comparison import Comparison, compare, figures, table
 from tests.benchmarks.engines import SIZES, make_engine
+from tests.benchmarks.results import finish
 from trtserve.specs import Quantization
 
 MODEL = "llama-1b"
@@ -39,11 +38,11 @@ KINDS: dict[str, tuple[Quantization, str]] = {
     "int4": ("int4", "q4_0"),
 }
 # The reach beside float16 and, by streams, beside llama.cpp.
-FASTER = {"int8": {1: "≥ 1.50", 8: "–"}, "int4": {1: "≥ 1.60", 8: "–"}}
-LLAMA_CPP = {
-    "float16": {1: "≥ 1.00", 8: "≥ 1.40"},
-    "int8": {1: "≥ 1.00", 8: "≥ 2.00"},
-    "int4": {1: "≥ 0.90", 8: "≥ 1.20"},
+FASTER: dict[str, dict[int, float | None]] = {"int8": {1: 1.5, 8: None}, "int4": {1: 1.6, 8: None}}
+LLAMA_CPP: dict[str, dict[int, float | None]] = {
+    "float16": {1: 1.0, 8: 1.4},
+    "int8": {1: 1.0, 8: 2.0},
+    "int4": {1: 0.9, 8: 1.2},
 }
 
 
@@ -66,7 +65,7 @@ def _rate(side: Side, streams: int) -> Callable[[int], float]:
     return measure
 
 
-def _pair(case: str, streams: int, ours: Side, other: Side, reach: str, pairs: int) -> Comparison:
+def _pair(case: str, streams: int, ours: Side, other: Side, reach: float | None, pairs: int) -> Comparison:
     words = f"{case}, {streams} stream{'s' if streams > 1 else ''}"
     return compare(words, _rate(ours, streams), _rate(other, streams), pairs=pairs, unit="tokens/s", reach=reach)
 
@@ -144,12 +143,8 @@ def main() -> None:
         print(table(report["against_llama_cpp"], measured="Ours", base="llama.cpp"))
     else:
         print("llama.cpp: skipped, it is not installed (pip install '.[llama-cpp]' builds it: CMake, a C++ compiler).")
-    out = arguments.out or arguments.work
-    out.mkdir(parents=True, exist_ok=True)
-    content = {
-        key: [asdict(row) for row in value] if isinstance(value, list) else value for key, value in report.items()
-    }
-    (out / "precision.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    rows = [*report["against_float16"], *report.get("against_llama_cpp", [])]
+    finish(arguments.out or arguments.work, "precision", report, figures(rows))
 
 
 if __name__ == "__main__":

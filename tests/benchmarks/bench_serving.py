@@ -8,13 +8,12 @@ prefill, scheduling, transport and the client's own work are inside on both side
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from tests.benchmarks.bench_executor import KV_TOKENS, SIZES, WAIT, ExecutorSide
 from tests.benchmarks.engines import make_engine
+from tests.benchmarks.results import Figure, finish
 from trtserve.bench.load import Load, run_load
 from trtserve.bench.statistics import Statistics, compute
 from trtserve.bench.traffic import TrafficRequest
@@ -168,10 +168,8 @@ def main() -> None:
     arguments = parser.parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
     print(table(report["rows"][0]))
-    out = arguments.out or arguments.work
-    out.mkdir(parents=True, exist_ok=True)
-    report["rows"] = [asdict(row) for row in report["rows"]]
-    (out / "serving.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    figures = [Figure(case=row.case, value=row.ratio, reach=row.reach) for row in report["rows"]]
+    finish(arguments.out or arguments.work, "serving", report, figures)
 
 
 if __name__ == "__main__":

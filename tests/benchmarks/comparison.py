@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tests.benchmarks.results import Figure
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -19,13 +21,29 @@ class Comparison:
     ratio: float
     ratio_lowest: float
     ratio_highest: float
-    reach: str
+    reach: float | None
+    at_most: bool
+
+    @property
+    def words(self) -> str:
+        """The reach as the tables show it."""
+        return "–" if self.reach is None else f"{'≤' if self.at_most else '≥'} {self.reach:.2f}"
 
 
 def compare(
-    case: str, measured: Callable[[int], float], base: Callable[[int], float], *, pairs: int, unit: str, reach: str
+    case: str,
+    measured: Callable[[int], float],
+    base: Callable[[int], float],
+    *,
+    pairs: int,
+    unit: str,
+    reach: float | None,
+    at_most: bool = False,
 ) -> Comparison:
-    """Call both with the number of the pair; whoever begins changes from pair to pair, and pair 0 warms both."""
+    """Call both with the number of the pair; whoever begins changes from pair to pair, and pair 0 warms both.
+
+    `reach` is the lowest ratio that will do, with `at_most` the highest; None where nothing is asked.
+    """
     found: dict[bool, list[float]] = {True: [], False: []}
     for number in range(pairs + 1):
         for ours in (True, False) if number % 2 else (False, True):
@@ -43,7 +61,17 @@ def compare(
         ratio_lowest=min(ratios),
         ratio_highest=max(ratios),
         reach=reach,
+        at_most=at_most,
     )
+
+
+def figures(rows: Sequence[Comparison]) -> list[Figure]:
+    """The rows of which something is asked."""
+    return [
+        Figure(case=row.case, value=row.ratio, reach=row.reach, at_most=row.at_most)
+        for row in rows
+        if row.reach is not None
+    ]
 
 
 def table(rows: Sequence[Comparison], *, measured: str = "With", base: str = "Without") -> str:
@@ -54,7 +82,7 @@ def table(rows: Sequence[Comparison], *, measured: str = "With", base: str = "Wi
     ]
     lines += [
         f"| {row.case} | {row.measured:.4g} {row.unit} | {row.base:.4g} {row.unit} | {row.ratio:.2f} "
-        f"| {row.ratio_lowest:.2f} … {row.ratio_highest:.2f} | {row.reach} | {row.pairs} |"
+        f"| {row.ratio_lowest:.2f} … {row.ratio_highest:.2f} | {row.words} | {row.pairs} |"
         for row in rows
     ]
     return "\n".join(lines)
