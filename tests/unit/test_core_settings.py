@@ -172,6 +172,14 @@ def test_tokenizer_info_of_nvidia(core: Core, tmp_path: Path) -> None:
     assert (config.encoded_vocab, config.tokenizer_str, config.stop_token_ids) == (["x"], "{}", [0])
 
 
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"encoded_vocab": ["x"]}'])
+def test_tokenizer_info_that_is_none(core: Core, tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "info.json").write_text(content)
+    with pytest.raises(ValueError, match=r"xgrammar_tokenizer_info_path is .*expected a JSON file with encoded_vocab"):
+        core.guided(guided_decoding_backend="xgrammar", xgrammar_tokenizer_info_path="info.json")
+
+
 def test_no_guides(core: Core) -> None:
     assert core.guided() is None
     with pytest.raises(ValueError, match="expected one of xgrammar, llguidance"):

@@ -86,6 +86,9 @@ def test_other_models_refuse_too(model: str, name: str) -> None:
         ("sink_token_length", "0"),
         ("lora_prefetch_dir", "/adapters"),
         ("gpu_device_ids", "0,1"),
+        ("gpu_device_ids", "0,1;2,3"),
+        ("participant_ids", "1,2;3,4"),
+        ("xgrammar_tokenizer_info_path", "/of/another/machine.json"),
         ("enable_trt_overlap", "false"),
     ],
 )

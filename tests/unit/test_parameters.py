@@ -95,14 +95,19 @@ def test_texts_of_the_template_are_not_settings() -> None:
     assert set_without_meaning(CORE, given, "1.2") == ["FORCE_CPU_ONLY_INPUT_TENSORS", "gpu_device_ids"]
 
 
-def loaded(monkeypatch: pytest.MonkeyPatch, folder: Path, parameters: dict[str, str]) -> list[str]:
-    """What the core model says of `parameters` when it is loaded from `folder`."""
+def read(monkeypatch: pytest.MonkeyPatch, folder: Path, parameters: dict[str, str]) -> tuple[Any, list[str]]:
+    """The parameters that are left to the core model when it is loaded from `folder`, and what it says of them."""
     classes = model_modules.load(monkeypatch, CORE, "parameter_classes")
     model_parameters: Any = model_modules.load(monkeypatch, CORE, "model_parameters")
     config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
     said: list[str] = []
-    classes.check_classes(model_parameters.ModelParameters(config, folder, said.append), folder, said.append)
-    return said
+    left = classes.check_classes(model_parameters.ModelParameters(config, folder, said.append), folder, said.append)
+    return left, said
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, folder: Path, parameters: dict[str, str]) -> list[str]:
+    """What the core model says of `parameters` when it is loaded from `folder`."""
+    return read(monkeypatch, folder, parameters)[1]
 
 
 def test_the_model_lists_what_has_no_meaning_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,6 +116,14 @@ def test_the_model_lists_what_has_no_meaning_once(monkeypatch: pytest.MonkeyPatc
     (line,) = loaded(monkeypatch, tmp_path, given)
     assert line == "Parameters without meaning on this runtime: gpu_device_ids, cuda_graph_mode"
     assert loaded(monkeypatch, tmp_path, {"decoding_mode": "top_k", "sink_token_length": "0"}) == []
+
+
+def test_what_has_no_meaning_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / CLASSES_FILE).write_text(classes_json(CORE, "1.2") or "")
+    given = {name: "0,1;2,3" for name in IGNORED} | {"max_beam_width": "2"}
+    left, _ = read(monkeypatch, tmp_path, given)
+    assert {name for name in given if left.text(name) is not None} == {"max_beam_width"}
+    assert left.integer("max_beam_width") == 2
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: 
     from trtserve.executor.limits import resolve_limits
     from trtserve.executor.unbuilt import refuse_unbuilt_config
 
-    if (reason := refused_parameter(parameters, parameter_classes(CORE, release))) is not None:
+    classes = parameter_classes(CORE, release)
+    if (reason := refused_parameter(parameters, classes)) is not None:
         return reason
     modules = core_modules()
     module = modules["executor_module"].load_executor_module("openvino", release)
@@ -93,6 +94,7 @@ def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: 
     }
     ignored: list[str] = []
     reader = modules["model_parameters"].ModelParameters(model, Path(), ignored.append)
+    reader = reader.without(classes["without_meaning"])
     try:
         config = modules["core_settings"].executor_config(module, reader, model)
         _refuse_beam_search(config)

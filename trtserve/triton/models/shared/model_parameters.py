@@ -34,6 +34,11 @@ class ModelParameters:
         self._repository = repository
         self._warn = warn
 
+    def without(self, keys: Collection[str]) -> ModelParameters:
+        """The same parameters, of which those called `keys` are unset."""
+        entries = {key: entry for key, entry in self._entries.items() if key not in keys}
+        return ModelParameters({"parameters": entries}, self._repository, self._warn)
+
     def text(self, key: str) -> str | None:
         """The value; None when it is absent, empty or a placeholder that nobody filled."""
         value = str(self._entries.get(key, {}).get("string_value", "")).strip()

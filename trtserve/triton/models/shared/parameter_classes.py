@@ -12,10 +12,11 @@ from model_parameters import ModelParameters
 _FILE = "parameter_classes.json"
 
 
-def check_classes(parameters: ModelParameters, folder: Path, say: Callable[[str], None]) -> None:
-    """ValueError naming a parameter that changes results and cannot be carried out.
+def check_classes(parameters: ModelParameters, folder: Path, say: Callable[[str], None]) -> ModelParameters:
+    """Those of `parameters` that mean something; ValueError naming one that cannot be carried out.
 
-    Those that are set and have no meaning are listed in one line to `say`. `folder` holds parameter_classes.json.
+    What has no meaning is unset in the result, so that nothing can depend on it (on the GPUs or paths of another
+    machine); what of it was set is listed in one line to `say`. `folder` holds parameter_classes.json.
     """
     classes = _read(folder / _FILE)
     for name, entry in classes["refused"].items():
@@ -24,6 +25,7 @@ def check_classes(parameters: ModelParameters, folder: Path, say: Callable[[str]
     ignored = [name for name, entry in classes["without_meaning"].items() if _is_set(parameters.text(name), entry)]
     if ignored:
         say(f"Parameters without meaning on this runtime: {', '.join(ignored)}")
+    return parameters.without(classes["without_meaning"])
 
 
 def refusal(name: str, value: str | None, entry: dict[str, Any]) -> str | None:

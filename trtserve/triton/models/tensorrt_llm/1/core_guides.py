@@ -29,11 +29,13 @@ def guided_decoding_config(module: ExecutorModule, parameters: ModelParameters) 
 
 
 def _tokenizer(parameters: ModelParameters) -> dict[str, Any]:
-    """`encoded_vocab`, `tokenizer_str` and `stop_token_ids`, as NVIDIA's `xgrammar_tokenizer_info_path` has them."""
+    """`encoded_vocab`, `tokenizer_str` and `stop_token_ids`, as NVIDIA's `xgrammar_tokenizer_info_path` has them.
+
+    Where that parameter has no meaning (parameter_classes), the tokenizer's own files say it.
+    """
     info = parameters.path("xgrammar_tokenizer_info_path")
     if info is not None:
-        content = json.loads(info.read_text(encoding="utf-8"))
-        return {name: content[name] for name in ("encoded_vocab", "tokenizer_str", "stop_token_ids")}
+        return _of_file(info)
     folder = parameters.path("tokenizer_dir")
     if folder is None or not (folder / "tokenizer.json").is_file():
         raise ValueError(
@@ -44,6 +46,17 @@ def _tokenizer(parameters: ModelParameters) -> dict[str, Any]:
     ids = _ids(json.loads(text))
     vocabulary = sorted(ids, key=lambda token: ids[token])
     return {"encoded_vocab": vocabulary, "tokenizer_str": text, "stop_token_ids": _stop_ids(folder, ids)}
+
+
+def _of_file(info: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(info.read_text(encoding="utf-8"))
+        return {name: content[name] for name in ("encoded_vocab", "tokenizer_str", "stop_token_ids")}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"Parameter xgrammar_tokenizer_info_path is {str(info)!r}; expected a JSON file with encoded_vocab, "
+            f"tokenizer_str and stop_token_ids, but reading it gave {type(error).__name__}: {error}"
+        ) from None
 
 
 def _ids(tokenizer: dict[str, Any]) -> dict[str, int]:

@@ -59,7 +59,7 @@ class TritonPythonModel:
         engine = parameters.path("gpt_model_path")
         if engine is None or not engine.is_dir():
             raise ValueError(f"Parameter gpt_model_path is {str(engine)!r}; expected the folder of an engine.")
-        check_classes(parameters, Path(__file__).parent, pb_utils.Logger.log_info)
+        parameters = check_classes(parameters, Path(__file__).parent, pb_utils.Logger.log_info)
         settings = executor_config(self._module, parameters, config)
         if (guides := guided_decoding_config(self._module, parameters)) is not None:
             settings.guided_decoding_config = guides
