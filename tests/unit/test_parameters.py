@@ -120,7 +120,7 @@ def test_the_model_lists_what_has_no_meaning_once(monkeypatch: pytest.MonkeyPatc
 
 def test_what_has_no_meaning_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / CLASSES_FILE).write_text(classes_json(CORE, "1.2") or "")
-    given = {name: "0,1;2,3" for name in IGNORED} | {"max_beam_width": "2"}
+    given = dict.fromkeys(IGNORED, "0,1;2,3") | {"max_beam_width": "2"}
     left, _ = read(monkeypatch, tmp_path, given)
     assert {name for name in given if left.text(name) is not None} == {"max_beam_width"}
     assert left.integer("max_beam_width") == 2
