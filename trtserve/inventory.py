@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,20 +100,31 @@ def plan_removal(names: Collection[str], *, everything: bool = False, store: Sto
 
 
 def remove(removal: Removal, *, store: Store | None = None) -> None:
-    """Carry out `removal`; a killed removal leaves names that can be removed again."""
+    """Carry out `removal`; a killed removal leaves names that can be removed again.
+
+    LockedError, before anything is gone, while another process fills or removes one of the folders.
+    """
     store = store or Store()
-    for name in removal.names:
-        (store.names / f"{name}.json").unlink(missing_ok=True)
-    for folder in removal.folders:
-        with writing(folder), locked(folder.parent / f".{folder.name}.lock", wait=False):
-            # Hidden first, so that a kill here leaves nothing in the place where the artefact would be made again.
-            leaving = folder
-            if not folder.name.startswith("."):
-                leaving = folder.with_name(f".{folder.name}.old")
-                shutil.rmtree(leaving, ignore_errors=True)
-                folder.rename(leaving)
-            (leaving / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(leaving)
+    with ExitStack() as held:
+        for lock in sorted({store.lock_of(folder) for folder in removal.folders}):
+            held.enter_context(locked(lock, wait=False))
+        for name in removal.names:
+            (store.names / f"{name}.json").unlink(missing_ok=True)
+        for folder in removal.folders:
+            if folder.exists():  # what was unfinished may have been published since
+                _take_away(folder)
+
+
+def _take_away(folder: Path) -> None:
+    """Remove a folder; hidden first, so that a kill leaves nothing in the place where it would be made again."""
+    with writing(folder):
+        leaving = folder
+        if not folder.name.startswith("."):
+            leaving = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(leaving, ignore_errors=True)
+            folder.rename(leaving)
+        (leaving / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(leaving)
 
 
 def disk_usage(folders: Iterable[Path]) -> int:
@@ -148,17 +159,17 @@ def _names_in_store(store: Store) -> dict[str, list[Path]]:
     """Folders of complete artefacts in the store by the name in their manifest."""
     found: dict[str, list[Path]] = {}
     for kind in _KINDS:
-        for manifest in sorted(store.folder(kind).glob(f"*/{MANIFEST}")):
-            with suppress(ArtifactError):
-                found.setdefault(Manifest.read(manifest.parent).name, []).append(manifest.parent)
+        for artefact in store.complete(kind):
+            found.setdefault(artefact.name, []).append(artefact.path)
     return found
 
 
 def _unfinished(store: Store) -> Iterator[Path]:
-    """What killed processes left: pulls, and artefacts in the making."""
-    yield from (path for path in (store.root / "downloads").glob("*") if path.is_dir())
+    """What killed processes left: pulls, and artefacts that were being made, replaced or removed."""
+    yield from (path for path in store.downloads.glob("*") if path.is_dir())
     for kind in _KINDS:
-        yield from (path for path in store.folder(kind).glob("*") if path.is_dir() and not (path / MANIFEST).exists())
+        folders = (path for path in store.folder(kind).glob("*") if path.is_dir())
+        yield from (path for path in folders if path.name.startswith(".") or not (path / MANIFEST).exists())
 
 
 def _of_servers(store: Store) -> Iterator[Path]:
@@ -197,12 +208,12 @@ def _server_of(name: str, repository: str, servers: Iterable[Server]) -> tuple[s
 
 
 def _loose_entry(name: str, folders: list[Path], servers: Iterable[Server]) -> Entry:
-    manifests = {folder: Manifest.read(folder) for folder in folders}
+    manifests = dict(_manifests(folders))
     specs = [manifest.spec for manifest in manifests.values()]
     # A folder may have been typed relative to another working directory.
     keys = [(spec, "location" if spec.get("kind") == "folder" else "source") for spec in specs]
     source = next((str(spec[key]) for spec, key in keys if spec.get(key)), "")
-    repositories = [folder for folder in folders if manifests[folder].kind == KINDS[ModelRepository]]
+    repositories = [folder for folder, manifest in manifests.items() if manifest.kind == KINDS[ModelRepository]]
     repository = max(repositories, key=lambda folder: manifests[folder].created, default=None)
     server, other = (None, False) if repository is None else _server_of(name, str(repository), servers)
     return Entry(
@@ -215,6 +226,13 @@ def _loose_entry(name: str, folders: list[Path], servers: Iterable[Server]) -> E
         server=server,
         other_build=other,
     )
+
+
+def _manifests(folders: Iterable[Path]) -> Iterator[tuple[Path, Manifest]]:
+    """Folders with their manifests, without those that were removed since they were found."""
+    for folder in folders:
+        with suppress(ArtifactError):
+            yield folder, Manifest.read(folder)
 
 
 def engine_precision(engine: Path) -> str:

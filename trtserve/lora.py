@@ -24,7 +24,7 @@ from trtserve.architectures.adapter import (
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import Adapter, Manifest, fingerprint
 from trtserve.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
-from trtserve.files import locked
+from trtserve.import_.downloads import download_folder
 from trtserve.import_.sources import Source, parse_source
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
@@ -104,7 +104,7 @@ def plan_adapter(
     inputs = _folder_inputs(Path(source.location)) if revision is None else _hub_inputs(revision)
     digest = fingerprint(stage="lora", schema=SCHEMA, storage_type=storage_type, **inputs)
     path = (out or store.destination(Adapter, source.name, digest)).absolute()
-    config = _read_config(_local_config(folder, revision, store, token))
+    config = _source_config(folder, revision, store, token)
     pairs, unmatched = ([], []) if folder is None else match_names(_names(folder))
     return AdapterPlan(
         source=source,
@@ -128,8 +128,7 @@ def carry_out(
         progress.step(f"Adapter {plan.path} is reused")
     if plan.revision is None:
         return _publish(plan, progress)
-    folder = _downloads(store or Store(), plan.revision)
-    with locked(folder.parents[1] / "locks" / f"{folder.name}.lock"):
+    with download_folder(store or Store(), plan.revision, progress) as folder:
         adapter = _publish(plan if plan.reused else _pulled(plan, plan.revision, folder, token, progress), progress)
         shutil.rmtree(folder)
     return adapter
@@ -173,11 +172,15 @@ def _no_weights(where: str, *, old: bool) -> UnsupportedModelError:
     )
 
 
-def _local_config(folder: Path | None, revision: hub.Revision | None, store: Store, token: str | None) -> Path:
+def _source_config(
+    folder: Path | None, revision: hub.Revision | None, store: Store, token: str | None
+) -> AdapterConfig:
     if revision is None:
         assert folder is not None  # an adapter is in a folder or on the hub
-        return folder / _SOURCE_CONFIG
-    return hub.pull(revision, _file(revision, _SOURCE_CONFIG), _downloads(store, revision), token=token)
+        return _read_config(folder / _SOURCE_CONFIG)
+    # Whoever carries out such a plan removes the folder under this lock.
+    with download_folder(store, revision) as download:
+        return _read_config(hub.pull(revision, _file(revision, _SOURCE_CONFIG), download, token=token))
 
 
 def _read_config(path: Path) -> AdapterConfig:
@@ -207,12 +210,6 @@ def _pulled(
         hub.pull(revision, file, folder, token=token, task=task)
     pairs, unmatched = match_names(_names(folder))
     return replace(plan, folder=folder, pairs=tuple(pairs), unmatched=tuple(unmatched))
-
-
-def _downloads(store: Store, revision: hub.Revision) -> Path:
-    folder = store.root / "downloads" / f"{revision.repository.replace('/', '--')}-{revision.commit[:12]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _file(revision: hub.Revision, name: str) -> hub.RemoteFile:

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +46,10 @@ A = TypeVar("A", bound=Artifact)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
+# Ends of the hidden names beside an artefact: of the one that is being made, and of the one that gives way to it.
+_STAGED = ".partial"
+_REPLACED = ".old"
+
 _FOLDERS: dict[type[Artifact], str] = {
     Model: "models",
     Checkpoint: "checkpoints",
@@ -74,8 +78,8 @@ def publish(kind: type[A], destination: Path, manifest: Manifest, produce: Calla
     """
     with writing(destination):
         destination = _target(destination)
-    with writing(destination), locked(destination.parent / f".{destination.name}.lock"):
-        staging = destination.parent / f".{destination.name}.partial"
+    with writing(destination), locked(artifact_lock(destination)):
+        staging = destination.parent / f".{destination.name}{_STAGED}"
         _recover(staging, destination)
         existing = reusable(kind, destination, manifest.fingerprint)
         if existing is not None:
@@ -89,6 +93,14 @@ def publish(kind: type[A], destination: Path, manifest: Manifest, produce: Calla
         finally:
             shutil.rmtree(staging, ignore_errors=True)
         return kind(path=destination, manifest=final)
+
+
+def artifact_lock(folder: Path) -> Path:
+    """The lock of whoever makes or removes an artefact; `folder` is its place, or what a killed process left there."""
+    name = folder.name
+    if name.startswith("."):
+        name = name.removeprefix(".").removesuffix(_STAGED).removesuffix(_REPLACED)
+    return folder.parent / f".{name}.lock"
 
 
 def _target(destination: Path) -> Path:
@@ -144,7 +156,7 @@ def _link_twin(twin: Path, staging: Path, manifest: Manifest) -> Manifest:
 
 
 def _old(destination: Path) -> Path:
-    return destination.parent / f".{destination.name}.old"
+    return destination.parent / f".{destination.name}{_REPLACED}"
 
 
 def _recover(staging: Path, destination: Path) -> None:
@@ -157,7 +169,10 @@ def _recover(staging: Path, destination: Path) -> None:
 
 
 def _swap(staging: Path, destination: Path) -> None:
-    """Put `staging` in the place of `destination`; a reader sees the old or the new folder, never a mixture."""
+    """Put `staging` in the place of `destination`; a reader never sees a mixture.
+
+    Between the two renames there is no folder: a rename cannot replace one that has files in it.
+    """
     if not destination.exists():
         staging.rename(destination)
         return
@@ -257,17 +272,35 @@ class Store:
 
     def made(self, kind: type[A]) -> dict[str, A]:
         """Complete artefacts of `kind` by name: the recorded one of each name, else the newest."""
-        found = []
-        for path in self.folder(kind).glob(f"[!.]*/{MANIFEST}"):
-            with suppress(ArtifactError):
-                found.append(kind(path=path.parent, manifest=Manifest.read(path.parent)))
-        made = {artefact.name: artefact for artefact in sorted(found, key=_created)}
+        made = {artefact.name: artefact for artefact in sorted(self.complete(kind), key=_created)}
         for record in self.recorded():
             path = Path(getattr(record, KINDS[kind], ""))  # an import makes no adapter
             if path.is_absolute():
                 with suppress(ArtifactError):
                     made[record.name] = kind(path=path, manifest=load_artifact(kind, path).manifest)
         return made
+
+    def complete(self, kind: type[A]) -> Iterator[A]:
+        """Artefacts of `kind` that are whole, in the order of their folders' names, older builds included."""
+        # Hidden are those that are being made, replaced or removed.
+        for path in sorted(self.folder(kind).glob(f"[!.]*/{MANIFEST}")):
+            with suppress(ArtifactError):
+                yield kind(path=path.parent, manifest=Manifest.read(path.parent))
+
+    @property
+    def downloads(self) -> Path:
+        """Folder of the files of the hub's revisions that are not all here yet."""
+        return self.root / "downloads"
+
+    def download(self, repository: str, commit: str) -> Path:
+        """Folder where the files of a revision gather until all are there; it outlives a killed process."""
+        return self.downloads / f"{repository.replace('/', '--')}-{commit[:12]}"
+
+    def lock_of(self, folder: Path) -> Path:
+        """The lock file that is held while `folder`, an artefact's or a download's, is filled or removed."""
+        if folder.parent == self.downloads:
+            return self.root / "locks" / f"{folder.name}.lock"
+        return artifact_lock(folder)
 
     @property
     def servers(self) -> Path:
@@ -285,8 +318,8 @@ class Store:
 
     def recorded(self) -> list[NameRecord]:
         """All imported names, newest first."""
-        records = [_read_record(path) for path in self.names.glob("*.json") if not path.name.startswith(".")]
-        return sorted(records, key=lambda record: record.imported, reverse=True)
+        records = (_read_record(path) for path in self.names.glob("[!.]*.json"))
+        return sorted(filter(None, records), key=lambda record: record.imported, reverse=True)
 
 
 def _article(noun: str) -> str:
@@ -297,10 +330,13 @@ def _created(artefact: Artifact) -> str:
     return artefact.manifest.created if artefact.manifest is not None else ""
 
 
-def _read_record(path: Path) -> NameRecord:
+def _read_record(path: Path) -> NameRecord | None:
+    """The record at `path`; None where a `trtserve remove` was faster."""
     try:
         return NameRecord(**json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, TypeError) as error:
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
         raise ArtifactError(
             f"{path} cannot be read as the record of an import: {error}.", hint="Remove the file and import again."
         ) from error

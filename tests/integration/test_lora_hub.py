@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from tests.support.hub import Hub, running_hub
 from tests.support.peft_adapters import write_adapter
 from trtserve.artifacts import Manifest
 from trtserve.errors import ModelNotFoundError, UnsupportedModelError
+from trtserve.hub import resolve
+from trtserve.import_.downloads import download_folder
 from trtserve.lora import WEIGHTS, convert_adapter, plan_adapter
 from trtserve.store import Store
 
@@ -39,6 +42,17 @@ def test_an_adapter_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     asked = len(hub.asked_for("adapter_model.safetensors"))
     assert convert_adapter(ID).path == adapter.path
     assert len(hub.asked_for("adapter_model.safetensors")) == asked
+
+
+def test_a_plan_waits_for_the_process_that_has_the_folder(hub: Hub, tmp_path: Path) -> None:
+    hub.add(ID, write_adapter(tmp_path / "source", modules=MODULES))
+    revision = resolve(ID, None)
+    with ThreadPoolExecutor(1) as others:
+        with download_folder(Store(), revision):
+            planned = others.submit(plan_adapter, ID)
+            with pytest.raises(TimeoutError):
+                planned.result(timeout=1)
+        assert planned.result(timeout=30).source.name == "polite"
 
 
 def test_repositories_that_are_no_adapters(hub: Hub, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from trtserve.artifacts import Artifact, Checkpoint, Engine, Manifest, Model, Mo
 from trtserve.cli.app import run
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, write_json
+from trtserve.hub import Revision
+from trtserve.import_.downloads import download_folder
 from trtserve.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
 from trtserve.process import Identity
 from trtserve.servers import Server, log_file, write_state
@@ -203,6 +205,53 @@ def test_refuses_what_another_process_works_on() -> None:
         remove(removal)
     remove(plan_removal(["mine"]))
     assert not engine.exists()
+
+
+def test_refuses_the_folder_of_a_running_build_and_leaves_every_name() -> None:
+    record = _imported("mine", mark="1")
+    refused: list[str] = []
+
+    def produce(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x")
+        with pytest.raises(LockedError) as caught:
+            remove(plan_removal((), everything=True))
+        refused.append(caught.value.message)
+        assert (folder / "half").exists()
+
+    place = Store().destination(Engine, "other", "2" * 64)
+    publish(Engine, place, Manifest(kind="engine", name="other", fingerprint="2" * 64), produce)
+    assert refused
+    assert (place / "half").exists()
+    assert [entry.name for entry in list_imported()] == ["mine", "other"]
+    assert Path(record.repository).is_dir()
+
+
+def test_refuses_the_folder_of_a_running_pull() -> None:
+    revision = Revision(repository="org/x", commit="3" * 40, files=())
+    with download_folder(Store(), revision) as folder:
+        (folder / "model.safetensors.part").write_bytes(b"x")
+        with pytest.raises(LockedError):
+            remove(plan_removal((), everything=True))
+        assert (folder / "model.safetensors.part").exists()
+    remove(plan_removal((), everything=True))
+    assert not folder.exists()
+
+
+def test_what_was_hidden_to_be_replaced_is_no_artefact_but_unfinished_work() -> None:
+    engine = _artifact(Engine, "mine", "1")
+    hidden = engine.rename(engine.with_name(f".{engine.name}.old"))
+    assert list_imported() == []
+    assert plan_removal((), everything=True).folders == (hidden,)
+
+
+def test_a_name_that_goes_while_names_are_listed() -> None:
+    _imported("mine", mark="1")
+    (Store().names / "gone.json").symlink_to("nowhere")
+    assert [record.name for record in Store().recorded()] == ["mine"]
+    (Store().names / "gone.json").unlink()
+    (Store().names / "damaged.json").write_bytes(b'{"name": "\xff"}')
+    with pytest.raises(ArtifactError, match=r"damaged\.json"):
+        Store().recorded()
 
 
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from trtserve import hub
 from trtserve.artifacts import Manifest, Model
 from trtserve.capacity.rates import timed
 from trtserve.capacity.room import require_disk
-from trtserve.errors import CorruptFileError, LockedError, NetworkError
-from trtserve.files import locked
+from trtserve.errors import CorruptFileError, NetworkError
+from trtserve.import_.downloads import download_folder
 from trtserve.import_.plan import ModelPlan, folder_plan, is_weights, planned_files, stored_plan
 from trtserve.import_.sources import Source, other_meaning, parse_source
 from trtserve.machine import gibibytes
@@ -93,7 +92,7 @@ def pull_model(
         return existing
     if plan.revision is None or plan.folder is not None:
         return _publish_folder(plan, destination)
-    with _download_folder(store, plan.revision, progress) as folder:
+    with download_folder(store, plan.revision, progress) as folder:
         # Another process may have published it while this one waited for the folder.
         if reusable(Model, destination, plan.fingerprint) is None:
             with timed(store, "pull", missing_bytes(plan, out=out, store=store)):
@@ -115,7 +114,7 @@ def missing_bytes(plan: ModelPlan, *, out: Path | None = None, store: Store | No
         return 0
     if reusable(Model, model_destination(plan, out, store), plan.fingerprint) is not None:
         return 0
-    folder = _staging(store, plan.revision)
+    folder = store.download(plan.revision.repository, plan.revision.commit)
     return sum(file.size - hub.pulled_bytes(file, folder) for file in plan.files)
 
 
@@ -129,7 +128,7 @@ def _plan_from_hub(
     # Under another name, or as the answer to a branch, the commit may have been pulled before.
     if (stored := stored_plan(replace(source, revision=revision.commit), store, offline=False)) is not None:
         return replace(stored, source=source)
-    with _download_folder(store, revision, progress) as folder:
+    with download_folder(store, revision, progress) as folder:
 
         def read(file: hub.RemoteFile) -> Path:
             return _bring(revision, file, folder, token, progress)
@@ -143,25 +142,6 @@ def _pinned_revision(source: Source, token: str | None) -> hub.Revision:
     if hub.is_offline() and (cached := hub.cached_revision(source.location, source.revision)) is not None:
         return cached
     return hub.resolve(source.location, source.revision, token=token)
-
-
-@contextmanager
-def _download_folder(store: Store, revision: hub.Revision, progress: Progress) -> Iterator[Path]:
-    """The folder where files of a revision gather until all are there; it outlives a killed process."""
-    folder = _staging(store, revision)
-    lock = store.root / "locks" / f"{folder.name}.lock"
-    with ExitStack() as held:
-        try:
-            held.enter_context(locked(lock, wait=False))
-        except LockedError:
-            progress.step(f"Waiting for another process that pulls {revision.repository}")
-            held.enter_context(locked(lock))
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-
-
-def _staging(store: Store, revision: hub.Revision) -> Path:
-    return store.root / "downloads" / f"{revision.repository.replace('/', '--')}-{revision.commit[:12]}"
 
 
 def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress) -> None:

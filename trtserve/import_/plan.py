@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trtserve import hub
-from trtserve.artifacts import MANIFEST, Manifest, Model, fingerprint, load_artifact
+from trtserve.artifacts import Manifest, Model, fingerprint, load_artifact
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from trtserve.hub import RemoteFile, Revision
 from trtserve.import_.sources import Source
@@ -270,9 +269,10 @@ def stored_plan(source: Source, store: Store, *, offline: bool) -> ModelPlan | N
     if not pinned and not offline:
         return None
     wanted = ("commit", source.revision) if pinned else ("revision", source.revision)
+    pulled = ((model.manifest, model.path) for model in store.complete(Model) if model.manifest is not None)
     matching = [
         (manifest, path)
-        for manifest, path in _stored_models(store)
+        for manifest, path in pulled
         if manifest.spec.get("location") == source.location and manifest.spec.get(wanted[0]) == wanted[1]
     ]
     if not matching:
@@ -282,9 +282,3 @@ def stored_plan(source: Source, store: Store, *, offline: bool) -> ModelPlan | N
     revision = Revision(repository=source.location, commit=manifest.spec["commit"], files=files)
     config = _read_json(folder / CONFIG, source.location)
     return ModelPlan(source=source, files=files, config=config, revision=revision, folder=folder)
-
-
-def _stored_models(store: Store) -> Iterable[tuple[Manifest, Path]]:
-    for path in store.folder(Model).glob(f"*/{MANIFEST}"):
-        with suppress(ArtifactError):
-            yield Manifest.read(path.parent), path.parent
