@@ -100,8 +100,13 @@ def test_gpus_that_processes_may_see(doubles: Doubles, monkeypatch: pytest.Monke
 
 def test_a_list_that_shows_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
-    with pytest.raises(MachineError, match="1 rank needs a GPU; CUDA_VISIBLE_DEVICES=0,0 shows none"):
+    with pytest.raises(MachineError, match="1 rank needs a GPU; CUDA_VISIBLE_DEVICES=0,0 shows none") as caught:
         require_gpus(1, 0)
+    assert str(caught.value.hint).startswith("Unset CUDA_VISIBLE_DEVICES, or correct it")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(MachineError, match="nvidia-smi finds none") as caught:
+        require_gpus(1, 0)
+    assert str(caught.value.hint).startswith("Start it where 1 GPU is, or serve the model from the CPU")
 
 
 @pytest.mark.parametrize(("text", "devices"), [(None, ["0", "1"]), ("3,2", ["3", "2"]), ("2", ["0", "1"])])

@@ -132,8 +132,7 @@ def require_gpus(wanted: int, available: int, gpus: Sequence[int] = ()) -> None:
     if available < wanted:
         raise MachineError(
             f"{'1 rank needs a GPU' if wanted == 1 else f'{wanted} ranks need a GPU each'}; {_found(available)}.",
-            hint=f"Build the engine for fewer ranks, or start it where {wanted} GPUs are; "
-            "`trtserve plan MODEL` says what fits on one.",
+            hint=_place(wanted),
         )
     lacking = [gpu for gpu in gpus if gpu >= available]
     if lacking and VISIBLE_DEVICES not in os.environ:
@@ -141,6 +140,16 @@ def require_gpus(wanted: int, available: int, gpus: Sequence[int] = ()) -> None:
             f"--gpus names GPU {lacking[0]}; {_found(available)}, numbered 0 … {available - 1}.",
             hint="nvidia-smi --list-gpus numbers them.",
         )
+
+
+def _place(wanted: int) -> str:
+    """Where so many ranks could be started, and what else would do."""
+    place = f"where {counted(wanted, 'GPU')} {'is' if wanted == 1 else 'are'}"
+    if VISIBLE_DEVICES in os.environ:
+        return f"Unset {VISIBLE_DEVICES}, or correct it (`trtserve doctor` says how CUDA reads it); or start {place}."
+    if wanted == 1:
+        return f"Start it {place}, or serve the model from the CPU: trtserve import MODEL --runtime openvino."
+    return f"Build the engine for fewer ranks, or start it {place}; `trtserve plan MODEL` says what fits on one."
 
 
 def _found(available: int) -> str:
