@@ -1,4 +1,4 @@
-"""Files that several processes share: refusals of the file system explained, locks, JSON replaced in one rename."""
+"""Files that several processes share: refusals of the file system explained, locks, JSON read, and replaced at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, TrtserveError
 
@@ -24,12 +24,17 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        explained = file_error(error, path, "written")
-        if explained is None and error.errno in _NO_PLACE:
-            explained = _refused(error, path, "written")
+        explained = writing_error(error, path)
         if explained is None:
             raise
         raise explained from error
+
+
+def writing_error(error: OSError, path: Path) -> TrtserveError | None:
+    """What it means that `path` cannot be made or removed; None for what is no refusal of the file system."""
+    if error.errno in _NO_PLACE:
+        return _refused(error, path, "written")
+    return file_error(error, path, "written")
 
 
 def file_error(error: OSError, path: Path, verb: str = "read or written") -> TrtserveError | None:
@@ -89,6 +94,26 @@ def _is_open_at(handle: TextIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle.fileno()), path.stat())
     except FileNotFoundError:
         return False
+
+
+def read_json_object(
+    path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None
+) -> dict[str, Any]:
+    """The JSON object in `path`; `error` for a file that cannot be read or holds something else.
+
+    FileNotFoundError passes through: what it means that there is no file, the caller knows.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except OSError as refused:
+        raise error(f"{path} cannot be read: {refused.strerror}.", hint=hint) from refused
+    except (ValueError, RecursionError) as damage:  # bytes that are no UTF-8 are a ValueError too
+        raise error(f"{path} is not JSON: {damage}.", hint=hint) from damage
+    if not isinstance(content, dict):
+        raise error(f"{path} is not a JSON object.", hint=hint)
+    return content
 
 
 def write_json(path: Path, content: object) -> None:

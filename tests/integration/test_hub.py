@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from trtserve.errors import (
     TrtserveError,
     UnsupportedModelError,
 )
+from trtserve.hub import RemoteFile
 from trtserve.import_ import import_model, plan_model
 from trtserve.progress import Task, Unit
 from trtserve.store import Store
@@ -306,6 +309,59 @@ def test_cache_of_the_client_is_used(hub: Hub, tiny: Path, tmp_path: Path, monke
     assert not hub.asked_for("model.safetensors")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert import_model(ID, store=Store(tmp_path / "other")).fingerprint == model.fingerprint
+
+
+def test_what_a_kill_left_of_the_cache_is_not_trusted(
+    hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants, hf_hub_download
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    hub.add(ID, tiny)
+    blob = Path(hf_hub_download(ID, "model.safetensors", endpoint=hub.endpoint)).resolve()
+    damaged = bytearray(blob.read_bytes())
+    damaged[-1] ^= 1
+    blob.write_bytes(damaged)
+
+    def interrupted(path: Path, file: RemoteFile) -> None:
+        del path
+        if file.name == "model.safetensors":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("trtserve.hub.verify", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            import_model(ID)
+    progress = _Recorder()
+    model = import_model(ID, progress=progress)
+    assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    assert any("damaged" in warning for warning in progress.warnings)
+    assert blob.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("lists_sizes", [True, False])
+def test_an_empty_file_is_pulled(hub: Hub, tiny: Path, tmp_path: Path, lists_sizes: bool) -> None:
+    folder = tmp_path / "remote_code"
+    shutil.copytree(tiny, folder)
+    config = json.loads((tiny / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["OurOwnForCausalLM"]}))
+    (folder / "__init__.py").touch()
+    hub.add(ID, folder, lists_sizes=lists_sizes)
+    model = import_model(ID, any_architecture=True)
+    assert (model.path / "__init__.py").read_bytes() == b""
+
+
+def test_a_limit_of_file_sizes_is_no_failure_of_the_network(
+    hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(ID, tiny)
+
+    def limited(path: Path, file: RemoteFile) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr("trtserve.hub.verify", limited)
+    with pytest.raises(DiskSpaceError, match="ulimit -f"):
+        import_model(ID)
 
 
 def test_killed_pull_is_resumed(hub: Hub, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from trtserve.errors import CorruptFileError, NetworkError, TrtserveError, UnsupportedModelError
 from trtserve.hub.failures import explain, offline
 from trtserve.machine import gibibytes
+from trtserve.store import link_or_copy
 
 if TYPE_CHECKING:
     from trtserve.progress import Task
@@ -178,9 +179,25 @@ def pull(
         return target
     part = target.with_name(target.name + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
+    part.touch()  # of an empty file nothing will come
     _download(revision, file, part, token, task)
     verify(part, file)
     part.replace(target)
+    return target
+
+
+def take(cached: Path, file: RemoteFile, folder: Path) -> Path:
+    """Bring one file into `folder` from where another tool has it, as a link where that goes, and verify it.
+
+    CorruptFileError when its content is wrong; what a killed process left is no file of `folder` yet.
+    """
+    target = folder / file.name
+    unproven = target.with_name(f"{target.name}.unproven")
+    # Never appended to, as a part is: the bytes of a link are those of the other tool.
+    unproven.unlink(missing_ok=True)
+    link_or_copy(cached.resolve(), unproven)
+    verify(unproven, file)
+    unproven.replace(target)
     return target
 
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import errno
+from pathlib import Path
 
-from trtserve.errors import (
-    AccessDeniedError,
-    DiskSpaceError,
-    MachineError,
-    ModelNotFoundError,
-    NetworkError,
-    TrtserveError,
-)
+from trtserve.errors import AccessDeniedError, ModelNotFoundError, NetworkError, TrtserveError
+from trtserve.files import writing_error
 
 
 def offline(repository: str) -> NetworkError:
@@ -24,12 +18,10 @@ def offline(repository: str) -> NetworkError:
 
 def explain(error: Exception, repository: str, endpoint: str) -> TrtserveError:
     """The error of ours for `error` of a call to the hub at `endpoint` about `repository`."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskSpaceError(
-            f"The disk is full while {repository} is pulled: {error}.", hint="What came is kept; free some space first."
-        )
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
-        return MachineError(f"The store cannot be written: {error}.", hint="Set TRTSERVE_HOME to a folder of yours.")
+    if isinstance(error, OSError):
+        place = Path(error.filename) if error.filename else Path(f"What is pulled of {repository}")
+        if (refused := writing_error(error, place)) is not None:
+            return refused
     response = getattr(error, "response", None)
     if response is None:
         return NetworkError(

@@ -162,12 +162,10 @@ def _bring(
     task: Task | None = None,
 ) -> Path:
     """One verified file in `folder`: from the cache of the hub's client where it has it, else from the hub."""
-    target = folder / file.name
     cached = hub.cached_file(revision, file)
     if cached is not None and hub.pulled_bytes(file, folder) == 0:
         try:
-            link_or_copy(cached.resolve(), target)
-            hub.verify(target, file)
+            target = hub.take(cached, file, folder)
         except CorruptFileError as error:
             progress.warn(f"The copy in the cache of huggingface_hub is damaged and not used: {error.message}")
         else:
