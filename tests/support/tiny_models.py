@@ -65,6 +65,8 @@ _DTYPES: dict[str, tuple[str, Any]] = {
     "float16": ("F16", np.float16),
     "bfloat16": ("BF16", ml_dtypes.bfloat16),
 }
+# Of tensors that are no weights: masks of attention.
+_OTHER_TYPES: tuple[tuple[str, Any], ...] = (("U8", np.uint8), ("BOOL", np.bool_))
 
 
 def write_tiny_model(
@@ -127,7 +129,7 @@ def read_safetensors(path: Path) -> dict[str, Array]:
 
 def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
     """Write a safetensors file as its format says: 8 bytes of header length, JSON header, tensors in order."""
-    codes = {np.dtype(kind): code for code, kind in _DTYPES.values()}
+    codes = {np.dtype(kind): code for code, kind in (*_DTYPES.values(), *_OTHER_TYPES)}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():

@@ -211,6 +211,16 @@ def test_norms_that_count_from_one_are_rounded_after_the_sum(tmp_path: Path) -> 
     assert "model.embed_tokens.weight" not in rounding.offsets
 
 
+def test_the_router_that_stays_float32_is_found_under_both_names_that_transformers_gives_it(tmp_path: Path) -> None:
+    """4 calls it as the files do, 5 renames it when it loads them."""
+    folder = write_tiny_model(tmp_path, "mixtral", dtype="bfloat16")
+    config = checkpoint_config(json.loads((folder / "config.json").read_text()), ConvertSpec(dtype="float16"))
+    rounding = converted.changes_of(config, folder).rounding
+    assert rounding is not None
+    layers = [f"model.layers.{layer}." for layer in range(2)]
+    assert rounding.kept == {f"{layer}{part}.gate.weight" for layer in layers for part in ("block_sparse_moe", "mlp")}
+
+
 def test_a_quantisation_that_cannot_be_run_is_named(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     config = checkpoint_config(json.loads((folder / "config.json").read_text()), ConvertSpec())

@@ -51,7 +51,7 @@ def llama_targets(config: CheckpointConfig, parts: Parts) -> list[Target]:
 
 def llama_unused(config: CheckpointConfig) -> Sequence[str]:
     """Position tables of old exports; with tied embeddings also a copy of the table under the head's name."""
-    patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"]
+    patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rope.freqs"]
     return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
 
 

@@ -92,8 +92,9 @@ def _norms_before(config: CheckpointConfig) -> bool:
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """With tied embeddings a copy of the table under the head's name."""
-    return ["lm_head.weight"] if config.get("tie_word_embeddings", TIED) else []
+    """The version of fairseq's decoder; with tied embeddings also a copy of the table under the head's name."""
+    patterns = ["decoder.version", "model.decoder.version"]
+    return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", TIED) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:

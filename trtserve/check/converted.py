@@ -75,7 +75,7 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
     if algorithm in _CODES:
         return _changes_of_codes(config, model, algorithm, experts=experts)
     targets = family(config["architecture"]).targets(described(read_hf_config(model), config))
-    kinds = float_types(_sources(config, model)) or {"unknown"}
+    kinds = float_types(_sources(config, model, targets)) or {"unknown"}
     products = any(target.factor for target in targets)
     rounding = _rounding(dtype, targets, kinds) if dtype != "float32" else None
     reason = f"weights {'kept their values' if rounding is None else 'were rounded'}: {dtype} from {_listed(kinds)}"
@@ -103,8 +103,9 @@ def _changes_of_codes(config: Mapping[str, Any], model: Path, algorithm: str, *,
             conversion=None,
             experts=experts,
         )
-    dtype, sources = config["dtype"], _sources(config, model)
-    kinds, targets = float_types(sources), family(config["architecture"]).targets(described(hf, config))
+    dtype, targets = config["dtype"], family(config["architecture"]).targets(described(hf, config))
+    sources = _sources(config, model, targets)
+    kinds = float_types(sources)
     rounding = _rounding(dtype, targets, kinds, quantised_names(sources))
     # Scales of 4-bit codes are of the checkpoint's type. Matrices that TensorRT-LLM holds as one share one scale of
     # FP8, so that those with smaller ones are rounded again.
@@ -141,17 +142,21 @@ def _conversion_bounds(config: Mapping[str, Any], *, products: bool) -> Precisio
 
 
 def _kept(targets: Sequence[Target]) -> frozenset[str]:
-    """Weights that are float32 in every checkpoint, as transformers calls them: its Mixtral renames what it reads."""
+    """Weights that are float32 in every checkpoint, as transformers calls them: from 5 on it renames Mixtral's."""
     names = {name for target in targets if target.dtype == "float32" for name in target.sources}
-    return frozenset(name.replace(".block_sparse_moe.", ".mlp.") for name in names)
+    return frozenset(names | {name.replace(".block_sparse_moe.", ".mlp.") for name in names})
 
 
-def _sources(config: Mapping[str, Any], model: Path) -> Mapping[str, SourceTensor]:
-    """The original's tensors; none where they lie in no file that is read here."""
+def _sources(config: Mapping[str, Any], model: Path, targets: Sequence[Target]) -> Mapping[str, SourceTensor]:
+    """The original's weights, without masks and position tables; none where they lie in no file that is read here."""
     try:
-        return read_source(model, family(config["architecture"]).BASE_PREFIX)
+        sources = read_source(model, family(config["architecture"]).BASE_PREFIX)
     except TrtserveError:
         return {}
+    used = {name for target in targets for name in target.sources}
+    used |= {target.factor.name for target in targets if target.factor}
+    modules = {name.rpartition(".")[0] for name in used}
+    return {name: tensor for name, tensor in sources.items() if name.rpartition(".")[0] in modules}
 
 
 def _listed(kinds: set[str]) -> str:

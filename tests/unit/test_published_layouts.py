@@ -1,0 +1,71 @@
+"""Models as the hub has them, with leftovers in their files and nulls in their configs, convert like plain ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.support.published_models import PUBLISHED, Published
+from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
+from trtserve.artifacts import Model
+from trtserve.check.converted import changes_of
+from trtserve.convert import convert_model
+from trtserve.specs import ConvertSpec
+
+_TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "U8": np.uint8, "BOOL": np.bool_}
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "transformer.wte.weight")
+_TABLES = (*_EMBEDDINGS, "transformer.word_embeddings.weight")
+
+
+def files_of(model: Published, plain: Path, folder: Path) -> Path:
+    """The weights of the `plain` model in a folder, named and accompanied as they are published."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model.config))
+    tensors = dict(read_safetensors(plain / "model.safetensors"))
+    if model.copied_head:
+        assert model.copied_head not in tensors
+        tensors[model.copied_head] = next(tensors[name] for name in _TABLES if name in tensors)
+    named = {name.removeprefix(model.bare): values for name, values in tensors.items()}
+    assert bool(model.bare) is (named.keys() != tensors.keys())
+    write_safetensors(folder / "model.safetensors", named | dict(leftovers_of(model)))
+    return folder
+
+
+def leftovers_of(model: Published) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """Tensors that no conversion needs, of every layer: ones, as in a mask."""
+    for pattern, (code, shape) in model.leftovers.items():
+        for layer in range(2 if "{}" in pattern else 1):
+            yield pattern.format(layer), np.ones(shape, _TYPES[code])
+
+
+def converted(folder: Path, out: Path, **spec: Any) -> Mapping[str, bytes]:
+    """Contents of config.json and of the files of two ranks."""
+    made = convert_model(Model(path=folder), ConvertSpec(tp_size=2, **spec), out=out)
+    return {name: (made.path / name).read_bytes() for name in ("config.json", "rank0.safetensors", "rank1.safetensors")}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_converts_like_the_plain_one(name: str, tmp_path: Path) -> None:
+    model = PUBLISHED[name]
+    plain = write_tiny_model(tmp_path / "plain", model.family, dtype=model.dtype, **model.plain)
+    expected = converted(plain, tmp_path / "one")
+    actual = converted(files_of(model, plain, tmp_path / "published"), tmp_path / "two")
+    assert json.loads(actual["config.json"]) == json.loads(expected["config.json"])
+    assert actual == expected
+
+
+@pytest.mark.parametrize("name", [name for name, model in PUBLISHED.items() if model.leftovers])
+def test_leftovers_do_not_count_as_weights_that_were_rounded(name: str, tmp_path: Path) -> None:
+    """The check judges by what became of the weights; masks and position tables are none."""
+    model = PUBLISHED[name]
+    plain = write_tiny_model(tmp_path / "plain", model.family, dtype=model.dtype, **model.plain)
+    folder = files_of(model, plain, tmp_path / "published")
+    config = json.loads(converted(folder, tmp_path / "out", dtype=model.dtype)["config.json"])
+    assert changes_of(config, folder) == changes_of(config, plain)
