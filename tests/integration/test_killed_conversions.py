@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.tiny_models import write_tiny_model
 
-KILLS = int(os.environ.get("TRTSERVE_KILLS", "10"))
+KILLS = int(os.environ.get("TRTSERVE_KILLS", "20"))
 
 
 def test_a_killed_conversion_is_made_again_and_nothing_is_left(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,8 @@ class Oracle:
 
         self._torch.set_num_threads(1)
         # The eager attention of its Falcon adds alibi twice.
-        kind = "sdpa" if "falcon" in (folder / "config.json").read_text() else "eager"
+        described = json.loads((folder / "config.json").read_text())
+        kind = "sdpa" if described["model_type"] == "falcon" else "eager"
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self._torch.float32, attn_implementation=kind)
         self._model = loaded.eval()
 
