@@ -20,6 +20,7 @@ from tests.support.doubles import Doubles
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Manifest, load_artifact
 from trtserve.cli import run
+from trtserve.errors import UnsupportedModelError
 from trtserve.store import Store
 from trtserve.triton.core_models import CoreModel
 from trtserve.triton.engine_match import rebuild_command
@@ -256,6 +257,20 @@ def test_what_cannot_work_is_refused_before_the_launch(
 ) -> None:
     assert late(*arguments) == code
     assert told in capsys.readouterr().err
+    assert not late.doubles.calls("trtllm-build")
+
+
+@pytest.mark.parametrize("key", ["full_attention_rotary_scaling", "rotary_scaling"])
+def test_a_gemma3_that_scales_some_layers_only_is_refused(
+    key: str, late: Builder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = late.checkpoint / "config.json"
+    gemma = {"architecture": "Gemma3ForCausalLM", key: {"rope_type": "linear", "factor": 8.0}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | gemma))
+    assert late() == UnsupportedModelError.code
+    told = " ".join(capsys.readouterr().err.split())
+    assert "scales the rotary embedding (linear) of its layers without a window only" in told
+    assert "--runtime llmapi" in told
     assert not late.doubles.calls("trtllm-build")
 
 

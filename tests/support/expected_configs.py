@@ -216,7 +216,7 @@ EXPECTED_CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "hidden_act": "gelu",
         "rotary_base": 1000000.0,
-        "rotary_scaling": {"rope_type": "linear", "factor": 8.0},  # ours: upstream drops it
+        "full_attention_rotary_scaling": {"rope_type": "linear", "factor": 8.0},  # ours: upstream drops it
         "query_pre_attn_scalar": 24,
         "final_logit_softcapping": None,
         "_sliding_window_pattern": 2,

@@ -264,7 +264,7 @@ def test_decoders_say_what_the_graph_needs(tmp_path: Path) -> None:
     [
         ("GPTBigCodeForCausalLM", r"takes it from TensorRT-LLM 0\.12 on: --converter upstream"),
         (
-            "Gemma3ForConditionalGeneration",
+            "Gemma3nForConditionalGeneration",
             r"nearest is Gemma3ForCausalLM; no convert_checkpoint\.py .* --runtime llmapi",
         ),
         ("MambaForCausalLM", r"Choose a model of one of these .*; no convert_checkpoint\.py"),

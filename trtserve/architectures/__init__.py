@@ -49,6 +49,7 @@ __all__ = [
     "family",
     "parameter_count",
     "supported",
+    "text_model",
     "tied",
 ]
 
@@ -105,6 +106,7 @@ def supported(hf: HfConfig) -> Architecture:
 
     UnsupportedModelError for an unknown architecture, or a quantisation or feature that cannot be converted.
     """
+    hf = text_model(hf)
     module = family(architecture_of(hf))
     source_quantization(hf)
     config = module.checkpoint_config(hf)
@@ -115,6 +117,11 @@ def supported(hf: HfConfig) -> Architecture:
         require_sizes(config, "max_position_embeddings")
     module.decoder(config)
     return module
+
+
+def text_model(hf: HfConfig) -> HfConfig:
+    """The config of the model that is converted: of one that sees images too, its text model's; else `hf` itself."""
+    return gemma3.text_config(hf) if architecture_of(hf) == gemma3.WITH_VISION else hf
 
 
 def _require_epsilon(hf: HfConfig, config: CheckpointConfig) -> None:
@@ -136,6 +143,7 @@ def described(hf: HfConfig, config: CheckpointConfig) -> dict[str, Any]:
 
 def tied(hf: HfConfig) -> bool:
     """True when the model's output head is its embedding table."""
+    hf = text_model(hf)
     return bool(hf.get("tie_word_embeddings", family(architecture_of(hf)).TIED))
 
 

@@ -1,25 +1,42 @@
-"""Gemma 3, its text model: a Gemma 2 with normed queries and keys, and another rotation in the layers with a window."""
+"""Gemma 3, its text model: a Gemma 2 with normed queries and keys, and another rotation in the layers with a window.
+
+Models that see images too (4 billion parameters and more) have its config as `text_config`, its tensors behind a
+prefix, and others beside them (`vision_tower`, `multi_modal_projector`) that are left out.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trtserve.architectures import gemma
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, require_sizes
-from trtserve.architectures.gemma import NORM_OFFSET, gemma_config, unused
-from trtserve.architectures.llama_tensors import Parts, llama_targets
-from trtserve.architectures.rope import inverse_frequencies, rotary
+from trtserve.architectures.gemma import NORM_OFFSET, gemma_config
+from trtserve.architectures.llama_tensors import Parts, llama_targets, llama_unused
+from trtserve.architectures.rope import inverse_frequencies, rope_parameters, rotary
+from trtserve.architectures.source import VISION
 from trtserve.architectures.windows import layer_kinds
 from trtserve.errors import UnsupportedModelError
 
-__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
-
-HF_ARCHITECTURES: tuple[str, ...] = ("Gemma3ForCausalLM",)
+WITH_VISION = "Gemma3ForConditionalGeneration"
+_TEXT = "Gemma3ForCausalLM"
+HF_ARCHITECTURES: tuple[str, ...] = (WITH_VISION, _TEXT)
 BASE_PREFIX = "model."
 TIED = True
+
+FULL_ATTENTION_SCALING = "full_attention_rotary_scaling"
+"""Key of ours for the scaling of the layers without a window; TensorRT-LLM's `rotary_scaling` is one of all layers."""
+
+# transformers' Gemma3TextConfig: the published `text_config` of 4b leaves out what is the same.
+_SIZES = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
 
 _BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
 _PATTERN = 6
@@ -30,9 +47,10 @@ _PATTERN_KEYS = ("_sliding_window_pattern", "sliding_window_pattern")
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig.
 
-    Upstream always leaves `rotary_scaling` null, which is wrong for the models of 4 billion parameters and more: they
-    scale the layers without a window. Ours has what the model says.
+    `rotary_scaling` is null as upstream writes it, also for the models of 4 billion parameters and more, which scale
+    the layers without a window: TensorRT-LLM would scale those with one too. `FULL_ATTENTION_SCALING` has it.
     """
+    hf = {**_SIZES, **hf}
     if hf.get("attn_logit_softcapping"):
         raise UnsupportedModelError(
             "This Gemma 3 sets attn_logit_softcapping, which a TensorRT-LLM checkpoint of Gemma 3 cannot express."
@@ -43,22 +61,39 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     return {
         **gemma_config(hf, activation=hf.get("hidden_act", "gelu"), kv_heads=4, longest=131072),
         "rotary_base": base,
-        "rotary_scaling": scaling,
+        "rotary_scaling": None,
         "inter_layernorms": True,
         "query_pre_attn_scalar": hf.get("query_pre_attn_scalar", 256),
         "final_logit_softcapping": hf.get("final_logit_softcapping"),
         **dict.fromkeys(_PATTERN_KEYS, _pattern(hf)),
         "rope_local_base_freq": local_base,
         **window,
+        **({FULL_ATTENTION_SCALING: scaling} if scaling else {}),
     }
+
+
+def text_config(hf: HfConfig) -> dict[str, Any]:
+    """The config of the text model in that of a model `WITH_VISION`; UnsupportedModelError when it has none.
+
+    What is said of the whole model counts for its part: types, tied embeddings, quantisation.
+    """
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise UnsupportedModelError(
+            f"config.json of this {WITH_VISION} gives text_config = {text!r}; expected an object.",
+            hint="Take config.json from the model's own repository.",
+        )
+    keys = ("torch_dtype", "dtype", "tie_word_embeddings", "quantization_config")
+    whole = {key: hf[key] for key in keys if hf.get(key) is not None}
+    return {**text, **whole, "architectures": [_TEXT], "model_type": "gemma3_text"}
 
 
 def _rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
     """Base and scaling of the layers without a window, and the base of those with one."""
-    nested: Mapping[str, Any] = hf.get("rope_parameters") or {}
-    full = {"rope_parameters": nested["full_attention"]} if nested.get("full_attention") else hf
-    local = nested.get("sliding_attention") or {"rope_theta": hf.get("rope_local_base_freq") or _LOCAL_BASE}
-    local_base, local_scaling = rotary({"rope_parameters": local}, default_base=_LOCAL_BASE)
+    nested = rope_parameters({"rope_parameters": hf.get("rope_parameters")})
+    full = {**hf, "rope_parameters": nested.get("full_attention")}
+    local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_parameters": nested.get("sliding_attention")}
+    local_base, local_scaling = rotary(local, default_base=_LOCAL_BASE)
     if local_scaling is not None:
         raise UnsupportedModelError("This Gemma 3 scales the rotary embedding of its layers with a window.")
     base, scaling = rotary(full, default_base=_BASE)
@@ -89,8 +124,23 @@ def targets(config: CheckpointConfig) -> list[Target]:
     return llama_targets(config, Parts(head_norms=True, feedforward_norms=True, norm_offset=NORM_OFFSET))
 
 
+def unused(config: CheckpointConfig) -> Sequence[str]:
+    """What a Llama has and does not need, and all that is for images."""
+    return (*llama_unused(config), *VISION)
+
+
+def full_attention_scaling(config: CheckpointConfig) -> dict[str, Any] | None:
+    """Scaling of the layers without a window, by a checkpoint's config; None when they are not scaled.
+
+    Only other tools can have put it under `rotary_scaling`, and no Gemma 3 scales its other layers.
+    """
+    scaling: dict[str, Any] | None = config.get(FULL_ATTENTION_SCALING) or config.get("rotary_scaling")
+    return scaling
+
+
 def decoder(config: CheckpointConfig) -> Decoder:
     """What the decoder is made of."""
+    scaling = full_attention_scaling(config)
     local_base = config.get("rope_local_base_freq") or _LOCAL_BASE
     pattern = next((config[key] for key in _PATTERN_KEYS if config.get(key)), _PATTERN)
     return replace(
@@ -98,6 +148,7 @@ def decoder(config: CheckpointConfig) -> Decoder:
         block="sandwich",
         qk_norm=True,
         attention_scale=1 / math.sqrt(config["query_pre_attn_scalar"]),
+        rope_inv_freq=inverse_frequencies(config["head_size"], config["rotary_base"], scaling),
         local_rope_inv_freq=inverse_frequencies(config["head_size"], local_base, None),
         windows=(*[config["sliding_window"]] * (pattern - 1), None),
         logits_softcap=config.get("final_logit_softcapping"),

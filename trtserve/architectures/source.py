@@ -5,9 +5,10 @@ Files are safetensors; where there are none, those of `torch.save`.
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,16 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # ModelOpt's older exports describe the quantisation here and not in config.json.
 MODELOPT_CONFIG = "hf_quant_config.json"
+
+# What stands before a text model's names in models that see images too: as published, and since transformers 4.52.
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+
+VISION = ("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "model.multi_modal_projector.*")
+"""Patterns (fnmatch) of what is for images, in the same two spellings."""
 
 _AGAIN = "Import the model again, or fetch the file from where the model is from."
 # Endings of weights that are not read here.
@@ -82,10 +93,11 @@ def _is_below(file: str) -> bool:
 def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
     """All tensors of a folder by their names in the model, in the order of files and offsets.
 
-    `base_prefix` is put before the names of a model saved without its head. CorruptFileError when files and index
-    do not agree; ConversionError lists tensors that are stored twice.
+    `base_prefix` is put before the names of a model saved without its head, and a text model's names are those that it
+    has by itself. CorruptFileError when files and index do not agree; ConversionError lists tensors that are stored
+    twice.
     """
-    tensors = list(_tensors(folder))
+    tensors = [replace(tensor, name=_own_name(tensor.name)) for tensor in _tensors(folder)]
     bare = not any(tensor.name.startswith(base_prefix) for tensor in tensors)
     named: dict[str, SourceTensor] = {}
     twice = []
@@ -93,10 +105,24 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
         name = base_prefix + tensor.name if bare and not tensor.name.startswith("lm_head.") else tensor.name
         if name in named:
             twice.append(f"{name} ({named[name].file.path.name}, {tensor.file.path.name})")
-        named[name] = SourceTensor(name=name, file=tensor.file, entry=tensor.entry)
+        named[name] = replace(tensor, name=name)
     if twice:
         raise ConversionError(f"{folder} stores tensors twice: {listing(twice)}.", hint="Fetch the model again.")
     return named
+
+
+def vision_bytes(sources: Mapping[str, SourceTensor]) -> int:
+    """Bytes of the tensors that are for images."""
+    found = (tensor for name, tensor in sources.items() if any(fnmatch.fnmatchcase(name, kind) for kind in VISION))
+    return sum(tensor.entry.size for tensor in found)
+
+
+def _own_name(name: str) -> str:
+    """The name that a text model's tensor has where there is nothing but the text model."""
+    for outer, own in _TEXT_PREFIXES:
+        if name.startswith(outer):
+            return own + name.removeprefix(outer)
+    return name
 
 
 def _tensors(folder: Path) -> Iterator[SourceTensor]:

@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from trtserve.architectures import text_model
 from trtserve.architectures.source import read_hf_config
 from trtserve.architectures.streaming import carry_out, created, load_types
 from trtserve.architectures.tensor_files import TensorFile
@@ -73,8 +74,10 @@ def convert_model(
         return convert_upstream(model, plan, plan.toolkit, name, place, store or Store(), verify, progress)
     if place.reused:
         progress.step(f"Checkpoint {place.path} is reused")
-    elif spec.dtype == "auto" and (own := own_dtype(read_hf_config(model.path))) != plan.spec.dtype:
+    elif spec.dtype == "auto" and (own := own_dtype(text_model(read_hf_config(model.path)))) != plan.spec.dtype:
         progress.step(f"The model is {own}: its weights become {plan.spec.dtype} (--dtype {own} keeps them)")
+    if plan.vision_bytes:
+        progress.step(f"The model's parts for images are left out ({gibibytes(plan.vision_bytes)}): it reads text only")
     manifest = Manifest(
         kind="checkpoint",
         name=name,

@@ -53,6 +53,7 @@ def resolve_release(spec: ConvertSpec) -> str | None:
 
 def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
     """`config.json` of the checkpoint that `spec` makes of a model with this Hugging Face config; needs no weights."""
+    hf = architectures.text_model(hf)
     own = architectures.supported(hf).checkpoint_config(hf)
     stored = source_quantization(hf)
     ep_size, release = _expert_parallel_size(own, spec), resolve_release(spec)

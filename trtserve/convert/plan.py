@@ -15,7 +15,7 @@ from trtserve.architectures.placement import Packed, Placement, match, moves
 from trtserve.architectures.products import split_products
 from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
 from trtserve.architectures.quantized_tensors import excluded_modules, require_divisible, split_targets
-from trtserve.architectures.source import read_hf_config, read_source
+from trtserve.architectures.source import read_hf_config, read_source, vision_bytes
 from trtserve.architectures.streaming import Move
 from trtserve.architectures.tensor_files import CODES, numpy_dtype
 from trtserve.artifacts import Checkpoint, Model, fingerprint
@@ -42,7 +42,7 @@ class Plan:
 
     `headers` and `sizes` are the header bytes and file sizes in bytes by rank; `source_bytes` is what is read. With a
     `toolkit` NVIDIA's tools do it: config and sizes are what is expected of them, and there are no moves. `packed` are
-    the tensors that are no mere moves.
+    the tensors that are no mere moves; `vision_bytes` are those of tensors for images, which are left out.
     """
 
     spec: ConvertSpec
@@ -54,6 +54,7 @@ class Plan:
     packed: Sequence[Packed] = ()
     placement: Placement | None = None
     toolkit: Toolkit | None = None
+    vision_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -88,9 +89,10 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
 
     `headers_only`: the model's files hold no values.
     """
-    hf = read_hf_config(model.path)
+    hf: Mapping[str, Any] = read_hf_config(model.path)
     if spec.upstream:
         return _plan_upstream(model, spec, hf)
+    hf = architectures.text_model(hf)
     family = architectures.supported(hf)
     stored = source_quantization(hf)
     spec = replace(spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec))
@@ -99,6 +101,7 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
         spec = replace(spec, gpu_sm=ConvertSpec().gpu_sm)
     config = checkpoint_config(hf, spec)
     sources = read_source(model.path, family.BASE_PREFIX)
+    images = vision_bytes(sources)
     described = architectures.described(hf, config)
     targets, packed = family.targets(described), list[Packed]()
     if config.get("share_embedding_table"):
@@ -129,6 +132,7 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
         sizes=placement.sizes,
         packed=packed,
         placement=placement,
+        vision_bytes=images,
         fingerprint=fingerprint(stage="convert", schema=SCHEMA, spec=own_wishes(spec), model=model.fingerprint),
     )
 

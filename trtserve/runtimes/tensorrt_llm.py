@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trtserve import machine, process
+from trtserve.architectures import gemma3
+from trtserve.architectures.rope import scaling_type
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import (
     BuildError,
@@ -171,7 +173,8 @@ class TensorrtPlan(EnginePlan):
 def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
     """Arguments and limits of the engine; the memory and disk it needs.
 
-    UsageError for a version without engines and for options that the release does not have.
+    UsageError for a version without engines and for options that the release does not have, UnsupportedModelError for
+    a model that an engine would calculate otherwise.
     """
     if spec.kv_precision != "auto":
         raise UsageError(
@@ -181,6 +184,7 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
         )
     found = _builder(spec)
     release = require_engine_path(found.version)
+    _require_rotation(config)
     require_stages(release, config["architecture"], config["num_hidden_layers"], _pipeline_stages(config))
     built = build_arguments(release, config, spec)
     rank, gpu = _rank_weights(config), visible_gpu()
@@ -216,6 +220,16 @@ def _builder(spec: BuildSpec) -> Installed:
     if spec.container is None:
         return _require_installed(spec.trtllm_version)
     return require_installed_in(spec.container, spec.trtllm_version)
+
+
+def _require_rotation(config: CheckpointConfig) -> None:
+    """TensorRT-LLM makes the rotary tables of the layers with and without a window by one scaling (Attention)."""
+    if config["architecture"] in gemma3.HF_ARCHITECTURES and (scaling := gemma3.full_attention_scaling(config)):
+        raise UnsupportedModelError(
+            f"This Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) of its layers without a window only; "
+            "an engine of TensorRT-LLM scales all layers or none, and its answers would be others.",
+            hint="Its PyTorch backend runs the model on GPUs (--runtime llmapi), --runtime openvino on this CPU.",
+        )
 
 
 def _pipeline_stages(config: CheckpointConfig) -> int:
