@@ -21,8 +21,9 @@ pytestmark = pytest.mark.triton
 
 PROMPTS = [[1, 10 + number, 20, 30 + number] for number in range(12)]
 COUNT = 120
-# As few blocks as one request of the test needs, and a little more: requests must wait, or be paused.
+# Eight blocks, of which a request of the test needs four in the end: requests must wait, or be paused.
 BASE = {"max_tokens_in_paged_kv_cache": "256", "max_beam_width": "1"}
+FIT_TO_THEIR_END = 2
 
 
 def served(root: Path, name: str, engine: Engine, model: Path, settings: dict[str, str]) -> Iterator[ModelServer]:
@@ -35,8 +36,8 @@ def served(root: Path, name: str, engine: Engine, model: Path, settings: dict[st
 
 @pytest.fixture(scope="module")
 def pausing(features_root: Path, features_engine: Engine, features_model: Path) -> Iterator[ModelServer]:
-    """max_utilization, and a queue with sixteen places."""
-    settings = {"batch_scheduler_policy": "max_utilization", "max_queue_size": "16"}
+    """max_utilization, and a queue with sixteen places; statistics often enough to be seen."""
+    settings = {"batch_scheduler_policy": "max_utilization", "max_queue_size": "16", "stats_check_period_ms": "5"}
     yield from served(features_root, "pausing", features_engine, features_model, settings)
 
 
@@ -47,12 +48,12 @@ def static(features_root: Path, features_engine: Engine, features_model: Path) -
     yield from served(features_root, "static", features_engine, features_model, settings)
 
 
-def answer(server: ModelServer, prompt: list[int], *, streaming: bool) -> list[int]:
-    """New tokens of a sampled request."""
-    tensors = NEWEST.core(prompt, COUNT, streaming=streaming, top_k=30, exclude_input_in_output=True, end_id=-1)
+def answers(server: ModelServer, prompt: list[int], count: int = COUNT, *, streaming: bool = False) -> list[list[int]]:
+    """New tokens of a sampled request, by response."""
+    tensors = NEWEST.core(prompt, count, streaming=streaming, top_k=30, exclude_input_in_output=True, end_id=-1)
     with server.stream() as stream:
-        answers = stream.all("tensorrt_llm", {**tensors, "seed": long_integers(prompt[1])})
-    return [token for each in answers for token in each["output_ids"].reshape(-1).tolist()]
+        found = stream.all("tensorrt_llm", {**tensors, "seed": long_integers(prompt[1])})
+    return [each["output_ids"].reshape(-1).tolist() for each in found]
 
 
 @pytest.fixture(scope="module")
@@ -60,21 +61,31 @@ def expected(oracle: InProcess) -> list[list[int]]:
     return [oracle.tokens(prompt, COUNT, sampling={"top_k": 30, "seed": prompt[1]}, end_id=-1) for prompt in PROMPTS]
 
 
+def most_scheduled(server: ModelServer, streaming: bool, expected: list[list[int]]) -> float:
+    """Ask all at once and check the answers; the most requests that were seen to be computed at a time."""
+    most = 0.0
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        asked = [pool.submit(answers, server, prompt, streaming=streaming) for prompt in PROMPTS]
+        while not all(each.done() for each in asked):
+            most = max(most, server.metric("nv_trt_llm_request_metrics", 'request_type="scheduled"'))
+    assert [[token for part in each.result() for token in part] for each in asked] == expected
+    return most
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_paused_requests_go_on_without_gap_or_repeat(
     pausing: ModelServer, expected: list[list[int]], streaming: bool
 ) -> None:
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        found = list(pool.map(lambda prompt: answer(pausing, prompt, streaming=streaming), PROMPTS))
-    assert found == expected
+    """More are computed at once than the cache has room for to their end, so that some must have been paused."""
+    wait_until(lambda: most_scheduled(pausing, streaming, expected) > FIT_TO_THEIR_END)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_static_batches(static: ModelServer, expected: list[list[int]], streaming: bool) -> None:
     """Static batches do not stream: the answer comes whole, and without the prompt."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        found = list(pool.map(lambda prompt: answer(static, prompt, streaming=streaming), PROMPTS))
-    assert found == expected
+        found = list(pool.map(lambda prompt: answers(static, prompt, streaming=streaming), PROMPTS))
+    assert found == [[tokens] for tokens in expected]
 
 
 def families(server: ModelServer) -> set[str]:
@@ -84,10 +95,22 @@ def families(server: ModelServer) -> set[str]:
 
 
 def test_metrics_of_static_batches(static: ModelServer) -> None:
-    answer(static, PROMPTS[0], streaming=False)
+    """No request takes the place of one that has ended, until the whole batch has."""
     assert families(static) == {"v1", "request", "general", "kv_cache_block", "runtime_memory"}
-    for label in ("total_context_tokens", "total_generation_tokens", "empty_generation_slots"):
-        assert static.has_metric("nv_trt_llm_v1_metrics", f'v1_specific_metric="{label}"')
+    assert static.has_metric("nv_trt_llm_v1_metrics", 'v1_specific_metric="total_context_tokens"')
+    seen = dict.fromkeys(("total_generation_tokens", "empty_generation_slots"), 0.0)
+
+    def ask_for_different_lengths() -> bool:
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            counts = [COUNT if number % 2 else 5 for number in range(len(PROMPTS))]
+            asked = [pool.submit(answers, static, *each) for each in zip(PROMPTS, counts, strict=True)]
+            while not all(each.done() for each in asked):
+                for label, value in seen.items():
+                    found = static.metric("nv_trt_llm_v1_metrics", f'v1_specific_metric="{label}"')
+                    seen[label] = max(value, found)
+        return all(seen.values())
+
+    wait_until(ask_for_different_lengths)
 
 
 def test_metrics_of_reuse(features: ModelServer) -> None:
