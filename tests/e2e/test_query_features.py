@@ -271,6 +271,19 @@ def test_wrong_requests(
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize("model", ["tiny", "tensorrt_llm"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_reduced_max_tokens_is_told(
+    flags: list[str], model: str, stream: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Less than the engine's 4096, so that only the answer shows what the prompt left of them."""
+    way = ["--model", model, *(["--stream"] if stream else [])]
+    assert run(["query", PROMPT, "--max-tokens", "4090", "--end-id", "-1", *way, *flags]) == 0
+    assert "note: the engine reduced --max-tokens 4090" in capsys.readouterr().err
+    assert run(["query", PROMPT, "--max-tokens", "6", *way, *flags]) == 0
+    assert "reduced" not in capsys.readouterr().err
+
+
 def test_bench_counts_why_answers_ended(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--num-requests", "6", "--warmup-requests", "1", "--input-mean", "8", "--output-mean", "4"]
     limits = ["--vocab-size", "320", "--max-seq-len", "256", "--url", endpoint.grpc]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
-from trtserve.cli.query_output import as_json
+from trtserve.cli.query_output import Sink, as_json
 from trtserve.errors import AnswerMismatchError, RequestError, UsageError
 from trtserve.query.answer import Answer
 from trtserve.query.checking import Expectation, expectation
@@ -19,7 +19,7 @@ from trtserve.query.generation import GeneratedSequence, Generation
 from trtserve.query.request import Context, Prompts
 from trtserve.query.spec import QuerySpec
 from trtserve.query.tokenizer import TokenizerFiles
-from trtserve.triton.client import ModelDescription, Reply
+from trtserve.triton.client import Endpoint, ModelDescription, Reply
 from trtserve.triton.profiles import BLS, CORE
 from trtserve.triton.tensors import text_array
 
@@ -78,6 +78,37 @@ def test_json_counts_milliseconds() -> None:
     assert described["tokens_per_second"] == 8
     assert not {"latency", "time_to_first_token"} & described.keys()
     assert as_json(read([reply("a")]), {})["time_to_first_token_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "options", "told"),
+    [
+        (3, "length", {}, True),
+        (4, "length", {}, False),
+        (3, "end_id", {}, False),
+        (3, None, {}, False),
+        (3, "length", {"draft_tokens_csv": "1,2"}, False),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False], ids=["ids", "count"])
+def test_a_reduced_max_tokens_is_told(
+    tokens: int,
+    reason: str | None,
+    options: dict[str, Any],
+    told: bool,
+    known: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = GeneratedSequence(
+        prompt=0, sequence=0, beam=0, text="t", token_ids=[5] * tokens if known else None, finish_reason=reason
+    )
+    got = replace(read([reply("a")]), sequences=(one,), output_tokens=tokens)
+    spec = QuerySpec(prompts=("p",), options={"max_tokens": 4, **options})
+    for json in (False, True):
+        sink = Sink(stream=False, json=json, verbose=False)
+        sink.add(got, spec)
+        sink.finish(spec, Endpoint(http_port=1, grpc_port=2, model="tiny"))
+        assert ("the engine reduced --max-tokens 4" in capsys.readouterr().err) == told
 
 
 def test_accumulating_model_repeats_its_text() -> None:

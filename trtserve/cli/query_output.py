@@ -35,6 +35,7 @@ class Sink:
     names: tuple[str, ...] = ()
     _results: list[dict[str, Any]] = field(default_factory=list)
     _printed: bool = False
+    _reduced: bool = False
 
     @property
     def on_text(self) -> Callable[[str], None] | None:
@@ -49,6 +50,7 @@ class Sink:
     def add(self, generation: Generation, spec: QuerySpec) -> None:
         """Print one answer, or keep it for the JSON."""
         files = save_outputs(generation, self.folder, self.names) if self.folder is not None else {}
+        self._reduced |= _ended_early(generation, spec)
         if self.json:
             self._results.append(as_json(generation, files))
             return
@@ -80,7 +82,13 @@ class Sink:
         """After the last answer."""
         if self.json:
             output.print_json("query", self._results[0] if len(self._results) == 1 else {"answers": self._results})
-        _say_limit(spec, endpoint)
+        if self._reduced:
+            output.say(
+                f"note: the engine reduced --max-tokens {spec.max_tokens}: "
+                "prompt and answer together reached its max_seq_len."
+            )
+        else:
+            _say_limit(spec, endpoint)
 
 
 def as_json(generation: Generation, files: dict[tuple[str, int, int], Path]) -> dict[str, Any]:
@@ -179,6 +187,22 @@ def say_greedy(spec: QuerySpec) -> None:
     """TensorRT-LLM's rule, which surprises: a temperature alone changes nothing."""
     if spec.options.get("temperature") and not spec.options.get("top_k") and not spec.options.get("top_p"):
         output.say("note: without --top-k or --top-p the likeliest token is taken; --temperature has no effect.")
+
+
+def _ended_early(generation: Generation, spec: QuerySpec) -> bool:
+    """Whether the executor reduced max_tokens, as it does without an error.
+
+    A sequence ended by its length with fewer tokens then; one that verifies draft tokens does so after every step.
+    """
+    if spec.options.get("draft_tokens_csv") or any(name == "draft_input_ids" for name, _ in spec.inputs):
+        return False
+    only = generation.output_tokens if len(generation.sequences) == 1 else None
+    counts = [
+        only if sequence.token_ids is None else len(sequence.token_ids)
+        for sequence in generation.sequences
+        if sequence.finish_reason == "length"
+    ]
+    return any(count is not None and count < spec.max_tokens for count in counts)
 
 
 def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
