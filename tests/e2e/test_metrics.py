@@ -11,12 +11,14 @@ from tests.support.model_server import ModelServer
 from tests.support.release_client import NEWEST
 from trtserve.cli import run
 from trtserve.metrics import Reading, read_metrics, remote_source
-from trtserve.triton.metrics import GENERAL, KV_BLOCKS, REQUESTS, TOKENS, CoreMetrics
+from trtserve.triton.metrics import GENERAL, KV_BLOCKS, LENGTHS, REQUESTS, TOKENS, CoreMetrics, parse
 
 pytestmark = pytest.mark.triton
 
 PROMPT = [1, 40, 41, 42, 43]
 INFLIGHT = "nv_trt_llm_inflight_batcher_metrics"
+PROMPTS, ANSWERS = LENGTHS
+BUCKETS = ("le 10", "le 50", "le 100", "le 500", "le 1000", "le +Inf")
 
 
 def read(server: ModelServer) -> Reading:
@@ -64,6 +66,8 @@ def test_families_and_labels_of_the_newest_release(features: ModelServer) -> Non
         INFLIGHT: {"total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"},
         GENERAL: {"timestamp", "iteration_counter"},
         TOKENS: {"prompt", "generated"},
+        PROMPTS: {"count", "sum", *BUCKETS},
+        ANSWERS: {"count", "sum", *BUCKETS},
     }
     assert found.value(REQUESTS, "max") == 8
     assert number(found, GENERAL, "timestamp") == pytest.approx(time.time(), abs=3600)
@@ -80,6 +84,26 @@ def test_tokens_are_counted_exactly(features: ModelServer) -> None:
     assert number(after, TOKENS, "prompt") == number(before, TOKENS, "prompt") + 2 * len(PROMPT)
     done = idle(features)
     assert number(done, GENERAL, "iteration_counter") >= number(before, GENERAL, "iteration_counter") + 19
+
+
+def test_lengths_of_ended_requests_fall_into_the_buckets_of_the_backend(features: ModelServer) -> None:
+    before = idle(features)
+    lengths = {7: 4, 60: 12, 5: 140}  # prompt → answer
+    with features.stream() as stream:
+        for prompt, answer in lengths.items():
+            stream.all("tensorrt_llm", NEWEST.core([1, *range(40, 39 + prompt)], answer))
+    expected = number(before, ANSWERS, "count") + 3
+    after = once(features, lambda found: found.value(ANSWERS, "count") == expected)
+
+    def grown(family: str) -> list[float]:
+        return [number(after, family, kind) - number(before, family, kind) for kind in ("sum", *BUCKETS)]
+
+    assert grown(PROMPTS) == [72, 2, 2, 3, 3, 3, 3]
+    assert grown(ANSWERS) == [156, 1, 2, 2, 3, 3, 3]
+    labels = {
+        sample.labels.get("response_metric_type") for sample in parse(read(features).text) if "_len" in sample.name
+    }
+    assert labels == {"total_input_tokens", "total_output_tokens"}
 
 
 def test_gauges_are_live_and_return_to_rest(features: ModelServer) -> None:

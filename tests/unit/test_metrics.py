@@ -42,6 +42,11 @@ nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="used",model="tensorrt_llm
 nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction",model="tensorrt_llm",version="1"} 0.25
 nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="a_draft",version="1"} 7
 nv_trt_llm_general_metrics{general_type="iteration_counter",model="tensorrt_llm",version="1"} 40
+nv_llm_output_token_len_count{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1"} 3
+nv_llm_output_token_len_sum{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1"} 72
+nv_llm_output_token_len_bucket{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1",le="10"} 1
+nv_llm_output_token_len_bucket{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1",le="50"} 3
+nv_llm_output_token_len_bucket{model="tensorrt_llm",response_metric_type="total_output_tokens",version="1",le="+Inf"} 3
 nv_trtserve_tokens_total{model="tensorrt_llm",token_type="generated",version="1"} 100
 nv_trtserve_tokens_total{model="tensorrt_llm",token_type="prompt",version="1"} 500
 """
@@ -119,6 +124,13 @@ def test_core_models_and_their_families() -> None:
     assert core.families["nv_trt_llm_request_metrics"] == {"active": 3, "waiting": 1, "max": 16}
     assert core.value("nv_trt_llm_general_metrics", "iteration_counter") == 40
     assert core.value("nv_trt_llm_v1_metrics", "empty_generation_slots") is None
+    assert list(core.families["nv_llm_output_token_len"].items()) == [
+        ("count", 3),
+        ("sum", 72),
+        ("le 10", 1),
+        ("le 50", 3),
+        ("le +Inf", 3),
+    ]
 
 
 def test_counts_of_triton_are_summed_over_other_labels() -> None:

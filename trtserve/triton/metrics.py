@@ -21,6 +21,9 @@ CORE_LABELS: Mapping[str, str] = {
 }
 """Family of a core model → the label that tells its values apart."""
 
+LENGTHS = ("nv_llm_input_token_len", "nv_llm_output_token_len")
+"""Histograms of a core model: tokens of prompts and of answers, one observation for each finished request."""
+
 REQUESTS = "nv_trt_llm_request_metrics"
 KV_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 GENERAL = "nv_trt_llm_general_metrics"
@@ -43,7 +46,10 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreMetrics:
-    """What one core model reports: family → value of its label → number."""
+    """What one core model reports: family → value of its label → number.
+
+    Of LENGTHS: `count` of the requests, `sum` of their tokens, and `le N`, the requests of N tokens or fewer.
+    """
 
     model: str
     version: str
@@ -88,10 +94,9 @@ def core_metrics(samples: Iterable[Sample]) -> list[CoreMetrics]:
     """The core models of a page by name; those of release profiles without a family lack it."""
     found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for sample in samples:
-        kind = sample.labels.get(CORE_LABELS.get(sample.name, ""))
+        family, kind = _place(sample)
         if kind is not None:
-            families = found.setdefault(_identity(sample), {})
-            families.setdefault(sample.name, {})[kind] = sample.value
+            found.setdefault(_identity(sample), {}).setdefault(family, {})[kind] = sample.value
     return [
         CoreMetrics(model=model, version=version, families=_ordered(families))
         for (model, version), families in sorted(found.items())
@@ -99,8 +104,17 @@ def core_metrics(samples: Iterable[Sample]) -> list[CoreMetrics]:
 
 
 def _ordered(families: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """The families in the order of CORE_LABELS; a page has them in none."""
-    return {name: dict(sorted(families[name].items())) for name in CORE_LABELS if name in families}
+    """The families in the order of CORE_LABELS, which a page has in none; buckets stay in theirs."""
+    gauges = {name: dict(sorted(families[name].items())) for name in CORE_LABELS if name in families}
+    return gauges | {name: dict(families[name]) for name in LENGTHS if name in families}
+
+
+def _place(sample: Sample) -> tuple[str, str | None]:
+    """The core model's family that a sample belongs to, and which of its values it is; None for other samples."""
+    family, _, part = sample.name.rpartition("_")
+    if family not in LENGTHS:
+        return sample.name, sample.labels.get(CORE_LABELS.get(sample.name, ""))
+    return family, f"le {sample.labels['le']}" if part == "bucket" and "le" in sample.labels else part
 
 
 def model_metrics(samples: Iterable[Sample]) -> list[ModelMetrics]:

@@ -64,7 +64,8 @@ _STATIC = (
         "empty_generation_slots": "empty_gen_slots",
     },
 )
-_TOKENS = "nv_trtserve_tokens_total"  # ours: Triton 2.51 has no histograms, and a rate needs a sum
+# Ours: tokens per second while requests run. The histograms of lengths hear of a request when it has ended.
+_TOKENS = "nv_trtserve_tokens_total"
 _LENGTH_BUCKETS = [10, 50, 100, 500, 1000]
 
 
@@ -98,7 +99,7 @@ class MetricsReporter:
         self._output_lengths = self._histogram("nv_llm_output_token_len", "total_output_tokens")
 
     def _histogram(self, name: str, label: str) -> Any:
-        """A histogram of lengths; None where this Triton's python backend has no histograms (before 24.11)."""
+        """A histogram of lengths; None where the Python backend of an older Triton has no histograms."""
         kind = getattr(pb_utils.MetricFamily, "HISTOGRAM", None)
         if kind is None:
             return None
