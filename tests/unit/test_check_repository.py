@@ -82,6 +82,14 @@ def test_no_alarm_without_a_manifest(base: str, good: dict[str, Path], tmp_path:
     assert "tensor-dims" in {finding.rule for finding in report_of(copy).findings}
 
 
+def test_a_path_without_meaning_may_be_of_another_machine(good: dict[str, Path], tmp_path: Path) -> None:
+    for base, rules in (("openvino", set()), ("newest", {"path"})):
+        copy = tmp_path / base
+        shutil.copytree(good[base], copy, copy_function=os.link)
+        parameter("tensorrt_llm", "xgrammar_tokenizer_info_path", "/elsewhere.json")(copy)
+        assert {finding.rule for finding in report_of(copy).findings} == rules
+
+
 def test_added_tokens_beyond_the_vocabulary_are_named(good: dict[str, Path], tmp_path: Path) -> None:
     copy = broken(next(each for each in FAULTS if each.rule == "tokenizer-added"), good, tmp_path)
     (finding,) = [each for each in report_of(copy).findings if each.rule.startswith("tokenizer-")]

@@ -42,7 +42,8 @@ def not_there(subject: Subject) -> Iterator[Fault]:
     for model in subject.models.values():
         for key in (*_PATHS, *_FILES):
             text = model.parameters.get(key, "")
-            if not text or _exists(subject, model, key, text):
+            unread = model.embedded and key in _FILES  # it has no meaning there
+            if not text or unread or _exists(subject, model, key, text):
                 continue
             yield _fault(
                 model,
@@ -175,13 +176,26 @@ def wrong_groups(subject: Subject) -> Iterator[Fault]:
     for model, key, groups in _groups(subject):
         assert model.core is not None
         ranks = model.core.world_size
-        wrong = next((group for group in groups if len(group) != ranks), None)
+        wrong = next((group for group in groups if not _fits(model, key, len(group), ranks)), None)
         if wrong is not None:
+            nodes = f" on num_nodes {model.parameters['num_nodes']}" if "num_nodes" in model.parameters else ""
             yield _fault(
                 model,
-                f"{key} has the group {','.join(map(str, wrong))} of {len(wrong)} for {counted(ranks, 'rank')}.",
-                "A group has one number for each rank (tensor × pipeline parallel).",
+                f"{key} has the group {','.join(map(str, wrong))} of {len(wrong)} for {counted(ranks, 'rank')}{nodes}.",
+                "A group has one number for each rank (tensor × pipeline parallel); gpu_device_ids over several nodes "
+                "are those of one of them, with num_nodes.",
             )
+
+
+def _fits(model: ModelFolder, key: str, count: int, ranks: int) -> bool:
+    """A number for each rank; GPUs: for each rank of one node, if num_nodes or started workers say that there are more.
+
+    TensorRT-LLM's own rule: numbers × nodes are the ranks, where num_nodes is set or there are fewer numbers.
+    """
+    nodes = model.parameters.get("num_nodes", "")
+    if key != "gpu_device_ids" or not (nodes.isdigit() or "participant_ids" in model.parameters):
+        return count == ranks
+    return count * int(nodes) == ranks if nodes.isdigit() else count in range(1, ranks + 1) and ranks % count == 0
 
 
 def wrong_instances(subject: Subject) -> Iterator[Fault]:
