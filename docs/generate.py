@@ -54,7 +54,7 @@ take is refused when the repository is made.
 
 What a parameter is on the openvino runtime:
 
-- **effective**: it does what it does in TensorRT-LLM.
+- **effective**: it does what it does in TensorRT-LLM; what it does otherwise is said behind it.
 - **no meaning**: accepted, so that one repository serves laptop and GPU. What is set is listed once in the server's log
   when the model is loaded, by `trtserve repo` and by `trtserve status`.
 - **refused**: it changes results and cannot be done here. The model does not load; `trtserve repo` says so at once.
@@ -221,11 +221,12 @@ def _parameter_line(row: Parameter) -> str:
 
 
 def _fate(fate: Fate) -> str:
+    but = f"; {fate.differs}" if fate.differs else ""
     if fate.kind != "refused":
-        return f"{fate.kind}: {fate.why}" if fate.why else fate.kind
+        return f"{fate.kind}: {fate.why}" if fate.why else f"{fate.kind}{but}"
     values = f"refused for {', '.join(fate.impossible)}" if fate.impossible else "refused"
     exception = f", except {', '.join(fate.neutral)}" if fate.neutral else ""
-    return f"{values}{exception}: {fate.why}"
+    return f"{values}{exception}: {fate.why}{but}"
 
 
 def containers() -> str:

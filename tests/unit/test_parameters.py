@@ -64,6 +64,7 @@ def test_what_a_row_says_fits_together() -> None:
         words = (*row.values.choices, *row.fate.impossible, *row.fate.neutral, row.text)
         assert all(row.values.accepts(word) for word in words if word), row.name
         assert (row.fate.kind == "effective") == (row.fate.why == ""), row.name
+        assert not (row.fate.kind == "no meaning" and row.fate.differs), row.name
         assert row.meaning, row.name
 
 

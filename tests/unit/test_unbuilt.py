@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.executors import answer_of
+from tests.support.executors import answer_of, executors
 from tests.support.fake_model import FakeModel
 from trtserve.executor import api
 from trtserve.executor.executor import Executor
@@ -88,3 +88,40 @@ def test_asking_is_refused_by_name(path: str, value: Any) -> None:
 def test_settings_are_refused_by_name(config: api.ExecutorConfig, name: str) -> None:
     with pytest.raises(RuntimeError, match=name):
         refuse_unbuilt_config(config)
+
+
+@pytest.mark.parametrize(
+    ("mode", "beams", "told"),
+    [
+        (api.DecodingMode.Auto(), 4, []),
+        (api.DecodingMode.TopKTopP(), 1, []),
+        (api.DecodingMode.BeamSearch(), 2, []),
+        (api.DecodingMode.BeamSearch(), 1, ["beam_search does not fit max_beam_width 1; using top_k_top_p"]),
+        (api.DecodingMode.TopK(), 1, ["top_k restricts nothing"]),
+        (api.DecodingMode.TopP(), 3, ["top_p restricts nothing", "top_p does not fit max_beam_width 3"]),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_mode_that_does_not_choose_the_decoder_is_told(
+    mode: api.DecodingMode, beams: int, told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with executors() as start:
+        start(decoding_config=api.DecodingConfig(mode), max_beam_width=beams)
+    assert len(caplog.messages) == len(told)
+    for message, words in zip(caplog.messages, told, strict=True):
+        assert words in message
+
+
+def test_the_request_says_how_it_is_sampled_in_every_mode() -> None:
+    """TensorRT-LLM leaves a request with top_p alone to chance in mode top_k, and the other way round."""
+    answers = []
+    for mode in (None, api.DecodingMode.TopK(), api.DecodingMode.TopP(), api.DecodingMode.TopKTopP()):
+        with executors() as start:
+            executor, _ = start(decoding_config=mode and api.DecodingConfig(mode))
+            tokens = [
+                answer_of(executor, api.Request([5, 6], 8, sampling_config=sampling)).result.output_token_ids
+                for sampling in (api.SamplingConfig(top_p=0.9, seed=3), api.SamplingConfig(top_k=20, seed=3))
+            ]
+            answers.append(tokens)
+    assert answers[0][0] != answers[0][1]
+    assert all(answer == answers[0] for answer in answers)

@@ -17,7 +17,7 @@ from trtserve.executor.model import Model
 from trtserve.executor.requests import Request
 from trtserve.executor.results import Response
 from trtserve.executor.statistics import DebugTensorsPerIteration, IterationStats, RequestStatsPerIteration
-from trtserve.executor.unbuilt import refuse_unbuilt_config
+from trtserve.executor.unbuilt import refuse_unbuilt_config, warn_of_decoding_mode
 from trtserve.executor.worker import Worker
 from trtserve.machine import free_memory
 
@@ -54,6 +54,7 @@ class Executor:
         return executor
 
     def _start(self, model: Model, limits: Limits, config: ExecutorConfig) -> None:
+        warn_of_decoding_mode(config)
         memory = free_memory()
         blocks = kv_cache_blocks(
             config.kv_cache_config,

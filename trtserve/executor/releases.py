@@ -104,7 +104,8 @@ _RELEASE_010: dict[str, type] = {
 def for_release(release: str) -> SimpleNamespace:
     """A namespace that stands for `tensorrt_llm.bindings.executor` of `release` ("0.10" … "1.2", "0.17.0" as "0.17").
 
-    Its constructors take exactly that release's keywords. Raises ValueError for an unknown release.
+    Its constructors take exactly that release's keywords; its enumerations have the members of all releases, so that
+    records of different releases compare. Raises ValueError for an unknown release.
     """
     known = ".".join(release.split(".")[:2])
     if known not in RELEASES:

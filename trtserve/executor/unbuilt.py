@@ -106,10 +106,31 @@ def refuse_unbuilt_config(config: ExecutorConfig) -> None:
     if config.decoding_config is not None:
         _refuse(DECODING_FEATURES, config.decoding_config)
     mode = config.decoding_config and config.decoding_config.decoding_mode
-    if mode and mode.isBeamSearch() and config.max_beam_width == 1:
-        logger.warning("decoding_mode beam_search does not fit beam width 1; using auto")
     if mode and not (mode.isAuto() or mode.isTopKorTopP() or mode.isBeamSearch()):
         raise RuntimeError(f"decoding_mode {mode.name} is not supported by the embedded executor; use auto")
+
+
+def warn_of_decoding_mode(config: ExecutorConfig) -> None:
+    """Tell in the log when the decoding mode of `config` does not choose the decoder.
+
+    TensorRT-LLM replaces beam search where there is one beam (reference: executor-api section 2.6). A request that is
+    none of an explicit mode's meets no sampler there, and its tokens are undefined; here the request decides.
+    """
+    mode = config.decoding_config and config.decoding_config.decoding_mode
+    if not mode or mode.isAuto() or mode.isTopKandTopP():
+        return
+    if mode.isBeamSearch():
+        if config.max_beam_width == 1:
+            logger.warning("decoding_mode beam_search does not fit max_beam_width 1; using top_k_top_p")
+        return
+    name = "top_k" if mode.isTopK() else "top_p"
+    logger.warning("decoding_mode %s restricts nothing: each request is sampled by its own top_k and top_p", name)
+    if config.max_beam_width > 1:
+        logger.warning(
+            "decoding_mode %s does not fit max_beam_width %d: requests with beams are searched",
+            name,
+            config.max_beam_width,
+        )
 
 
 def _refuse(features: Iterable[Unbuilt], record: Any) -> None:

@@ -20,7 +20,15 @@ from trtserve.triton.parameter_values import (
     one_of,
     share,
 )
-from trtserve.triton.tables.rows import EFFECTIVE, ConfigField, Fate, Parameter, refused, without_meaning
+from trtserve.triton.tables.rows import (
+    EFFECTIVE,
+    ConfigField,
+    Fate,
+    Parameter,
+    effective_but,
+    refused,
+    without_meaning,
+)
 
 _MODES = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa")
 _LATER_MODES = ("redrafter", "lookahead", "eagle")
@@ -64,7 +72,11 @@ def _row(
 
 
 def _modes_refused(*modes: str) -> Fate:
-    return refused("the embedded executor has no such decoder", only=modes)
+    return refused(
+        "the embedded executor has no such decoder",
+        only=modes,
+        differs="with any other mode each request is sampled by its own top_k and top_p, or searched with its beams",
+    )
 
 
 CORE = (
@@ -105,7 +117,14 @@ CORE = (
         "when requests become active",
         default="guaranteed_no_evict",
     ),
-    _row("kv_cache_free_gpu_mem_fraction", "0.5", share(zero=False), "KV cache, share of free memory", default="0.9"),
+    _row(
+        "kv_cache_free_gpu_mem_fraction",
+        "0.5",
+        share(zero=False),
+        "KV cache, share of free memory",
+        effective_but("of the host's memory; unset means what the largest batch needs, 0.3 of the free memory at most"),
+        default="0.9",
+    ),
     _row("cross_kv_cache_fraction", "0.14", share(zero=True), "share of the cross-attention cache", _NO_DECODER_PAIR),
     _row("kv_cache_host_memory_bytes", "0.10", integer(0), "host memory for KV blocks", _ONE_MEMORY, default="0"),
     _row("kv_cache_onboard_blocks", "0.10", SWITCH, "bring blocks back to the GPU", _ONE_MEMORY, default="true"),

@@ -16,16 +16,22 @@ class Fate:
     """What becomes of a parameter on the openvino runtime, and `why`.
 
     `refused` is a value that changes results and cannot be done here: one of `impossible` (every value when that is
-    empty) that is not `neutral`.
+    empty) that is not `neutral`. `differs` says what a value that is carried out does otherwise than in TensorRT-LLM.
     """
 
     kind: Class = "effective"
     why: str = ""
     impossible: tuple[str, ...] = ()
     neutral: tuple[str, ...] = ()
+    differs: str = ""
 
 
 EFFECTIVE = Fate()
+
+
+def effective_but(differs: str) -> Fate:
+    """Carried out, with a difference that docs/compatibility.md explains."""
+    return Fate(differs=differs)
 
 
 def without_meaning(why: str) -> Fate:
@@ -33,9 +39,12 @@ def without_meaning(why: str) -> Fate:
     return Fate("no meaning", why)
 
 
-def refused(why: str, *, only: tuple[str, ...] = (), neutral: tuple[str, ...] = ()) -> Fate:
-    """A load error that names the parameter, for the values `only` and not for those that are `neutral`."""
-    return Fate("refused", why, only, neutral)
+def refused(why: str, *, only: tuple[str, ...] = (), neutral: tuple[str, ...] = (), differs: str = "") -> Fate:
+    """A load error that names the parameter, for the values `only` and not for those that are `neutral`.
+
+    `differs` is about the others.
+    """
+    return Fate("refused", why, only, neutral, differs)
 
 
 @dataclass(frozen=True, kw_only=True)
