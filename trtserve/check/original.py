@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.architectures import architecture_of, family
+from trtserve.architectures import architecture_of, family, text_model
 from trtserve.architectures.dequantized import dequantized
+from trtserve.architectures.gemma3 import WITH_VISION
 from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
 from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.check.comparison import Answer
@@ -119,7 +120,7 @@ def _load(folder: Path) -> Any:
         _dtype_argument(): torch.float32,
         "output_loading_info": True,
     }
-    hf = read_hf_config(folder)
+    hf = text_model(read_hf_config(folder))
     quantization = source_quantization(hf)
     try:
         with _quiet():
@@ -137,7 +138,20 @@ def _load(folder: Path) -> Any:
             "would take random numbers instead.",
             hint=_OTHER_ORIGINAL,
         )
-    return model.eval()
+    return _text_part(model).eval()
+
+
+def _text_part(model: Any) -> Any:
+    """The text model in one that sees images too, with the names of its own class; what is for images goes."""
+    if type(model).__name__ != WITH_VISION:
+        return model
+    import torch
+    from transformers import Gemma3ForCausalLM
+
+    with torch.device("meta"):
+        text = Gemma3ForCausalLM(model.config.get_text_config())
+    text.model, text.lm_head = model.model.language_model, model.lm_head
+    return text
 
 
 def _dequantized(
@@ -147,7 +161,7 @@ def _dequantized(
     import transformers
     from torch import from_numpy
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     floats = dequantized(read_source(folder, family(architecture).BASE_PREFIX), quantization)
