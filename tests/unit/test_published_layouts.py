@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.published_models import PUBLISHED, Published
-from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
+from tests.support.tiny_models import FAMILIES, read_safetensors, write_safetensors, write_tiny_model
+from trtserve import architectures
+from trtserve.architectures.base import Decoder
 from trtserve.artifacts import Model
 from trtserve.check.converted import changes_of
 from trtserve.convert import convert_model
@@ -69,3 +72,47 @@ def test_leftovers_do_not_count_as_weights_that_were_rounded(name: str, tmp_path
     folder = files_of(model, plain, tmp_path / "published")
     config = json.loads(converted(folder, tmp_path / "out", dtype=model.dtype)["config.json"])
     assert changes_of(config, folder) == changes_of(config, plain)
+
+
+def described(hf: Mapping[str, Any]) -> tuple[dict[str, Any], Decoder, bool]:
+    """What a checkpoint's config says, its decoder with a window for each layer, and whether its head is tied.
+
+    Left out is what transformers spells in another way of the same meaning: Gemma's GELU, windows that repeat, the
+    number of norms of a Falcon that has two by its architecture.
+    """
+    family = architectures.supported(hf)
+    config = family.checkpoint_config(hf)
+    decoder = family.decoder(config)
+    windows = tuple(decoder.window(layer) for layer in range(config["num_hidden_layers"]))
+    spelled = ("max_attention_window", "num_ln_in_parallel_attn") + (("hidden_act",) if "Gemma" in str(hf) else ())
+    kept = {key: value for key, value in config.items() if key not in spelled}
+    return kept, replace(decoder, windows=windows), architectures.tied(hf)
+
+
+# transformers does not know the model type of the first Falcon 40b.
+@pytest.mark.parametrize(
+    "name", [name for name, model in PUBLISHED.items() if model.config["model_type"] != "RefinedWeb"]
+)
+def test_a_config_is_read_alike_as_published_and_as_transformers_spells_it(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    published = dict(PUBLISHED[name].config)
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved.keys() != published.keys()
+    assert described(saved) == described(published)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_transformers_saved_again_converts_to_the_same_weights(family: str, tmp_path: Path) -> None:
+    """It renames and joins tensors (experts, norms) when it loads them, and has to undo that."""
+    pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    plain = write_tiny_model(tmp_path / "plain", family, dtype="float16")
+    AutoModelForCausalLM.from_pretrained(plain).save_pretrained(tmp_path / "saved")
+    expected, actual = converted(plain, tmp_path / "one"), converted(tmp_path / "saved", tmp_path / "two")
+    for file in ("rank0.safetensors", "rank1.safetensors"):
+        assert actual[file] == expected[file], file

@@ -12,6 +12,8 @@ from typing import Any
 from trtserve.architectures.base import CheckpointConfig, Experts, HfConfig, Target, expert_size, required
 from trtserve.errors import UnsupportedModelError
 
+# How Hugging Face configs call the number of experts.
+_COUNTS = ("num_experts", "num_local_experts")
 # TensorRT-LLM's ExpertScaleNormalizationMode.
 NOT_NORMALIZED, RENORMALIZED = 0, 1
 
@@ -87,7 +89,11 @@ def _shared_targets(config: CheckpointConfig, theirs: str, layer: int) -> Iterat
 
 
 def expert_counts(hf: HfConfig, count: str) -> tuple[int, int]:
-    """Experts of a layer (the key `count`) and experts of a token; UnsupportedModelError for numbers that cannot be."""
+    """Experts of a layer (the key `count`) and experts of a token; UnsupportedModelError for numbers that cannot be.
+
+    transformers has two names for the former, and saves a Qwen3-MoE with the one that it did not have at first.
+    """
+    count = next((name for name in (count, *_COUNTS) if hf.get(name) is not None), count)
     numbers = required(hf, count, "num_experts_per_tok")
     experts, chosen = numbers[count], numbers["num_experts_per_tok"]
     if experts < 2 or chosen > experts:
