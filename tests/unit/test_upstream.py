@@ -17,7 +17,14 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.cli.app import run
 from trtserve.convert import convert_model, plan_conversion
-from trtserve.errors import ConversionError, MemoryLimitError, MissingDependencyError, ModelOptMissingError, UsageError
+from trtserve.errors import (
+    CheckError,
+    ConversionError,
+    MemoryLimitError,
+    MissingDependencyError,
+    ModelOptMissingError,
+    UsageError,
+)
 from trtserve.releases.containers import CONTAINERS
 from trtserve.specs import ConvertSpec
 
@@ -136,6 +143,20 @@ def test_what_is_not_whole_is_not_published(
     assert caught.value.log is not None
     assert "TensorRT-LLM version: 0.18.2" in caught.value.log.read_text()
     assert [path.name for path in out.parent.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_what_is_reused_is_verified_too(
+    models: dict[str, Path], doubles: Doubles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(doubles, monkeypatch, "1.0")
+    words = ["convert", str(models["llama"]), "--converter", "upstream"]
+    assert run(words) == 0
+    made = Path(capsys.readouterr().out.strip())
+    # The double writes a whole checkpoint, but not the numbers of the model.
+    assert run([*words, "--verify"]) == CheckError.code
+    assert run([*words, "--verify", "--name", "twin"]) == CheckError.code
+    assert [path.parent for path in made.parent.glob("*/manifest.json")] == [made]
+    assert len(doubles.calls("convert_checkpoint.py")) == 1
 
 
 @pytest.mark.parametrize("spec", [{"converter": "upstream", "tp_size": 2, "workers": 2}, {"quantize": "fp8"}])

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trtserve.architectures.checkpoint import read_config
 from trtserve.artifacts import Checkpoint, Manifest, Model
 from trtserve.capacity.room import require_disk, smaller_checkpoint
 from trtserve.convert.plan import Destination, Plan, all_wishes
-from trtserve.convert.proof import planned_proof
+from trtserve.convert.proof import Proof, planned_proof
 from trtserve.errors import ConversionError, UsageError
 from trtserve.launch.container import Box, container_name, image_of, in_container, with_targets
 from trtserve.machine import gibibytes
@@ -57,7 +58,10 @@ def convert_upstream(
     verify: CheckSpec | None,
     progress: Progress,
 ) -> Checkpoint:
-    """Let NVIDIA's tool fill the artefact; it is published only when it is a whole checkpoint of the kind wanted."""
+    """Let NVIDIA's tool fill the artefact; it is published only when it is a whole checkpoint of the kind wanted.
+
+    With `verify` a checkpoint that is reused is compared with the model too.
+    """
     manifest = Manifest(
         kind="checkpoint",
         name=name,
@@ -70,31 +74,36 @@ def convert_upstream(
     if place.reused:
         progress.step(f"Checkpoint {place.path} is reused")
 
-    def produce(folder: Path) -> Manifest:
-        smaller = smaller_checkpoint(plan.spec.dtype)
-        if plan.spec.quantize == "none":
-            smaller = f"{smaller} --quantize int8 or int4 makes it smaller.".lstrip()
-        require_disk(folder.parent, plan.total_bytes, "The checkpoint", smaller=smaller)
-        command, box = _command(model, plan, folder)
-        log = store.root / "logs" / f"convert-{place.path.name}.log"
-        config = run_tool(
-            command,
-            folder,
-            world_size=len(plan.sizes),
-            memory=_memory(plan),
-            log=log,
-            progress=progress,
-            box=box,
-        )
-        _require_quantised(plan, config, log)
-        ran = command if box is None else in_container(command, box)
-        facts = {**manifest.facts, "command": str(ran), "log": str(log), "bytes": _bytes_of(folder)}
-        if verify is not None:
-            proof = planned_proof(config, model, verify, place, progress)
-            facts["check"] = proof.require(folder)
-        return replace(manifest, facts=facts)
+    proven: list[Proof] = []
 
-    return publish(Checkpoint, place.path, manifest, produce)
+    def produce(folder: Path) -> Manifest:
+        log = store.root / "logs" / f"convert-{place.path.name}.log"
+        config, facts = _produce(model, plan, folder, log, progress)
+        if verify is not None:
+            proven.append(planned_proof(config, model, verify, place, progress))
+            facts["check"] = proven[0].require(folder)
+        return replace(manifest, facts={**manifest.facts, **facts})
+
+    checkpoint = publish(Checkpoint, place.path, manifest, produce)
+    if verify is None or proven:
+        return checkpoint
+    return planned_proof(read_config(checkpoint.path), model, verify, place, progress).of_published(checkpoint)
+
+
+def _produce(
+    model: Model, plan: Plan, folder: Path, log: Path, progress: Progress
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Fill `folder`: the config of the checkpoint, and what its manifest is to know of the run."""
+    smaller = smaller_checkpoint(plan.spec.dtype)
+    if plan.spec.quantize == "none":
+        smaller = f"{smaller} --quantize int8 or int4 makes it smaller.".lstrip()
+    require_disk(folder.parent, plan.total_bytes, "The checkpoint", smaller=smaller)
+    command, box = _command(model, plan, folder)
+    ranks = len(plan.sizes)
+    config = run_tool(command, folder, world_size=ranks, memory=_memory(plan), log=log, progress=progress, box=box)
+    _require_quantised(plan, config, log)
+    ran = command if box is None else in_container(command, box)
+    return config, {"command": str(ran), "log": str(log), "bytes": _bytes_of(folder)}
 
 
 def _memory(plan: Plan) -> ToolMemory:
