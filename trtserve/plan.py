@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trtserve.architectures.kernel_layout import HOPPER
-from trtserve.architectures.quantized import GPTQ, quant_algo
 from trtserve.architectures.source import read_hf_config
 from trtserve.artifacts import Manifest, Model, looks_like
 from trtserve.capacity.fitting import (
@@ -24,6 +22,7 @@ from trtserve.capacity.fitting import (
     smallest_fit,
     unable,
 )
+from trtserve.capacity.gpu_notes import gpu_notes, release_note
 from trtserve.capacity.gpus import Gpu
 from trtserve.capacity.needs import build_addresses, import_memory
 from trtserve.capacity.own_gpus import own_gpu
@@ -33,14 +32,12 @@ from trtserve.capacity.serving import fitting_tokens
 from trtserve.capacity.wishes import Need, Wish, advice, need_of
 from trtserve.convert import Plan as Conversion
 from trtserve.convert import checkpoint_config, plan_conversion
-from trtserve.errors import MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError, counted
+from trtserve.errors import MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
 from trtserve.import_ import ModelPlan, missing_bytes, plan_model
 from trtserve.import_.headers import outline_model
 from trtserve.import_.plan import is_weights
 from trtserve.machine import free_disk
 from trtserve.progress import SILENT, Progress
-from trtserve.releases import RELEASES
-from trtserve.releases.gpus import kernels_for
 from trtserve.runtimes import automatic_runtime
 from trtserve.runtimes.rank_weights import rank_weights
 from trtserve.specs import CALIBRATED, BuildSpec, ConvertSpec
@@ -373,34 +370,12 @@ def _gpu_answer(conversion: Conversion, question: Question) -> GpuAnswer | None:
         return None
     asked = fit_gpu(conversion.config, question.build, gpu)
     if problem := unable(conversion.config, gpu):
-        return GpuAnswer(asked=asked, smallest=None, longest=None, problem=problem, note=_release_note(gpu))
+        return GpuAnswer(asked=asked, smallest=None, longest=None, problem=problem, note=release_note(gpu))
     smallest = asked if asked.fits and asked.tp_size * asked.pp_size == 1 else None
-    notes = (_too_few(asked, gpu), _conversion_note(conversion, gpu), _release_note(gpu))
     return GpuAnswer(
         asked=asked,
         smallest=smallest or smallest_fit(conversion.config, question.build, gpu),
         longest=None if asked.fits else shorter_fit(conversion.config, question.build, gpu),
         steps=None if asked.fits else fitting_step(conversion.config, question.build, gpu),
-        note="; ".join(filter(None, notes)) or None,
+        note="; ".join(gpu_notes(conversion.config, asked, gpu)) or None,
     )
-
-
-def _too_few(asked: GpuFit, gpu: Gpu) -> str | None:
-    ranks = asked.tp_size * asked.pp_size
-    return None if gpu.here is None or gpu.here >= ranks else f"{ranks} ranks; {counted(gpu.here, 'GPU')} can be seen"
-
-
-def _conversion_note(conversion: Conversion, gpu: Gpu) -> str | None:
-    """The order of 4-bit weights belongs to a generation of GPUs; that of Ampere is the one that is taken else."""
-    if quant_algo(conversion.config) == GPTQ and gpu.sm is not None and gpu.sm >= HOPPER:
-        return f"convert with --gpu-sm {gpu.sm}, which the order of 4-bit weights depends on"
-    return None
-
-
-def _release_note(gpu: Gpu) -> str | None:
-    """Which releases have kernels for a GPU; None when all have."""
-    row = kernels_for(f"{gpu.sm // 10}.{gpu.sm % 10}") if gpu.sm is not None else None
-    if row is None or all(row.within(release) for release in RELEASES):
-        return None
-    which = f"until {row.until}, and by none later" if row.until else f"from {row.since} on"
-    return f"{gpu.name} ({row.architecture}) is supported by TensorRT-LLM {which}"

@@ -269,7 +269,7 @@ def test_a_gemma3_that_scales_some_layers_only_is_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | gemma))
     assert late() == UnsupportedModelError.code
     told = " ".join(capsys.readouterr().err.split())
-    assert "scales the rotary embedding (linear) of its layers without a window only" in told
+    assert "scales the rotary embedding (linear) of its layers without a window only, and an engine" in told
     assert "--runtime llmapi" in told
     assert not late.doubles.calls("trtllm-build")
 

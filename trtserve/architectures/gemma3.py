@@ -15,7 +15,7 @@ from trtserve.architectures import gemma
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, require_sizes
 from trtserve.architectures.gemma import NORM_OFFSET, gemma_config
 from trtserve.architectures.llama_tensors import Parts, llama_targets, llama_unused
-from trtserve.architectures.rope import inverse_frequencies, rope_parameters, rotary
+from trtserve.architectures.rope import inverse_frequencies, rope_parameters, rotary, scaling_type
 from trtserve.architectures.source import VISION
 from trtserve.architectures.windows import layer_kinds
 from trtserve.errors import UnsupportedModelError
@@ -136,6 +136,19 @@ def full_attention_scaling(config: CheckpointConfig) -> dict[str, Any] | None:
     """
     scaling: dict[str, Any] | None = config.get(FULL_ATTENTION_SCALING) or config.get("rotary_scaling")
     return scaling
+
+
+def engine_problem(config: CheckpointConfig) -> str | None:
+    """Why an engine of TensorRT-LLM would calculate another model; None when it calculates this one.
+
+    It makes the rotary tables of layers with and without a window by one scaling (Attention.register_rope_params).
+    """
+    if config["architecture"] not in HF_ARCHITECTURES or not (scaling := full_attention_scaling(config)):
+        return None
+    return (
+        f"this Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) of its layers without a window only, and "
+        "an engine of TensorRT-LLM scales all layers or none"
+    )
 
 
 def decoder(config: CheckpointConfig) -> Decoder:

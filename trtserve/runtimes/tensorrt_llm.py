@@ -10,7 +10,6 @@ from typing import Any
 
 from trtserve import machine, process
 from trtserve.architectures import gemma3
-from trtserve.architectures.rope import scaling_type
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import (
     BuildError,
@@ -223,11 +222,9 @@ def _builder(spec: BuildSpec) -> Installed:
 
 
 def _require_rotation(config: CheckpointConfig) -> None:
-    """TensorRT-LLM makes the rotary tables of the layers with and without a window by one scaling (Attention)."""
-    if config["architecture"] in gemma3.HF_ARCHITECTURES and (scaling := gemma3.full_attention_scaling(config)):
+    if problem := gemma3.engine_problem(config):
         raise UnsupportedModelError(
-            f"This Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) of its layers without a window only; "
-            "an engine of TensorRT-LLM scales all layers or none, and its answers would be others.",
+            f"{problem[0].upper()}{problem[1:]}: its answers would be others.",
             hint="Its PyTorch backend runs the model on GPUs (--runtime llmapi), --runtime openvino on this CPU.",
         )
 
