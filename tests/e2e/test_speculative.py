@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.model_server import ModelServer, integers, serving
+from tests.support.model_server import ModelServer, Tensors, flags, integers, serving, texts
 from tests.support.text_requests import ask, is_idle, request, text_of, word_in
 from tests.support.tiny_models import read_safetensors, write_safetensors
 from tests.support.waiting import wait_until
@@ -158,6 +158,37 @@ def test_beyond_the_drafts_end_the_target_goes_on(drafting: ModelServer) -> None
 def test_the_targets_end_cuts_the_answer_as_without_drafts(drafting: ModelServer) -> None:
     prompt = "y" * 1000
     assert text_of(ask(drafting, NAME, prompt, 100, end_id=-1, num_draft_tokens=4)) == plain(drafting, prompt, 100)
+
+
+def core_answer(server: ModelServer, model: str, ids: list[int], count: int, **more: Any) -> tuple[list[int], Tensors]:
+    """Prompt and new tokens, and all outputs of a core model."""
+    tensors = {"input_ids": np.array([ids], dtype=np.int32), "input_lengths": integers(len(ids))}
+    tensors |= {"request_output_len": integers(count), "end_id": integers(-1), "pad_id": integers(2), **more}
+    with server.stream() as stream:
+        (answer,) = stream.all(model, tensors)
+    length = int(answer["sequence_length"].item())
+    return answer["output_ids"][0, 0, :length].tolist(), answer
+
+
+@pytest.mark.parametrize("with_logits", [False, True])
+def test_a_client_that_drives_both_models(drafting: ModelServer, with_logits: bool) -> None:
+    """The loop of e2e_grpc_speculative_decoding_client.py: text → draft and target in turn → text."""
+    query = {"QUERY": texts(PROMPT), "REQUEST_OUTPUT_LEN": integers(COUNT)}
+    made = drafting.infer("preprocessing", query)
+    ids: list[int] = made["INPUT_ID"][0].tolist()
+    end, rounds = len(ids) + COUNT, 0
+    while len(ids) < end:
+        count = min(5, end - len(ids))
+        wanted = {"return_generation_logits": flags(True)} if with_logits else {}
+        drafted, answer = core_answer(drafting, "tensorrt_llm_draft", ids, count, **wanted)
+        draft: Tensors = {"draft_input_ids": np.array([drafted[len(ids) :]], dtype=np.int32)}
+        if with_logits:
+            draft["draft_logits"] = answer["generation_logits"][:, 0]
+        ids, _ = core_answer(drafting, "tensorrt_llm", ids, count + 1, **draft)
+        rounds += 1
+    tokens = {"TOKENS_BATCH": np.array([[ids[:end]]], dtype=np.int32), "SEQUENCE_LENGTH": integers(end)}
+    assert drafting.infer("postprocessing", tokens)["OUTPUT"].item().decode() == plain(drafting)
+    assert COUNT / 6 <= rounds < COUNT
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
