@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from trtserve import __version__
 from trtserve.errors import ArtifactError
+from trtserve.files import read_json_object
 
 Kind = Literal["model", "checkpoint", "engine", "repository", "adapter"]
 
@@ -55,19 +56,16 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read the manifest of `folder`; ArtifactError when there is none or it cannot be understood."""
         path = folder / MANIFEST
+        damaged = "The folder is damaged: remove it and run the stage that makes it again."
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            manifest = cls(**content)
+            manifest = cls(**read_json_object(path, hint=damaged))
         except FileNotFoundError:
             raise ArtifactError(
                 f"{folder} has no {MANIFEST}: it is not a complete trtserve artefact.",
                 hint="Run the stage that makes it again; unfinished work is picked up.",
             ) from None
-        except (json.JSONDecodeError, TypeError) as error:
-            raise ArtifactError(
-                f"{path} cannot be read as a manifest: {error}.",
-                hint="The folder is damaged: remove it and run the stage that makes it again.",
-            ) from error
+        except TypeError as error:
+            raise ArtifactError(f"{path} cannot be read as a manifest: {error}.", hint=damaged) from error
         if manifest.schema != SCHEMA:
             raise ArtifactError(
                 f"{path} has schema {manifest.schema}; this trtserve reads schema {SCHEMA}.",
@@ -176,7 +174,7 @@ def looks_like(kind: type[Artifact], folder: Path) -> bool:
     if kind is Model and any(folder.glob("tokenizer*")):
         return True
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json_object(folder / "config.json")
+    except (FileNotFoundError, ArtifactError):
         return False
-    return isinstance(config, dict) and not _CONFIG_KEYS[kind].isdisjoint(config)
+    return not _CONFIG_KEYS[kind].isdisjoint(config)

@@ -96,6 +96,18 @@ def _is_open_at(handle: TextIO, path: Path) -> bool:
         return False
 
 
+def read_text(path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None) -> str:
+    """The text in `path`; `error` for a file that cannot be read or is no UTF-8. FileNotFoundError passes through."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise
+    except OSError as refused:
+        raise error(f"{path} cannot be read: {refused.strerror}.", hint=hint) from refused
+    except UnicodeDecodeError as damage:
+        raise error(f"{path} is not UTF-8 text: {damage.reason} at byte {damage.start}.", hint=hint) from damage
+
+
 def read_json_object(
     path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None
 ) -> dict[str, Any]:
@@ -103,13 +115,10 @@ def read_json_object(
 
     FileNotFoundError passes through: what it means that there is no file, the caller knows.
     """
+    text = read_text(path, error, hint=hint)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise
-    except OSError as refused:
-        raise error(f"{path} cannot be read: {refused.strerror}.", hint=hint) from refused
-    except (ValueError, RecursionError) as damage:  # bytes that are no UTF-8 are a ValueError too
+        content = json.loads(text)
+    except (ValueError, RecursionError) as damage:
         raise error(f"{path} is not JSON: {damage}.", hint=hint) from damage
     if not isinstance(content, dict):
         raise error(f"{path} is not a JSON object.", hint=hint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from trtserve.architectures import parameter_count
 from trtserve.architectures.checkpoint import with_defaults
 from trtserve.artifacts import Checkpoint, Engine, Manifest, ModelRepository, looks_like
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
+from trtserve.files import read_json_object
 from trtserve.progress import SILENT, Progress
 from trtserve.releases.engine_config import speculative_mode
 from trtserve.runtimes.base import weights_precision
@@ -144,16 +144,10 @@ def _described(folder: Path) -> Description:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(folder / "config.json", CorruptFileError, hint="Build the engine again.")
     except FileNotFoundError:
         raise _no_engine(folder) from None
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON: {error}.", hint="Build the engine again.") from error
-    if not isinstance(content, dict):
-        raise CorruptFileError(f"{path} is not a JSON object.", hint="Build the engine again.")
-    return content
 
 
 def _no_engine(folder: Path, config: Mapping[str, Any] | None = None) -> ArtifactError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator
@@ -23,7 +22,7 @@ from trtserve.artifacts import (
     ModelRepository,
 )
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
-from trtserve.files import locked, writing
+from trtserve.files import locked, read_json_object, writing
 from trtserve.runtimes.base import weights_precision
 from trtserve.servers import Server, list_servers, recorded_servers
 from trtserve.store import NameRecord, Store
@@ -238,8 +237,8 @@ def _manifests(folders: Iterable[Path]) -> Iterator[tuple[Path, Manifest]]:
 def engine_precision(engine: Path) -> str:
     """Precision of an engine in words: `bfloat16, KV u8` or `float16 int8 weights`; empty when there is no engine."""
     try:
-        config = json.loads((engine / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        config = read_json_object(engine / "config.json")
+    except (FileNotFoundError, ArtifactError):
         return ""
     pretrained, own = config.get("pretrained_config", {}), config.get("trtserve", {})
     words = dtype = str(pretrained.get("dtype", ""))

@@ -5,7 +5,6 @@ The files are those of NVIDIA's hf_lora_convert: clients send them as they are.
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from trtserve.architectures.adapter import (
 from trtserve.architectures.tensor_files import TensorFile
 from trtserve.artifacts import Adapter, Manifest, fingerprint
 from trtserve.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
+from trtserve.files import read_json_object
 from trtserve.import_.downloads import download_folder
 from trtserve.import_.sources import Source, parse_source
 from trtserve.machine import gibibytes
@@ -184,13 +184,7 @@ def _source_config(
 
 
 def _read_config(path: Path) -> AdapterConfig:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise CorruptFileError(f"{path} is not a JSON object.")
-    return adapter_config(content)
+    return adapter_config(read_json_object(path, CorruptFileError))
 
 
 def _names(folder: Path) -> list[str]:

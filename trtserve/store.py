@@ -10,7 +10,6 @@ $TRTSERVE_HOME (else $XDG_CACHE_HOME/trtserve, else ~/.cache/trtserve)
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import shutil
@@ -39,7 +38,7 @@ from trtserve.errors import (
     UsageError,
     listing,
 )
-from trtserve.files import locked, write_json, writing
+from trtserve.files import locked, read_json_object, write_json, writing
 from trtserve.progress import SILENT, Progress
 
 A = TypeVar("A", bound=Artifact)
@@ -332,14 +331,13 @@ def _created(artefact: Artifact) -> str:
 
 def _read_record(path: Path) -> NameRecord | None:
     """The record at `path`; None where a `trtserve remove` was faster."""
+    again = "Remove the file and import again."
     try:
-        return NameRecord(**json.loads(path.read_text(encoding="utf-8")))
+        return NameRecord(**read_json_object(path, hint=again))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
-        raise ArtifactError(
-            f"{path} cannot be read as the record of an import: {error}.", hint="Remove the file and import again."
-        ) from error
+    except TypeError as error:
+        raise ArtifactError(f"{path} cannot be read as the record of an import: {error}.", hint=again) from error
 
 
 def default_root() -> Path:

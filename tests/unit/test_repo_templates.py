@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from trtserve.cli import run
-from trtserve.errors import RepositoryError, UsageError
+from trtserve.errors import ArtifactError, RepositoryError, UsageError
 from trtserve.progress import SilentProgress
 from trtserve.repo.templates import fill_templates, parse_substitutions, write_filled
 from trtserve.triton.config import parse_config
+from trtserve.triton.preflight import read_config
 
 # The shape of NVIDIA's files: a comment, fields with bare placeholders, one block for each parameter.
 CORE = """# Licence, with a ${placeholder} of its own
@@ -162,6 +163,32 @@ def test_out_leaves_the_templates_alone(models: Path, tmp_path: Path) -> None:
         write_filled(models, filled, tmp_path / "out")
     write_filled(models, filled, None)
     assert "${triton_backend}" not in (models / "tensorrt_llm" / "config.pbtxt").read_text()
+
+
+def test_a_template_that_is_named_by_its_file(models: Path, tmp_path: Path) -> None:
+    file = models / "tensorrt_llm" / "config.pbtxt"
+    filled = fill_templates(file, NEEDED, release="0.19", drop_unset=True)
+    write_filled(file, filled, tmp_path / "out")
+    assert (tmp_path / "out" / "config.pbtxt").read_text() == filled[0].text
+    assert (tmp_path / "out" / "1" / "model.py").exists()
+    assert file.read_text() == CORE
+    write_filled(file, filled, None)
+    assert file.read_text() == filled[0].text
+
+
+def test_an_out_below_a_file_is_explained(models: Path, tmp_path: Path) -> None:
+    filled = fill_templates(models / "tensorrt_llm", NEEDED, release="0.19", drop_unset=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ArtifactError, match="Not a directory"):
+        write_filled(models / "tensorrt_llm", filled, tmp_path / "file" / "out")
+
+
+def test_a_template_in_another_encoding(models: Path) -> None:
+    (models / "preprocessing" / "config.pbtxt").write_bytes(f"# für {PREPROCESSING}".encode("latin-1"))
+    with pytest.raises(RepositoryError, match=r"preprocessing/config\.pbtxt is not UTF-8 text"):
+        fill_templates(models, NEEDED, release="0.19")
+    with pytest.raises(RepositoryError, match="is not UTF-8 text"):
+        read_config(models / "preprocessing" / "config.pbtxt")
 
 
 def test_what_triton_cannot_read_is_refused(models: Path) -> None:

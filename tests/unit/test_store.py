@@ -11,10 +11,21 @@ from typing import Any
 
 import pytest
 
-from trtserve.artifacts import KINDS, Artifact, Checkpoint, Engine, Manifest, Model, fingerprint, load_artifact
+from trtserve.artifacts import (
+    KINDS,
+    MANIFEST,
+    Artifact,
+    Checkpoint,
+    Engine,
+    Manifest,
+    Model,
+    fingerprint,
+    load_artifact,
+)
+from trtserve.bench.traffic import limits_of_repository
 from trtserve.check import find_artifact
-from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, UsageError
-from trtserve.files import locked
+from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, RepositoryError, UsageError
+from trtserve.files import locked, read_json_object
 from trtserve.progress import SilentProgress
 from trtserve.store import NameRecord, Store, link_or_copy, publish, reusable
 
@@ -246,3 +257,27 @@ def test_link_or_copy(tmp_path: Path) -> None:
     link_or_copy(source, tmp_path / "copied" / "weights", copy=True)
     assert (tmp_path / "linked" / "weights").samefile(source)
     assert not (tmp_path / "copied" / "weights").samefile(source)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b"[]", "is not a JSON object"),
+        (b'{"a": "\xff"}', "is not UTF-8 text: .* at byte 7"),
+        (b"[" * 100_000, "is not JSON"),
+    ],
+)
+def test_what_is_no_json_object(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(RepositoryError, match=words):
+        read_json_object(tmp_path / "config.json", RepositoryError)
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(ArtifactError, match=words) as caught:
+        Manifest.read(tmp_path)
+    assert "remove it" in str(caught.value.hint)
+    folder = tmp_path / "tensorrt_llm" / "1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(RepositoryError, match=words):
+        limits_of_repository(tmp_path, "tensorrt_llm")

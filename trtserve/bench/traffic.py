@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.errors import UsageError
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.files import read_json_object
 from trtserve.specs import BenchSpec
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ Prompt = tuple["npt.NDArray[np.int32]", str | None]
 
 
 def limits_of_repository(repository: Path, model: str) -> Limits:
-    """Limits written in the engine's config.json of a model repository; unknown ones stay None."""
+    """Limits written in the engine's config.json of a model repository; unknown ones stay None.
+
+    RepositoryError for a file that is damaged.
+    """
     config = _read_json(repository / model / "1" / "config.json")
     pretrained, build = config.get("pretrained_config", {}), config.get("build_config", {})
     return Limits(
@@ -89,10 +92,9 @@ def _special_ids(tokenizer: Path) -> frozenset[int]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path, RepositoryError)
     except FileNotFoundError:
         return {}
-    return content
 
 
 def token_norm_dist(

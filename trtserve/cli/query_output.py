@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve.cli import output
-from trtserve.errors import UsageError
+from trtserve.errors import RepositoryError, UsageError
 
 if TYPE_CHECKING:
     from trtserve.query import Generation, QuerySpec
@@ -210,7 +210,12 @@ def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
     from trtserve.bench.traffic import limits_of_repository
     from trtserve.triton.client import CORE_MODEL
 
-    limit = None if endpoint.repository is None else limits_of_repository(endpoint.repository, CORE_MODEL).max_seq_len
+    if endpoint.repository is None:
+        return
+    limit = None
+    # The answer is out: a repository that was damaged since the server read it takes nothing from it.
+    with suppress(RepositoryError):
+        limit = limits_of_repository(endpoint.repository, CORE_MODEL).max_seq_len
     if limit is not None and spec.max_tokens >= limit:
         output.say(
             f"note: --max-tokens {spec.max_tokens} is cut by the engine: prompt and answer have {limit} tokens at most."

@@ -13,6 +13,7 @@ from typing import Any
 from trtserve import hub
 from trtserve.artifacts import Manifest, Model, fingerprint, load_artifact
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
+from trtserve.files import read_json_object
 from trtserve.hub import RemoteFile, Revision
 from trtserve.import_.sources import Source
 from trtserve.store import Store
@@ -136,7 +137,7 @@ def planned_files(
     by_name = {file.name: file for file in files}
     if CONFIG not in by_name:
         raise ModelNotFoundError(f"{label} has no {CONFIG}.", hint="Give a model in the Hugging Face format.")
-    config = _read_json(read(by_name[CONFIG]), label)
+    config = _config(read(by_name[CONFIG]))
     known = is_convertible(config)
     if not (known or any_architecture):
         supported(config)  # which says why
@@ -197,14 +198,8 @@ def _indexed(label: str, files: Mapping[str, RemoteFile], index: str, read: Call
     return shards | {index}
 
 
-def _read_json(path: Path, label: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CorruptFileError(f"{path.name} of {label} is not JSON: {error}.", hint=_AGAIN) from error
-    if not isinstance(content, dict):
-        raise CorruptFileError(f"{path.name} of {label} is not a JSON object.", hint=_AGAIN)
-    return content
+def _config(path: Path) -> dict[str, Any]:
+    return read_json_object(path, CorruptFileError, hint=_AGAIN)
 
 
 def folder_plan(source: Source, *, own_tokenizer: bool = True, any_architecture: bool = False) -> ModelPlan:
@@ -280,5 +275,5 @@ def stored_plan(source: Source, store: Store, *, offline: bool) -> ModelPlan | N
     manifest, folder = max(matching, key=lambda pair: pair[0].created)
     files = tuple(RemoteFile(**file) for file in manifest.facts["files"])
     revision = Revision(repository=source.location, commit=manifest.spec["commit"], files=files)
-    config = _read_json(folder / CONFIG, source.location)
+    config = _config(folder / CONFIG)
     return ModelPlan(source=source, files=files, config=config, revision=revision, folder=folder)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.errors import UsageError
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.files import read_json_object
 from trtserve.query.values import as_declared, file_array, read_text
 from trtserve.triton.tensors import Tensor
 
@@ -84,7 +84,7 @@ def _adapters(repository: Path | None) -> Mapping[str, Any] | None:
     if repository is None or not repository.is_dir():
         return None
     path = repository / "lora.json"
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    content = read_json_object(path, RepositoryError) if path.exists() else {}
     adapters: Mapping[str, Any] = content.get("adapters", {})
     return adapters
 
@@ -137,11 +137,9 @@ def vocab_size(context: Context) -> int | None:
     if given is not None or context.repository is None:
         return None if given is None else int(given)
     config = context.repository / context.model.name / "1" / "config.json"
-    return (
-        int(json.loads(config.read_text(encoding="utf-8"))["pretrained_config"]["vocab_size"])
-        if config.exists()
-        else None
-    )
+    engine = read_json_object(config, RepositoryError) if config.exists() else {}
+    size = engine.get("pretrained_config", {}).get("vocab_size")
+    return None if size is None else int(size)
 
 
 def drafts(context: Context) -> dict[str, Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import MANIFEST
 from trtserve.errors import RepositoryError
+from trtserve.files import read_json_object
 from trtserve.store import link_or_copy
 from trtserve.triton.core_models import world_size
 
@@ -19,14 +19,12 @@ def read_engine(folder: Path) -> dict[str, Any]:
     """The content of its config.json; RepositoryError for a folder that is no engine."""
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_object(path, RepositoryError, hint="Build the engine again.")
     except FileNotFoundError:
         raise RepositoryError(
             f"{folder} is no engine: it has no config.json.", hint="Give the folder that `trtserve build` printed."
         ) from None
-    except json.JSONDecodeError as error:
-        raise RepositoryError(f"{path} is not valid JSON: {error}.", hint="Build the engine again.") from error
-    if not isinstance(content, dict) or not isinstance(content.get("build_config"), dict):
+    if not isinstance(content.get("build_config"), dict):
         raise RepositoryError(
             f"{path} has no build_config: this is a checkpoint or a model, not an engine.",
             hint="Run `trtserve build` on the checkpoint first.",

@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 
 from trtserve.errors import RepositoryError, UsageError
+from trtserve.files import read_text, writing
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order
 from trtserve.releases.retired import TEMPLATE_TOOL, retired
@@ -57,7 +58,7 @@ def fill_templates(
     """
     rules = NEWEST if release is None else normalize_release(release)
     values = parse_substitutions(substitutions, rules)
-    texts = {path: path.read_text(encoding="utf-8") for path in _templates(folder)}
+    texts = {path: read_text(path, RepositoryError) for path in _templates(folder)}
     _require_known(values, texts.values(), rules, progress)
     _require_values(values, texts, rules)
     defaults = {key: text for key, (text, since) in _DEFAULTS.items() if order(rules) >= order(since)}
@@ -66,22 +67,40 @@ def fill_templates(
         contents = {path: _without_unset(text, rules) for path, text in contents.items()}
     _require_filled(contents)
     for path, text in contents.items():
-        _require_readable(path, text)
-    top = folder if folder.is_dir() else folder.parent
+        parse_config(text, path)
+    top = _top(folder)
     return tuple(FilledTemplate(path=path.relative_to(top), text=text) for path, text in contents.items())
 
 
 def write_filled(folder: Path, filled: Iterable[FilledTemplate], out: Path | None) -> None:
-    """Write what `fill_templates` gave: over the templates, or into `out`, a new copy of the whole folder."""
-    if out is not None:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"{out} exists already; nothing there is overwritten.", hint="Choose another --out.")
+    """Write what `fill_templates` gave of `folder`: over the templates, or into `out`, a new copy of the whole folder.
+
+    UsageError where `out` holds something, ArtifactError or DiskSpaceError when the file system refuses.
+    """
+    top = _top(folder)
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists already; nothing there is overwritten.", hint="Choose another --out.")
+    with writing(out or top):
+        if out is not None:
+            _copy(top, out)
+        for each in filled:
+            target = (out or top) / each.path
+            staged = target.with_name(f".{target.name}.partial")
+            staged.write_text(each.text, encoding="utf-8")
+            staged.replace(target)
+
+
+def _top(folder: Path) -> Path:
+    """The folder of a template that was named by its file."""
+    return folder if folder.is_dir() else folder.parent
+
+
+def _copy(folder: Path, out: Path) -> None:
+    try:
         shutil.copytree(folder, out, dirs_exist_ok=True)
-    for each in filled:
-        target = (out or folder) / each.path
-        staged = target.with_name(f".{target.name}.partial")
-        staged.write_text(each.text, encoding="utf-8")
-        staged.replace(target)
+    except shutil.Error as error:  # the reasons of all files, each with its two paths
+        source, _, reason = error.args[0][0]
+        raise RepositoryError(f"{source} cannot be copied to {out}: {reason}.") from error
 
 
 def parse_substitutions(text: str, release: str) -> dict[str, str]:
@@ -189,13 +208,3 @@ def _require_filled(texts: Mapping[Path, str]) -> None:
         *(["Give the optional ones a value, or leave them out with --drop-unset."] if optional else []),
     ]
     raise RepositoryError(f"No value was given for:\n{lines}", hint="\n".join(hints))
-
-
-def _require_readable(path: Path, text: str) -> None:
-    try:
-        parse_config(text)
-    except Exception as error:
-        # text_format's ParseError is no ValueError in every protobuf release, and protobuf is not imported here.
-        if type(error).__name__ != "ParseError":
-            raise
-        raise RepositoryError(f"{path} is not a Triton model configuration: {error}.") from error

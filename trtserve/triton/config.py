@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trtserve.errors import RepositoryError
 from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, POSTPROCESSING, PREPROCESSING, ModelProfile, Profile, Tensor
 
 
@@ -80,12 +81,15 @@ def llmapi_config_text(description: ModelProfile, *, name: str, decoupled: bool,
     return str(text_format.MessageToString(config))
 
 
-def parse_config(text: str) -> Any:
-    """The `ModelConfig` message that `text` says; ParseError of text_format when it says none."""
+def parse_config(text: str, name: object = "The text") -> Any:
+    """The `ModelConfig` message that `text` says; RepositoryError, which calls it `name`, when it says none."""
     from google.protobuf import text_format
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-    return text_format.Parse(text, ModelConfig())
+    try:
+        return text_format.Parse(text, ModelConfig())
+    except (text_format.ParseError, ValueError) as error:
+        raise RepositoryError(f"{name} is not a Triton model configuration: {str(error).rstrip('.')}.") from error
 
 
 def type_name(tensor: Any) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from trtserve.errors import RepositoryError
+from trtserve.files import read_json_object
 
 Backend = Literal["tensorrtllm", "python", "llmapi"]
 Groups = tuple[tuple[int, ...], ...]
@@ -165,11 +165,7 @@ def _engine_config(folder: Path | None) -> Mapping[str, Any]:
     path = None if folder is None else folder / "config.json"
     if path is None or not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RepositoryError(f"{path} is not JSON: {error}.") from error
-    return content if isinstance(content, dict) else {}
+    return read_json_object(path, RepositoryError)
 
 
 def _groups(name: str, config: Any, key: str) -> Groups:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError
+from trtserve.files import read_json_object, read_text
 from trtserve.triton.config import parse_config
 from trtserve.triton.core_models import Backend, CoreModel, core_models, world_size
 from trtserve.triton.embedded import refused_parameter
@@ -175,21 +175,13 @@ def placeholders(text: str) -> Iterator[tuple[int, str]]:
 
 def read_config(path: Path) -> Any:
     """The ModelConfig message of a config.pbtxt; RepositoryError, with file and line, when it says none."""
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path, RepositoryError)
     for number, left in placeholders(text):
         raise RepositoryError(
             f"{path}, line {number}: the placeholder {left} was never filled in.",
             hint="Give the parameter its value, or remove it; `trtserve repo` writes complete files.",
         )
-    try:
-        return parse_config(text)
-    except ValueError as error:
-        raise RepositoryError(f"{path} is not a Triton model configuration: {str(error).rstrip('.')}.") from error
-    except Exception as error:
-        # text_format's ParseError is no ValueError in every protobuf release, and protobuf is not imported here.
-        if type(error).__name__ != "ParseError":
-            raise
-        raise RepositoryError(f"{path} is not a Triton model configuration: {str(error).rstrip('.')}.") from error
+    return parse_config(text, path)
 
 
 def require_program(folder: Path, config: Any) -> None:
@@ -248,9 +240,6 @@ def _core_streams(configs: Mapping[str, Any]) -> bool:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path, RepositoryError)
     except FileNotFoundError:
         return {}
-    except json.JSONDecodeError as error:
-        raise RepositoryError(f"{path} is not JSON: {error}.") from error
-    return content if isinstance(content, dict) else {}
