@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import numpy as np
 import pytest
 
 from tests.support.in_process import InProcess
-from tests.support.model_server import ModelServer, Tensors, flags, serving
+from tests.support.model_server import ModelServer, Tensors, flags, integers, serving
 from tests.support.release_client import NEWEST, long_integers
 from tests.support.text_requests import answers, ask, request, text_of
+from tests.support.waiting import wait_until
 from trtserve.artifacts import Checkpoint, Engine
 from trtserve.build import build_engine
 from trtserve.executor import api
@@ -32,16 +36,23 @@ WITHOUT_MEANING = {
     "xgrammar_tokenizer_info_path": "/of/a/machine/with/GPUs.json",
 }
 UNKNOWN_WORD = 'parameters { key: "batch_scheduler_policy" value { string_value: "first_come" } }\n'
+FRACTION, QUEUED, REPORTED = 0.002, 0.2, 1.5
+"""Of the free memory; seconds."""
+TASK = 7
 EFFECTIVE = {
+    "kv_cache_free_gpu_mem_fraction": str(FRACTION),
+    "enable_kv_cache_reuse": "false",
     "enable_chunked_context": "true",
     "max_attention_window_size": str(WINDOW),
     "exclude_input_in_output": "true",
     "normalize_log_probs": "false",
     "decoding_mode": "top_k",
-    "max_queue_delay_microseconds": "1000",
-    "cancellation_check_period_ms": "10",
-    "stats_check_period_ms": "10",
+    "max_queue_delay_microseconds": str(round(QUEUED * 1e6)),
+    # So long that nobody looks for a cancelled request before the end of these tests.
+    "cancellation_check_period_ms": "600000",
+    "stats_check_period_ms": str(round(REPORTED * 1000)),
     "iter_stats_max_iterations": "50",
+    # Nothing of Triton's shows the statistics of requests: tests/unit/test_executor_requests.py has their effect.
     "request_stats_max_iterations": "50",
     "preprocessing.add_special_tokens": "false",
     "postprocessing.skip_special_tokens": "false",
@@ -55,15 +66,26 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def repository(root: Path, features_checkpoint: Checkpoint, features_model: Path) -> Path:
+def repository(
+    root: Path, features_checkpoint: Checkpoint, features_model: Path, features_adapters: dict[str, Path]
+) -> Path:
     """The same weights as those of every other test, on an engine with short steps."""
-    limits = BuildSpec(max_batch_size=8, max_seq_len=512, max_num_tokens=STEP, runtime="openvino")
+    limits = BuildSpec(
+        max_batch_size=8,
+        max_seq_len=512,
+        max_num_tokens=STEP,
+        runtime="openvino",
+        lora_plugin="auto",
+        lora_target_modules=("attn_q", "attn_k", "attn_v"),
+        max_lora_rank=8,
+    )
+    shutil.copytree(features_adapters["left"], root / "prefetched" / str(TASK))
     engine = build_engine(features_checkpoint, limits, out=root / "engine")
     spec = RepositorySpec(
         name=NAME,
         preprocessing_instance_count=2,
         postprocessing_instance_count=2,
-        settings=WITHOUT_MEANING | EFFECTIVE,
+        settings=WITHOUT_MEANING | EFFECTIVE | {"lora_prefetch_dir": str(root / "prefetched")},
     )
     made = assemble_repository(engine, features_model, spec, out=root / "repository").path
     # `repo` refuses what is no such word; NVIDIA's tool fills in anything.
@@ -149,14 +171,114 @@ def test_beams_that_the_model_does_not_allow(server: ModelServer) -> None:
     assert "beam width 2 is larger than configured max beam width 1" in answer["error"]
 
 
-def test_what_cannot_be_done_is_a_load_error(repository: Path, tmp_path: Path) -> None:
-    """As when a config.pbtxt was filled by NVIDIA's tool, which knows nothing of this runtime."""
+@pytest.mark.usefixtures("server")
+def test_a_mode_of_one_sampler_is_told(root: Path) -> None:
+    assert "decoding_mode top_k restricts nothing" in (root / "server" / "triton.log").read_text()
+
+
+def test_in_every_mode_a_request_says_how_it_is_sampled(server: ModelServer, windowed: InProcess) -> None:
+    """TensorRT-LLM's mode top_k leaves the tokens of such a request undefined."""
+    expected = windowed.tokens([1, 30, 31], 12, sampling={"top_p": 0.9, "seed": 5})
+    assert expected != windowed.tokens([1, 30, 31], 12)
+    asked = {**NEWEST.core([1, 30, 31], 12, top_k=0, top_p=0.9), "seed": long_integers(5)}
+    assert core(server, asked)["output_ids"].tolist() == [[expected]]
+
+
+def test_the_kv_cache_takes_its_share_of_the_memory(server: ModelServer, root: Path) -> None:
+    """The share of an executor beside it; the free memory changes, and by default the cache is far smaller."""
+    found = server.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="max"')
+    blocks = []
+    for fraction in (FRACTION, None):
+        cache = api.KvCacheConfig(free_gpu_memory_fraction=fraction)
+        config = api.ExecutorConfig(kv_cache_config=cache)
+        with api.Executor(root / "engine", api.ModelType.DECODER_ONLY, config) as beside:
+            first: Any = beside.get_latest_iteration_stats()[0]
+            blocks.append(first.kv_cache_stats.max_num_blocks)
+    share, default = blocks
+    assert share / 2 < found < share * 2
+    assert found > 4 * default
+
+
+def test_no_block_is_reused(server: ModelServer, oracle: InProcess) -> None:
+    prompt = [1, *range(50, 90)]
+    beside: list[Any] = [oracle.result(prompt, 4, output={"return_perf_metrics": True}) for _ in range(2)]
+    assert beside[1].request_perf_metrics.kv_cache_metrics.num_reused_blocks > 0
+    for _ in range(2):
+        answer = core(server, NEWEST.core(prompt, 4, return_perf_metrics=True))
+        assert answer["kv_cache_reused_blocks"].item() == 0
+
+
+def test_prefetched_adapters_are_known_by_their_ids(
+    server: ModelServer, windowed: InProcess, features_adapters: dict[str, Path]
+) -> None:
+    arrays = [np.load(features_adapters["left"] / f"model.lora_{kind}.npy")[0] for kind in ("weights", "config")]
+    prompt = [1, 60, 61, 62]
+    expected = windowed.tokens(prompt, 12, lora_config=api.LoraConfig(TASK, *arrays))
+    assert expected != windowed.tokens(prompt, 12)
+    assert core(server, NEWEST.core(prompt, 12, lora_task_id=TASK))["output_ids"].tolist() == [[expected]]
+
+
+def test_requests_wait_for_others_as_long_as_they_may(server: ModelServer) -> None:
+    def seconds() -> float:
+        started = time.monotonic()
+        core(server, NEWEST.core([1, 30], 1))
+        return time.monotonic() - started
+
+    assert min(seconds() for _ in range(4)) > 0.9 * QUEUED
+
+
+def test_metrics_are_as_old_as_their_period(server: ModelServer) -> None:
+    seen, until = [], time.monotonic() + 3 * REPORTED
+    while time.monotonic() < until:
+        core(server, NEWEST.core([1, 30], 2))
+        seen.append(server.metric("nv_trtserve_tokens_total", 'token_type="generated"'))
+    changes = len(set(seen)) - 1
+    assert 1 <= changes <= 4 < len(seen) - 1
+
+
+def test_a_cancelled_request_ends_when_it_is_looked_for(server: ModelServer) -> None:
+    """Not before its own end here; elsewhere tests show how soon it ends."""
+    tokens = server.metric("nv_llm_output_token_len_sum")
+    with server.stream() as stream:
+        stream.send("tensorrt_llm", {**NEWEST.core([1, 30], 400, streaming=True), "end_id": integers(-1)})
+        assert not stream.next()[1]
+    wait_until(lambda: server.metric("nv_llm_output_token_len_sum") >= tokens + 400)
+
+
+@contextmanager
+def with_parameter(repository: Path, name: str, value: str) -> Iterator[None]:
+    """The core model's config.pbtxt has another value, as when NVIDIA's tool, which refuses nothing, filled it."""
     config = repository / "tensorrt_llm" / "config.pbtxt"
     text = config.read_text()
-    config.write_text(text + 'parameters { key: "sink_token_length" value { string_value: "4" } }\n')
-    words = "Parameter sink_token_length is '4', which this runtime cannot carry"
+    # The last of two entries with one key counts.
+    config.write_text(text + f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
     try:
-        with pytest.raises(AssertionError, match=words), serving(repository, tmp_path):
-            pass
+        yield
     finally:
         config.write_text(text)
+
+
+def test_without_kept_iterations_the_gauges_stand_still(repository: Path, tmp_path: Path) -> None:
+    with with_parameter(repository, "iter_stats_max_iterations", "0"), serving(repository, tmp_path) as server:
+        core(server, NEWEST.core([1, 30], 2))
+        wait_until(lambda: server.metric("nv_trtserve_tokens_total", 'token_type="generated"') == 2)
+        assert server.metric("nv_trt_llm_kv_cache_block_metrics") == 0
+        assert server.metric("nv_trt_llm_general_metrics") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("sink_token_length", "4", "Parameter sink_token_length is '4', which this runtime cannot carry"),
+        ("lora_cache_gpu_memory_fraction", "0", "Not enough space allocated to device LoRA cache"),
+    ],
+)
+def test_what_cannot_be_done_is_a_load_error(
+    repository: Path, tmp_path: Path, name: str, value: str, words: str
+) -> None:
+    with (
+        with_parameter(repository, name, value),
+        pytest.raises(AssertionError, match=words),
+        serving(repository, tmp_path),
+    ):
+        pass

@@ -109,6 +109,7 @@ def test_numbers_and_switches(core: Core) -> None:
         lora_cache_max_adapter_size="16",
         lora_cache_gpu_memory_fraction="0.25",
         lora_cache_host_memory_bytes="5000",
+        lora_prefetch_dir="adapters",
     )
     cache, adapters = config.kv_cache_config, config.peft_cache_config
     assert (config.max_beam_width, config.max_queue_size) == (3, 7)
@@ -116,6 +117,7 @@ def test_numbers_and_switches(core: Core) -> None:
     assert (config.enable_chunked_context, config.normalize_log_probs) == (True, False)
     assert (adapters.optimal_adapter_size, adapters.max_adapter_size) == (4, 16)
     assert (adapters.device_cache_percent, adapters.host_cache_size) == (0.25, 5000)
+    assert adapters.lora_prefetch_dir == str(core.repository / "adapters")
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -89,12 +89,13 @@ def _kv_cache(module: ExecutorModule, parameters: ModelParameters) -> Keywords:
 
 
 def _peft_cache(parameters: ModelParameters) -> Keywords:
+    prefetched = parameters.path("lora_prefetch_dir")
     return _given(
         optimal_adapter_size=parameters.integer("lora_cache_optimal_adapter_size"),
         max_adapter_size=parameters.integer("lora_cache_max_adapter_size"),
         device_cache_percent=parameters.number("lora_cache_gpu_memory_fraction"),
         host_cache_size=parameters.integer("lora_cache_host_memory_bytes"),
-        lora_prefetch_dir=parameters.text("lora_prefetch_dir"),
+        lora_prefetch_dir=prefetched and str(prefetched),
     )
 
 
