@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Tensors, serving
-from tests.support.release_client import ReleaseClient
+from tests.support.release_client import KV_CACHE_OUTPUTS, PERF_OUTPUTS, ReleaseClient
 from trtserve.artifacts import Engine
 from trtserve.releases import RELEASES, order
 from trtserve.repo import assemble_repository
@@ -25,10 +25,7 @@ PROMPT = [1, 90, 91, 92]
 TEXT = "Releases"
 VOCABULARY = 320
 # Release → whether its repository is decoupled; NVIDIA's guides show both.
-SERVED = {"0.12": True, "0.16": False, "0.19": True, "1.2": False}
-STATISTICS = {"kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"}
-TIMES = {f"{name}_time_ns" for name in ("arrival", "first_scheduled", "first_token", "last_token")}
-DRAFTS = {"acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"}
+SERVED = {"0.12": True, "0.14": True, "0.16": False, "0.17": False, "0.19": True, "1.2": False}
 
 
 @dataclass(frozen=True)
@@ -40,12 +37,16 @@ class Served:
     release: str
     decoupled: bool
 
-    def ask(self, model: str, tensors: Tensors, *, stream: bool) -> list[Tensors]:
-        """The answers, by the kind of call that the client makes; a decoupled model takes streams only."""
+    def ask(self, model: str, tensors: Tensors, *, stream: bool, outputs: Sequence[str] = ()) -> list[Tensors]:
+        """The answers, by the kind of call that the client makes.
+
+        To a decoupled model all requests go through a stream, which is what `--decoupled` and `--streaming` switch on:
+        a unary call is refused, as `test_unary_calls_are_refused_by_a_decoupled_model` shows.
+        """
         if not stream and not self.decoupled:
-            return [self.server.infer(model, tensors)]
+            return [self.server.infer(model, tensors, outputs=outputs)]
         with self.server.stream() as answers:
-            return answers.all(model, tensors)
+            return answers.all(model, tensors, outputs=outputs)
 
     def before(self, release: str) -> bool:
         """Whether the server's release is older than `release`."""
@@ -93,7 +94,7 @@ def expected_outputs(served: Served, asked: dict[str, bool], base: set[str]) -> 
     if served.before("0.14"):
         names |= {"cum_log_probs", "output_log_probs", "context_logits", "generation_logits", "batch_index"}
     if {"return_kv_cache_reuse_stats", "return_perf_metrics"} & asked.keys():
-        names |= STATISTICS if served.before("0.19") else STATISTICS | TIMES | DRAFTS
+        names |= set(KV_CACHE_OUTPUTS if served.before("0.19") else PERF_OUTPUTS)
     return names
 
 
@@ -120,21 +121,29 @@ def check_core(served: Served, tokens: list[int]) -> None:
 
 
 def check_text(served: Served, model: str, tokens: list[int], tokenizer: Any) -> None:
-    """end_to_end_grpc_client.py, which streams every request."""
+    """end_to_end_grpc_client.py, which streams every request and names the outputs that it wants: none other come."""
     client = served.client
     expected = tokenizer.decode([*tokenizer.encode(TEXT), *tokens], skip_special_tokens=True)
     worded = client.text(TEXT, 8, stop_words=["never"], bad_words=["neither"])
-    (answer,) = served.ask(model, worded, stream=True)
+    (answer,) = served.ask(model, worded, stream=True, outputs=client.text_outputs())
     assert answer["text_output"].item().decode() == expected
-    assert set(answer) == expected_outputs(served, {}, {"text_output"})
+    assert set(answer) == {"text_output"}
     asked = asked_for(served, text=True)
-    (answer,) = served.ask(model, client.text(TEXT, 8, end_id=2, pad_id=2, **asked), stream=True)
+    tensors = client.text(TEXT, 8, end_id=2, pad_id=2, **asked)
+    (answer,) = served.ask(model, tensors, stream=True, outputs=client.text_outputs(*asked))
+    assert set(answer) == set(client.text_outputs(*asked))
+    (answer,) = served.ask(model, tensors, stream=True)
     assert set(answer) == expected_outputs(served, asked, {"text_output"})
     if served.decoupled:
-        answers = served.ask(model, client.text([TEXT, "Two"], 8), stream=True)
+        two = client.text([TEXT, "Two"], 8)
+        answers = served.ask(model, two, stream=True, outputs=client.text_outputs(rows=2))
         texts = {each["batch_index"].item(): each["text_output"].item().decode() for each in answers}
         assert texts[0] == expected
         assert set(texts) == {0, 1}
+        if client.has("num_return_sequences", text=True):
+            several = client.text(TEXT, 4, num_return_sequences=2)
+            answers = served.ask(model, several, stream=True, outputs=client.text_outputs(sequences=2))
+            assert sorted(each["sequence_index"].item() for each in answers) == [0, 1]
 
 
 def check_benchmark(served: Served, tokens: list[int]) -> None:
@@ -192,3 +201,27 @@ def test_several_answers_need_the_decoupled_policy(own: Served) -> None:
         own.server.infer("tensorrt_llm", own.client.core(PROMPT, 4, num_return_sequences=2, top_k=4))
     with pytest.raises(InferenceServerException, match="Streaming is only supported in decoupled mode"):
         own.server.infer("tensorrt_llm", own.client.core(PROMPT, 4, streaming=True))
+
+
+def test_unary_calls_are_refused_by_a_decoupled_model(default: Served) -> None:
+    """inflight_batcher_llm_client.py without `--streaming`, benchmark_core_model.py without `--decoupled`."""
+    from tritonclient.utils import InferenceServerException
+
+    for tensors in (default.client.core(PROMPT, 4), default.client.benchmark(PROMPT, 4)):
+        for infer in (default.server.infer, default.server.infer_http):
+            with pytest.raises(InferenceServerException, match="decoupled transaction policy"):
+                infer("tensorrt_llm", tensors)
+
+
+def test_requested_outputs_of_the_core_model(own: Served) -> None:
+    """inflight_batcher_llm_client.py with `--requested-outputs`, whose list must hold two names."""
+    from tritonclient.utils import InferenceServerException
+
+    tensors = own.client.core(PROMPT, 4, return_log_probs=True)
+    names = ["output_ids", "sequence_length", "cum_log_probs"]
+    (answer,) = own.ask("tensorrt_llm", tensors, stream=False, outputs=names)
+    assert set(answer) == set(names)
+    for missing in names[:2]:
+        without = [name for name in names if name != missing]
+        with pytest.raises(InferenceServerException, match=f"{missing} must be among the requested outputs"):
+            own.ask("tensorrt_llm", tensors, stream=False, outputs=without)

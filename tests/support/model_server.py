@@ -7,7 +7,7 @@ import json
 import queue
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,12 +107,13 @@ class ModelServer:
             result = client.infer(model, inputs_of(tensors, http), request_id=request_id, timeout=60_000_000)
             return {output["name"]: result.as_numpy(output["name"]) for output in result.get_response()["outputs"]}
 
-    def infer(self, model: str, tensors: Tensors, request_id: str = "") -> Tensors:
-        """One unary gRPC call."""
+    def infer(self, model: str, tensors: Tensors, request_id: str = "", outputs: Sequence[str] = ()) -> Tensors:
+        """One unary gRPC call; `outputs` are the requested ones, none for all."""
         from tritonclient import grpc
 
+        asked = {"request_id": request_id, "outputs": _requested(outputs), "client_timeout": 60}
         with closing(grpc.InferenceServerClient(f"{self.address.host}:{self.address.grpc_port}")) as client:
-            result = client.infer(model, inputs_of(tensors), request_id=request_id, client_timeout=60)
+            result = client.infer(model, inputs_of(tensors), **asked)
         return _outputs(result)
 
 
@@ -124,11 +125,10 @@ class Stream:
         self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
         client.start_stream(lambda result, error: self._answers.put((result, error)))
 
-    def send(self, model: str, tensors: Tensors, request_id: str = "") -> None:
-        """Send one request."""
-        self._client.async_stream_infer(
-            model, inputs_of(tensors), request_id=request_id, enable_empty_final_response=True
-        )
+    def send(self, model: str, tensors: Tensors, request_id: str = "", outputs: Sequence[str] = ()) -> None:
+        """Send one request; `outputs` are the requested ones, none for all."""
+        asked = {"request_id": request_id, "outputs": _requested(outputs), "enable_empty_final_response": True}
+        self._client.async_stream_infer(model, inputs_of(tensors), **asked)
 
     def next(self) -> tuple[Tensors, bool, str]:
         """Tensors, whether it is the final answer, and the request's id; an error is raised."""
@@ -138,14 +138,14 @@ class Stream:
         response = result.get_response()
         return _outputs(result), response.parameters["triton_final_response"].bool_param, response.id
 
-    def all(self, model: str, tensors: Tensors, request_id: str = "") -> list[Tensors]:
+    def all(self, model: str, tensors: Tensors, request_id: str = "", outputs: Sequence[str] = ()) -> list[Tensors]:
         """Every answer with tensors to one request."""
-        self.send(model, tensors, request_id)
+        self.send(model, tensors, request_id, outputs)
         answers, final = [], False
         while not final:
-            outputs, final, _ = self.next()
-            if outputs:
-                answers.append(outputs)
+            found, final, _ = self.next()
+            if found:
+                answers.append(found)
         return answers
 
 
@@ -160,6 +160,12 @@ def inputs_of(tensors: Tensors, protocol: Any = None) -> list[Any]:
         tensor.set_data_from_numpy(value)
         inputs.append(tensor)
     return inputs
+
+
+def _requested(outputs: Sequence[str]) -> list[Any] | None:
+    from tritonclient import grpc
+
+    return [grpc.InferRequestedOutput(name) for name in outputs] or None
 
 
 def _outputs(result: Any) -> Tensors:

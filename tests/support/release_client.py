@@ -30,6 +30,13 @@ class Flag:
     until: str = "99.0"
 
 
+KV_CACHE_OUTPUTS = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
+PERF_OUTPUTS = (
+    *KV_CACHE_OUTPUTS,
+    *(f"{name}_time_ns" for name in ("arrival", "first_scheduled", "first_token", "last_token")),
+    *("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"),
+)
+
 _SHARED = {
     "num_return_sequences": Flag(integers, "0.14"),
     "repetition_penalty": Flag(floats),
@@ -57,6 +64,16 @@ _TEXT = {
     "lora_task_id": Flag(long_integers, "0.15"),
     "guided_decoding_guide_type": Flag(texts, "0.19"),
     "guided_decoding_guide": Flag(texts, "0.19"),
+}
+
+
+# Flag of the client of texts → the outputs that it requests for it.
+_OUTPUTS_OF = {
+    "return_log_probs": ("cum_log_probs", "output_log_probs"),
+    "return_context_logits": ("context_logits",),
+    "return_generation_logits": ("generation_logits",),
+    "return_kv_cache_reuse_stats": KV_CACHE_OUTPUTS,
+    "return_perf_metrics": PERF_OUTPUTS,
 }
 
 
@@ -109,6 +126,12 @@ class ReleaseClient:
         return {
             name: value if len(value) == len(rows) else value.repeat(len(rows), 0) for name, value in tensors.items()
         }
+
+    @staticmethod
+    def text_outputs(*flags_given: str, rows: int = 1, sequences: int = 1) -> list[str]:
+        """The outputs that end_to_end_grpc_client.py requests by name: the text, and what its flags ask for."""
+        names = ["text_output", *(name for flag in flags_given for name in _OUTPUTS_OF[flag])]
+        return names + ["batch_index"] * (rows > 1) + ["sequence_index"] * (sequences > 1)
 
     def benchmark(self, prompt: Sequence[int], count: int) -> Tensors:
         """benchmark_core_model.py: HTTP by default, unary; a gRPC stream with `--decoupled`."""
