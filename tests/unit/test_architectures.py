@@ -15,7 +15,10 @@ from tests.support.tiny_models import FAMILIES, read_safetensors, write_tiny_mod
 from trtserve import architectures
 from trtserve.architectures.rope import inverse_frequencies, rotary
 from trtserve.architectures.windows import attention_windows
+from trtserve.artifacts import Model
+from trtserve.convert import plan_conversion
 from trtserve.errors import UnsupportedModelError
+from trtserve.specs import ConvertSpec
 
 
 def hf_config(folder: Path) -> dict[str, Any]:
@@ -243,6 +246,43 @@ def test_gemma3s_rotations_are_read_in_both_spellings(tmp_path: Path) -> None:
     hf["rope_parameters"]["sliding_attention"] |= {"rope_type": "linear", "factor": 2.0}
     with pytest.raises(UnsupportedModelError, match="layers with a window"):
         architectures.supported(hf)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3"])
+def test_heads_that_are_rotated_in_part_are_refused_where_no_key_says_so(family: str) -> None:
+    hf = FAMILIES[family][0]
+    whole = architectures.supported(hf | {"partial_rotary_factor": 1.0})
+    assert whole is architectures.family(hf["architectures"][0])
+    for changes in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        with pytest.raises(UnsupportedModelError, match=r"a part of each head only \(partial_rotary_factor 0\.5\)"):
+            architectures.supported(hf | changes)
+
+
+def test_gemma3_heads_that_are_rotated_in_part_are_refused_in_either_kind_of_layer() -> None:
+    for kind in ("full_attention", "sliding_attention"):
+        nested = {"rope_parameters": {kind: {"rope_type": "default", "partial_rotary_factor": 0.5}}}
+        with pytest.raises(UnsupportedModelError, match="a part of each head only"):
+            architectures.supported(FAMILIES["gemma3"][0] | {"rope_scaling": None} | nested)
+
+
+def test_the_first_exports_of_llama_spell_it_otherwise(tmp_path: Path) -> None:
+    folders = [
+        write_tiny_model(tmp_path / name, "llama", architectures=[name])
+        for name in ("LlamaForCausalLM", "LLaMAForCausalLM")
+    ]
+    spec = ConvertSpec(trtllm_version="1.2")
+    usual, first = (plan_conversion(Model(path=folder), spec) for folder in folders)
+    assert first.config == usual.config
+    assert first.config["architecture"] == "LlamaForCausalLM"
+    assert first.headers == usual.headers
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_older_names_of_longrope_mean_it_in_phi3(name: str) -> None:
+    hf = FAMILIES["phi3_long"][0]
+    expected = architectures.supported(hf).checkpoint_config(hf)
+    renamed = hf | {"rope_scaling": {**hf["rope_scaling"], "type": name}}
+    assert architectures.supported(renamed).checkpoint_config(renamed) == expected
 
 
 def test_decoders_say_what_the_graph_needs(tmp_path: Path) -> None:

@@ -301,6 +301,23 @@ def test_what_modelopt_puts_beside_config_json(made: Made, tmp_path: Path) -> No
     assert plan.packed
 
 
+def test_what_autogptq_once_put_beside_config_json(made: Made, tmp_path: Path) -> None:
+    """Its older exports have no quantization_config, and a file of weights with a name of its own."""
+    folder = rewritten(made("gptq"), tmp_path, lambda _: None)
+    config = json.loads((folder / "config.json").read_text())
+    expected = plan_conversion(Model(path=folder), ConvertSpec())
+    described = config.pop("quantization_config")
+    del described["quant_method"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "quantize_config.json").write_text(json.dumps(described | {"damp_percent": 0.01}))
+    plan = plan_conversion(Model(path=folder), ConvertSpec())
+    assert (plan.config, plan.headers) == (expected.config, expected.headers)
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"gptq_model-4bit-128g\.safetensors; expected") as caught:
+        plan_conversion(Model(path=folder), ConvertSpec())
+    assert "rename it, or link it, to model.safetensors" in (caught.value.hint or "")
+
+
 def _bias(tensors: dict[str, Array]) -> None:
     tensors[f"{KEY}.bias"] = np.ones(128, np.float16)
 

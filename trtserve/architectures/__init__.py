@@ -63,6 +63,9 @@ FAMILIES: dict[str, Architecture] = {name: module for module in _MODULES for nam
 # Names in checkpoints of TensorRT-LLM ≤ 0.11, which did not copy the Hugging Face architecture.
 _CHECKPOINT_NAMES: dict[str, Architecture] = {"GPTForCausalLM": gpt2}
 
+# What the first exports of Llama call it; transformers goes by their model_type.
+_RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+
 # What the families' own files call `norm_epsilon`.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _NUMBERS = (
@@ -120,8 +123,14 @@ def supported(hf: HfConfig) -> Architecture:
 
 
 def text_model(hf: HfConfig) -> HfConfig:
-    """The config of the model that is converted: of one that sees images too, its text model's; else `hf` itself."""
-    return gemma3.text_config(hf) if architecture_of(hf) == gemma3.WITH_VISION else hf
+    """The config of the model that is converted: of one that sees images too, its text model's; else `hf` itself.
+
+    Its architecture has the name that transformers and TensorRT-LLM know.
+    """
+    architecture = architecture_of(hf)
+    if architecture == gemma3.WITH_VISION:
+        return gemma3.text_config(hf)
+    return {**hf, "architectures": [_RENAMED[architecture]]} if architecture in _RENAMED else hf
 
 
 def _require_epsilon(hf: HfConfig, config: CheckpointConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
 from trtserve.architectures.llama_tensors import Parts, llama_targets
 from trtserve.architectures.llama_tensors import llama_unused as unused
-from trtserve.architectures.rope import inverse_frequencies, rotary
+from trtserve.architectures.rope import inverse_frequencies, require_whole_heads, rotary
 from trtserve.architectures.windows import attention_windows
 from trtserve.errors import UnsupportedModelError
 
@@ -45,6 +45,7 @@ def gemma_config(hf: HfConfig, *, activation: str, kv_heads: int, longest: int) 
     """
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     _refuse_variants(hf)
+    require_whole_heads(hf)
     head_size = hf.get("head_dim") or _HEAD_SIZE
     return {
         **sizes,

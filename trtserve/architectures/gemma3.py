@@ -15,7 +15,13 @@ from trtserve.architectures import gemma
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, require_sizes
 from trtserve.architectures.gemma import NORM_OFFSET, gemma_config
 from trtserve.architectures.llama_tensors import Parts, llama_targets, llama_unused
-from trtserve.architectures.rope import inverse_frequencies, rope_parameters, rotary, scaling_type
+from trtserve.architectures.rope import (
+    inverse_frequencies,
+    require_whole_heads,
+    rope_parameters,
+    rotary,
+    scaling_type,
+)
 from trtserve.architectures.source import VISION
 from trtserve.architectures.windows import layer_kinds
 from trtserve.errors import UnsupportedModelError
@@ -93,6 +99,8 @@ def _rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
     nested = rope_parameters({"rope_parameters": hf.get("rope_parameters")})
     full = {**hf, "rope_parameters": nested.get("full_attention")}
     local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_parameters": nested.get("sliding_attention")}
+    for each in (full, local):
+        require_whole_heads(each)
     local_base, local_scaling = rotary(local, default_base=_LOCAL_BASE)
     if local_scaling is not None:
         raise UnsupportedModelError("This Gemma 3 scales the rotary embedding of its layers with a window.")

@@ -16,7 +16,7 @@ from trtserve.architectures.base import (
 )
 from trtserve.architectures.llama_tensors import Parts, llama_targets
 from trtserve.architectures.llama_tensors import llama_unused as unused
-from trtserve.architectures.rope import inverse_frequencies, rotary
+from trtserve.architectures.rope import inverse_frequencies, require_whole_heads, rotary
 from trtserve.architectures.windows import attention_windows
 from trtserve.errors import UnsupportedModelError
 
@@ -42,6 +42,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     heads = sizes["num_attention_heads"]
     head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
     base, scaling = rotary(hf)
+    require_whole_heads(hf)
     require_activation(hf.get("hidden_act", "silu"))
     return {
         **sizes,

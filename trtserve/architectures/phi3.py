@@ -36,8 +36,8 @@ _NAMES = SourceNames(
     norm_biases=False,
     gate_up=True,
 )
-# The first models called LongRoPE by its working title.
-_LONG_ROPE = ("longrope", "su")
+# The first models called LongRoPE by other names; transformers' Phi3Config takes all of them for it.
+_LONG_ROPE = ("longrope", "su", "yarn")
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from trtserve.architectures import llama
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, dense_moe, required
 from trtserve.architectures.llama import require_activation, unused
 from trtserve.architectures.llama_tensors import Parts, llama_targets
-from trtserve.architectures.rope import rotary
+from trtserve.architectures.rope import require_whole_heads, rotary
 from trtserve.architectures.windows import layer_kinds, window_keys, windows_of
 
 __all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
@@ -36,6 +36,7 @@ def qwen_config(
     heads = sizes["num_attention_heads"]
     head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
     base, scaling = rotary(hf)
+    require_whole_heads(hf)
     require_activation(hf.get("hidden_act", "silu"))
     return {
         **sizes,

@@ -123,3 +123,16 @@ def rotary_fraction(hf: HfConfig, *, default: float = 1.0) -> float:
         if value is not None:
             return float(value)
     return default
+
+
+def require_whole_heads(hf: HfConfig) -> None:
+    """UnsupportedModelError when a part of each head only is to be rotated, in a family that rotates all of it.
+
+    Releases of transformers do not agree on what such a config means for a Llama: some ignore it, others fail.
+    """
+    if (part := rotary_fraction(hf)) != 1:
+        raise UnsupportedModelError(
+            f"config.json rotates a part of each head only (partial_rotary_factor {part:g}), which a TensorRT-LLM "
+            f"checkpoint of {hf.get('model_type', 'this family')} cannot express.",
+            hint="Take config.json from where the weights are from.",
+        )

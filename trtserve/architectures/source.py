@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundErro
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# ModelOpt's older exports describe the quantisation here and not in config.json.
-MODELOPT_CONFIG = "hf_quant_config.json"
+# Older exports of ModelOpt and AutoGPTQ describe the quantisation in a file of its own and not in config.json.
+_QUANTISATION_BESIDE = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"))
 
 # What stands before a text model's names in models that see images too: as published, and since transformers 4.52.
 _TEXT_PREFIXES = (
@@ -46,7 +46,10 @@ class SourceTensor:
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder, with what ModelOpt put beside it; ModelNotFoundError when it has none."""
+    """config.json of a Hugging Face folder, with a quantisation that is described beside it.
+
+    ModelNotFoundError when the folder has none.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise ModelNotFoundError(
@@ -54,9 +57,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
             hint="Give a folder with config.json and model.safetensors, or run trtserve import first.",
         )
     config = _json_object(path)
-    beside = folder / MODELOPT_CONFIG
-    if not config.get("quantization_config") and beside.is_file():
-        config["quantization_config"] = {"quant_method": "modelopt", **_json_object(beside)}
+    for name, method in _QUANTISATION_BESIDE:
+        if not config.get("quantization_config") and (folder / name).is_file():
+            config["quantization_config"] = {"quant_method": method, **_json_object(folder / name)}
     return config
 
 
@@ -155,12 +158,20 @@ def _weight_files(folder: Path) -> list[Path]:
         raise UnsupportedModelError(
             f"{folder} has its weights in files that are not read here: {listing(foreign)}; expected {SINGLE} or "
             f"{pickled_files.SINGLE}, or an index of several.",
-            hint="Save the model with safetensors (transformers: save_pretrained), or choose a revision that has them.",
+            hint=_hint_of_foreign(foreign),
         )
     raise ModelNotFoundError(
         f"{folder} has no weights: neither {SINGLE} nor {INDEX}, nor {pickled_files.SINGLE}.",
         hint="Import the model again.",
     )
+
+
+def _hint_of_foreign(names: Sequence[str]) -> str:
+    """One safetensors file under a name of its own is what AutoGPTQ and AutoAWQ wrote at first."""
+    (*others, last) = names
+    if not others and last.endswith(".safetensors"):
+        return f"If {last} is the whole model, rename it, or link it, to {SINGLE}: its old tool named it so."
+    return "Save the model with safetensors (transformers: save_pretrained), or choose a revision that has them."
 
 
 def _indexed_files(folder: Path, index: str) -> list[Path]:

@@ -27,6 +27,7 @@ SMALL_FILES = frozenset(
     {
         CONFIG,
         "hf_quant_config.json",
+        "quantize_config.json",
         "generation_config.json",
         "tokenizer.json",
         "tokenizer.model",
