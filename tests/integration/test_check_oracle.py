@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.conversion_faults import copied, faults_of, faulty_copies
+from tests.support.conversion_faults import config_faults, copied, faults_of, faulty_copies
 from tests.support.tiny_models import FAMILIES, read_safetensors, write_safetensors, write_tiny_model
 from trtserve.architectures.checkpoint import read_config
 from trtserve.artifacts import Model
@@ -38,7 +38,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 # The others of Llama's family differ from it in numbers alone.
-FAULTY = [name for name in FAMILIES if name not in ("llama3", "llama_linear", "llama_dynamic", "mistral")]
+FAULTY = [name for name in FAMILIES if name not in ("llama_dynamic", "mistral")]
 GOOD: list[dict[str, Any]] = [
     {"dtype": "float32", "tp_size": 4},
     {"dtype": "float16", "pp_size": 2},
@@ -47,6 +47,17 @@ GOOD: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "quantize": "int4"},
 ]
 GAIN = 1.0
+# No value stands beside these: logits must show them.
+ALWAYS_SEEN = {"wrong scale of scores", "probabilities of experts"}
+# What every family has, and what each has besides; tests of constants name those of config.json.
+COMMON = {
+    *("q and k swapped", "layers swapped", "norm epsilon × 0.1", "ranks swapped"),
+    *("shards swapped, attention.qkv.weight", "shards swapped, mlp.proj.weight", "shards swapped, lm_head.weight"),
+    *("transposed, attention.dense.weight", "transposed, attention.qkv.weight"),
+    *("transposed, mlp.fc.weight", "transposed, mlp.proj.weight"),
+}
+GATED = ("llama", "qwen", "gemma", "mistral", "mixtral", "phi3")
+BIASED = ("gpt", "opt", "starcoder2", "bloom", "falcon_rw")
 
 
 @dataclass(frozen=True)
@@ -103,9 +114,10 @@ def faults_found(case: Case, folder: Path) -> dict[str, list[str]]:
     assert beyond(case, case.checkpoint) == []
     found = {fault: beyond(case, copy) for fault, copy in faulty_copies(case.checkpoint, folder)}
     assert [fault for fault, names in found.items() if not names] == []
-    # All but the epsilon show in the logits, and not just by a hair.
+    # All but the epsilon show in the logits, and not just by a hair; those of constants may show in their value alone.
     shown = {"difference", "median token", "far tokens"}
-    assert {fault for fault, names in found.items() if not shown & set(names)} <= {"norm epsilon × 0.1"}
+    unseen = {fault for fault, names in found.items() if not shown & set(names)}
+    assert unseen <= {"norm epsilon × 0.1", *config_faults(read_config(case.checkpoint))} - ALWAYS_SEEN
     return found
 
 
@@ -114,8 +126,12 @@ def test_every_fault_is_caught(name: str, prompts: CheckSpec, tmp_path: Path) ->
     parallel = {"moe_ep_size": 2} if name in EXPERTS else {}
     case = make_case(name, prompts, tmp_path, dtype="bfloat16", tp_size=2, **parallel)
     found = faults_found(case, tmp_path / "faulty")
-    assert len(found) >= 10
-    assert name not in EXPERTS or {"gate and up swapped", "experts in another order", "ranks swapped"} <= found.keys()
+    assert found.keys() >= COMMON | config_faults(read_config(case.checkpoint)).keys()
+    assert ("gate and up swapped" in found) == name.startswith(GATED)
+    assert ("experts in another order" in found) == (name in EXPERTS)
+    assert ("missing norm + 1, ln_f.weight" in found) == name.startswith("gemma")
+    assert ("dropped bias, mlp.fc.bias" in found) == (name.startswith(BIASED) or name in ("llama", "phi"))
+    assert ("vocabulary padded in front" in found) == ("vocab_size" in OVERRIDES.get(name, {}))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +146,11 @@ def test_every_fault_is_caught(name: str, prompts: CheckSpec, tmp_path: Path) ->
 def test_no_precision_hides_a_fault(name: str, spec: dict[str, Any], prompts: CheckSpec, tmp_path: Path) -> None:
     """Norms that count from one, transposed Conv1D, biases and experts, each in another precision."""
     assert len(faults_found(make_case(name, prompts, tmp_path, **spec), tmp_path / "faulty")) >= 5
+
+
+def test_exchanged_pipeline_stages_are_caught(prompts: CheckSpec, tmp_path: Path) -> None:
+    found = faults_found(make_case("llama", prompts, tmp_path, dtype="float16", pp_size=2), tmp_path / "faulty")
+    assert "stages swapped" in found
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -181,7 +202,7 @@ def test_the_command_prints_figures_and_has_an_exit_code(tmp_path: Path, capsys:
     assert run(["check", str(made), "--quiet", "--max-tokens", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split("\t")[:2] == ["conversion", "difference"]
-    assert sum(line.endswith("\tpassed") for line in lines) == 11
+    assert sum(line.endswith("\tpassed") for line in lines) == 15
     faulty = copied(made, tmp_path / "faulty")
     faults_of(faulty)["q and k swapped"](faulty)
     arguments = ["check", str(faulty), "--against", str(model), "--json", "--quiet", "--max-tokens", "3"]

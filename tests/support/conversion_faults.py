@@ -23,8 +23,7 @@ def faults_of(checkpoint: Path) -> dict[str, Fault]:
     """The faults that this checkpoint can have, by name."""
     config = _config(checkpoint)
     found: dict[str, Fault] = {"q and k swapped": _in_files(_swap_query_and_key)}
-    if config["position_embedding_type"].startswith(("rope", "long_rope")) and "rotary_base" in config:
-        found["wrong rope base"] = _in_config("rotary_base", lambda base: base * 10)
+    found |= {name: _in_config(key, change) for name, (key, change) in config_faults(config).items()}
     names = [name for rank in _ranks(checkpoint) for name in read_safetensors(rank)]
     for kind in sorted({_kind(name) for name in names if name.endswith(".bias")}):
         found[f"dropped bias, {kind}"] = _in_files(_mapped(kind, np.zeros_like))
@@ -32,9 +31,62 @@ def faults_of(checkpoint: Path) -> dict[str, Fault]:
     found |= _mlp_faults(config)
     for kind in ("attention.dense.weight", "attention.qkv.weight", "mlp.fc.weight", "mlp.proj.weight"):
         found[f"transposed, {kind}"] = _in_files(_mapped(kind, lambda values: values.T.reshape(values.shape)))
-    found["layers swapped"] = _in_files(_swap_layers)
+    if config["mapping"]["pp_size"] == 1:
+        found["layers swapped"] = _in_files(_swap_layers)
     found["norm epsilon × 0.1"] = _in_config("norm_epsilon", lambda epsilon: epsilon * 0.1)
     return found | _shard_faults(checkpoint, config)
+
+
+def _dropped(_: Any) -> None:
+    return None
+
+
+def _changed(key: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Change one key of an object."""
+    return lambda values: values | {key: change(values[key])}
+
+
+# Name → key of config.json, and what a faulty converter would write there.
+_CONFIG_FAULTS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("wrong rope base", "rotary_base", lambda base: base * 10),
+    ("wrong rope base", "rotary_emb_base", lambda base: base * 10),
+    ("rope base by a hundredth", "rotary_base", lambda base: base * 1.01),
+    ("wrong rope size", "rotary_pct", lambda part: part / 2),
+    ("wrong rope size", "rotary_dim", lambda size: size // 2),
+    ("rope scaling dropped", "rotary_scaling", _dropped),
+    ("rope scaling dropped", "full_attention_rotary_scaling", _dropped),
+    ("wrong rope factor", "rotary_scaling", _changed("factor", lambda factor: factor * 2)),
+    ("wrong local rope base", "rope_local_base_freq", lambda base: base * 10),
+    ("wrong short factors", "longrope_scaling_short_factors", lambda factors: factors[::-1]),
+    ("wrong long factors", "longrope_scaling_long_factors", lambda factors: factors[::-1]),
+    ("wrong original positions", "original_max_position_embeddings", lambda positions: positions * 2),
+    ("windows dropped", "max_attention_window", _dropped),
+    ("windows by one", "max_attention_window", lambda windows: [window and window + 1 for window in windows]),
+    ("windows by one", "sliding_window", lambda window: window + 1),
+    ("windows in other layers", "max_attention_window", lambda windows: [*windows[1:], windows[0]]),
+    ("windows in other layers", "_sliding_window_pattern", lambda pattern: pattern + 1),
+    ("attention soft-cap dropped", "attn_logit_softcapping", _dropped),
+    ("wrong attention soft-cap", "attn_logit_softcapping", lambda cap: cap * 2),
+    ("logits soft-cap dropped", "final_logit_softcapping", _dropped),
+    ("wrong scale of scores", "query_pre_attn_scalar", lambda scalar: scalar * 2),
+    ("wrong scale of scores", "q_scaling", lambda scale: scale * 2),
+    ("probabilities of experts", "moe", _changed("normalization_mode", lambda mode: 1 - mode)),
+)
+
+
+def config_faults(config: Mapping[str, Any]) -> dict[str, tuple[str, Callable[[Any], Any]]]:
+    """The faults of config.json that change the decoder of this family."""
+    made = family(config["architecture"])
+    right = made.decoder(config)
+    found = {}
+    for name, key, change in _CONFIG_FAULTS:
+        # `moe` of dense models has no experts, and LongRoPE's factors fit one size alone.
+        dense = key == "moe" and not (config.get(key) or {}).get("num_experts")
+        if config.get(key) is None or dense or (key == "rotary_pct" and config.get("longrope_scaling_long_factors")):
+            continue
+        if made.decoder(dict(config) | {key: change(config[key])}) != right:
+            found[name] = (key, change)
+    return found
 
 
 def _norm_faults(config: Mapping[str, Any], names: list[str]) -> dict[str, Fault]:
@@ -65,7 +117,9 @@ def _mlp_faults(config: Mapping[str, Any]) -> dict[str, Fault]:
 
 
 def _shard_faults(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Fault]:
-    """Ranks in each other's place, as a whole and for one kind of tensor; needs two tensor-parallel ranks."""
+    """Ranks in each other's place, as a whole and for one kind of tensor; needs two stages or tensor-parallel ranks."""
+    if config["mapping"]["pp_size"] == 2:
+        return {"stages swapped": _swap_layers_of_stages}
     if config["mapping"]["tp_size"] != 2:
         return {}
     found: dict[str, Fault] = {"ranks swapped": _swap_ranks}
@@ -153,6 +207,14 @@ def _swap_ranks(checkpoint: Path) -> None:
     first.rename(aside)
     second.rename(first)
     aside.rename(second)
+
+
+def _swap_layers_of_stages(checkpoint: Path) -> None:
+    """The layers of two stages in each other's place; embedding and head stay where they are."""
+    paths = _pair(checkpoint)
+    one, other = (read_safetensors(path) for path in paths)
+    for path, own, foreign in zip(paths, (one, other), (other, one), strict=True):
+        write_safetensors(path, {name: (foreign if ".layers." in name else own)[name] for name in own})
 
 
 def _swap_shards(kind: str) -> Fault:

@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trtserve.architectures import family
 from trtserve.architectures.checkpoint import CheckpointReader, require_files
 from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, ModelRepository, looks_like
 from trtserve.capacity.needs import check_memory
 from trtserve.capacity.room import require_memory, to_be_mapped
-from trtserve.check import converted, original
+from trtserve.check import constants, converted, original, rows
 from trtserve.check.comparison import (
     Answer,
     Differences,
@@ -220,8 +221,7 @@ def compare_checkpoint(
     plan: CheckPlan, said: Original, checkpoint: Path, *, progress: Progress = SILENT
 ) -> list[Stage]:
     """Run the checkpoint on what the original was asked; one stage, or two when weights are rounded."""
-    # The config of the folder, not that of the plan: it is a part of what is checked.
-    epsilon = _epsilon(CheckpointReader(checkpoint).config, said)
+    beside = _beside_logits(plan, said, checkpoint)
     stored = converted.logits_of(checkpoint, said.answers, progress=progress)
     rounded = [replace(answer, logits=logits) for answer, logits in zip(said.answers, said.rounded, strict=True)]
     experts = plan.changes.experts
@@ -232,7 +232,7 @@ def compare_checkpoint(
         stored = converted.logits_of(checkpoint, said.answers, quantised=True, progress=progress)
     if plan.changes.precision != "float32":
         stages.append(_stage("precision", plan.changes.precision, said.answers, stored, experts=experts))
-    stages[0] = replace(stages[0], verdicts=[*stages[0].verdicts, *epsilon])
+    stages[0] = replace(stages[0], verdicts=[*stages[0].verdicts, *beside])
     return stages
 
 
@@ -249,11 +249,15 @@ def _stage(
     return Stage(name=name, bounds=bounds, differences=differences, verdicts=judged)
 
 
-def _epsilon(config: Mapping[str, Any], said: Original) -> list[Verdict]:
-    """The epsilon of norms, beside the nearest of the original's: logits hardly show it."""
-    value = float(config.get("norm_epsilon", 1e-5))
-    nearest = min(said.epsilons, key=lambda epsilon: abs(epsilon - value), default=None)
-    return [] if nearest is None else [Verdict(name="norm epsilon", value=value, relation="exactly", bound=nearest)]
+def _beside_logits(plan: CheckPlan, said: Original, checkpoint: Path) -> list[Verdict]:
+    """What logits of a few prompts do not show, by value."""
+    # The config of the folder, not that of the plan: it is a part of what is checked.
+    reader = CheckpointReader(checkpoint)
+    decoder = family(reader.config["architecture"]).decoder(reader.config)
+    return [
+        *constants.judged(reader.config, decoder, said.constants),
+        *rows.judged(reader, said.products, plan.changes.rows),
+    ]
 
 
 def _vocabulary(config: Mapping[str, Any], spec: CheckSpec) -> Vocabulary:

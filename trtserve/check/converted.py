@@ -46,7 +46,8 @@ class Changes:
     `precision` names the bounds of what that may cost and `reason` says why those; `rounding` is None when no weight
     is rounded, `quantised` tells that the runtime rounds them further. `conversion` names the bounds of what equal
     weights may differ: those of float32, unless transformers itself rounds; None where another tool chose the codes of
-    the checkpoint, and no weight is equal. `experts` tells that tokens choose some.
+    the checkpoint, and no weight is equal. `rows` names the bounds of rows of embeddings and head. `experts` tells that
+    tokens choose some.
     """
 
     precision: Precision
@@ -54,6 +55,7 @@ class Changes:
     rounding: Rounding | None
     quantised: bool
     conversion: Precision | None
+    rows: Precision = "float32"
     experts: bool = False
 
 
@@ -87,13 +89,14 @@ def changes_of(config: Mapping[str, Any], model: Path) -> Changes:
         rounding=rounding,
         quantised=bool(algorithm),
         conversion=_conversion_bounds(config, products=products),
+        rows=dtype if products else "float32",
         experts=experts,
     )
 
 
 def _changes_of_codes(config: Mapping[str, Any], model: Path, algorithm: str, *, experts: bool) -> Changes:
     """Of a checkpoint that holds codes: those of its original, or others that a tool made of the original's floats."""
-    hf = read_hf_config(model)
+    hf, dtype = read_hf_config(model), config["dtype"]
     if source_quantization(hf) is None:
         return Changes(
             precision=_CODES[algorithm],
@@ -101,6 +104,7 @@ def _changes_of_codes(config: Mapping[str, Any], model: Path, algorithm: str, *,
             rounding=None,
             quantised=False,
             conversion=None,
+            rows=dtype,
             experts=experts,
         )
     dtype, targets = config["dtype"], family(config["architecture"]).targets(described(hf, config))

@@ -16,12 +16,15 @@ from trtserve.architectures.gemma3 import WITH_VISION
 from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
 from trtserve.architectures.source import read_hf_config, read_source
 from trtserve.check.comparison import Answer
+from trtserve.check.constants import Constants, constants_of
+from trtserve.check.rows import products_of
 from trtserve.errors import CorruptFileError, MissingDependencyError, listing
 from trtserve.machine import give_memory_back
 from trtserve.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from trtserve.check.comparison import Logits
+    from trtserve.check.rows import Products
 
 _OTHER_ORIGINAL = "Import the model again, or give another folder with --against."
 
@@ -40,13 +43,14 @@ class Original:
     """What the original says.
 
     `answers` are those of its own weights. `rounded` are the logits f32[tokens, vocab] for the same tokens when its
-    weights are rounded as the checkpoint's are; the same arrays where nothing is rounded. `epsilons` are those of its
-    norms.
+    weights are rounded as the checkpoint's are; the same arrays where nothing is rounded. `constants` are what it
+    calculates with beside weights, and `products` stand for the rows of its tables (check.rows), rounded likewise.
     """
 
     answers: Sequence[Answer]
     rounded: Sequence[Logits]
-    epsilons: frozenset[float]
+    constants: Constants
+    products: Mapping[str, Products]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,7 @@ def run_original(
     progress.step(f"Loading the original of {folder} (transformers, float32)")
     model = _load(folder)
     try:
+        constants = constants_of(model)
         with progress.task("Running the original", total=len(prompts)) as task:
             answers = []
             for prompt in prompts:
@@ -86,7 +91,7 @@ def run_original(
         if rounding is not None:
             _round(model, rounding)
             rounded = [_logits(model, answer.tokens) for answer in answers]
-        return Original(answers=answers, rounded=rounded, epsilons=_epsilons(model))
+        return Original(answers=answers, rounded=rounded, constants=constants, products=products_of(model))
     finally:
         del model
         give_memory_back()
@@ -102,13 +107,6 @@ def _round(model: Any, rounding: Rounding) -> None:
                 continue
             offset = rounding.offsets.get(name, 0.0)
             values.copy_((values + offset).to(getattr(torch, rounding.dtype)).float() - offset)
-
-
-def _epsilons(model: Any) -> frozenset[float]:
-    """The epsilons of all modules that are norms: torch calls them `eps`, transformers `variance_epsilon` too."""
-    norms = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
-    found = [getattr(norm, "variance_epsilon", getattr(norm, "eps", None)) for norm in norms]
-    return frozenset(float(epsilon) for epsilon in found if epsilon is not None)
 
 
 def _load(folder: Path) -> Any:
