@@ -39,10 +39,12 @@ class ConvertSpec:
 
     `moe_tp_size` × `moe_ep_size` is `tp_size`: how many ranks split each expert, and how many share the experts out.
     `gpu_sm` is the compute capability (× 10) for which 4-bit weights are put in order, `trtllm_version` what is to load
-    the checkpoint (None: any). Ranks split rows (dimension 0) or columns (1) of a parallel embedding.
+    the checkpoint (None: any). Ranks split rows (dimension 0) or columns (1) of a parallel embedding. `ignore_tensors`
+    are patterns (fnmatch) of tensors that are left out although nothing says that the model does without them.
     NVIDIA's tools convert when `converter` is upstream or `quantize` is one of CALIBRATED; the fields from `workers` on
     are for them: threads, a dataset (name or folder) and how many of its samples, the folder of TensorRT-LLM's
-    examples, flags that they get as they are, and the `container` (tag or image) to run them in.
+    examples, which of its converters (folder or script), flags that they get as they are, and the `container` (tag or
+    image) to run them in.
     """
 
     tp_size: int = 1
@@ -55,11 +57,13 @@ class ConvertSpec:
     trtllm_version: str | None = None
     use_parallel_embedding: bool = False
     embedding_sharding_dim: int = 0
+    ignore_tensors: tuple[str, ...] = ()
     converter: Converter = "own"
     workers: int | None = None
     calib_dataset: str | None = None
     calib_size: int | None = None
     trtllm_examples: Path | None = None
+    trtllm_script: str | None = None
     converter_flags: tuple[str, ...] = ()
     container: str | None = None
     container_flags: tuple[str, ...] = ()
@@ -80,7 +84,7 @@ class ConvertSpec:
 
     def _require_upstream(self) -> None:
         # `trtllm_examples` may come from the environment of a machine, and is no wish then.
-        wishes = ("workers", "calib_dataset", "calib_size", "converter_flags")
+        wishes = ("workers", "calib_dataset", "calib_size", "trtllm_script", "converter_flags")
         given = [name for name in wishes if getattr(self, name) not in (None, ())]
         if given and not self.upstream:
             raise UsageError(

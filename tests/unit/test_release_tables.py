@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.doubles import convert_checkpoint
+from trtserve.architectures import FAMILIES
 from trtserve.cli.app import _command_line
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.releases import NEWEST, RELEASES, normalize_release, order, release_of
 from trtserve.releases.containers import CONTAINERS, container, containers_of, shares_engines, source_build
-from trtserve.releases.converters import converter_script
+from trtserve.releases.converters import CONVERTERS, converter_script, named_script
 from trtserve.releases.installed import engine_route, has_engine_path, installed, require_engine_path
 from trtserve.releases.launcher import launcher_facts
 
@@ -102,6 +104,12 @@ def test_source_builds() -> None:
         ("GPTNeoXForCausalLM", "1.0.0", "examples/models/contrib/gptneox/convert_checkpoint.py"),
         ("Gemma2ForCausalLM", "0.13", "examples/gemma/convert_checkpoint.py"),
         ("MPTForCausalLM", "1.0", "examples/models/contrib/mpt/convert_checkpoint.py"),
+        ("RWForCausalLM", "0.12", "examples/falcon/convert_checkpoint.py"),
+        ("PhiMoEForCausalLM", "0.14", "examples/phi/convert_checkpoint.py"),
+        ("InternLM2ForCausalLM", "0.20", "examples/models/core/internlm2/convert_checkpoint.py"),
+        ("ChatGLMModel", "0.19", "examples/chatglm/convert_checkpoint.py"),
+        ("ChatGLMModel", "0.20", "examples/models/core/glm-4-9b/convert_checkpoint.py"),
+        ("DeepseekV2ForCausalLM", "1.2", "examples/models/contrib/deepseek_v2/convert_checkpoint.py"),
     ],
 )
 def test_converters(architecture: str, release: str, script: str) -> None:
@@ -113,6 +121,26 @@ def test_what_no_converter_takes() -> None:
         converter_script("Gemma2ForCausalLM", "0.12")
     with pytest.raises(UnsupportedModelError, match="NoSuchModel"):
         converter_script("NoSuchModel", "1.2")
+
+
+@pytest.mark.parametrize(
+    ("folder", "release", "script"),
+    [
+        ("llama", "0.19", "examples/llama/convert_checkpoint.py"),
+        ("mpt", "0.20", "examples/models/contrib/mpt/convert_checkpoint.py"),
+        ("mine", "1.2", "examples/models/core/mine/convert_checkpoint.py"),
+        ("contrib/mine/", "1.2", "examples/models/contrib/mine/convert_checkpoint.py"),
+        ("contrib/mine", "0.18", "examples/mine/convert_checkpoint.py"),
+    ],
+)
+def test_a_converter_that_the_user_names(folder: str, release: str, script: str) -> None:
+    assert named_script(folder, release) == script
+
+
+def test_every_family_and_every_architecture_of_the_doubles_has_a_converter() -> None:
+    for family, architectures in convert_checkpoint._ARCHITECTURES.items():
+        assert {CONVERTERS[architecture].folder for architecture in architectures} == {family}
+    assert {name for name in FAMILIES if name != "Gemma3ForConditionalGeneration"} <= CONVERTERS.keys()
 
 
 @pytest.mark.parametrize("release", RELEASES)

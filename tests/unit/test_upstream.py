@@ -17,16 +17,19 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.cli.app import run
 from trtserve.convert import convert_model, plan_conversion
+from trtserve.convert.upstream import upstream_command
 from trtserve.errors import (
     CheckError,
     ConversionError,
     MemoryLimitError,
     MissingDependencyError,
     ModelOptMissingError,
+    UnsupportedModelError,
     UsageError,
 )
 from trtserve.releases.containers import CONTAINERS
 from trtserve.specs import ConvertSpec
+from trtserve.upstream import Toolkit, tool_command
 
 VERSIONS = {"0.12": "0.12.0", "0.16": "0.16.0", "0.18": "0.18.2", "0.20": "0.20.0", "1.0": "1.0.0", "1.2": "1.2.1"}
 
@@ -230,6 +233,43 @@ def test_flags_of_the_user(
         )
 
 
+@pytest.mark.parametrize("script", ["llama", "core/llama", "models/core/llama/convert_checkpoint.py"])
+def test_a_converter_that_the_user_names(
+    models: dict[str, Path], doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
+) -> None:
+    """An architecture that no table has: a derivative that says another name than its script takes."""
+    examples = install(doubles, monkeypatch, "1.2")
+    config = json.loads((models["llama"] / "config.json").read_text()) | {"architectures": ["NewForCausalLM"]}
+    shutil.copytree(models["llama"], model := tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(config))
+    spec = ConvertSpec(converter="upstream", trtllm_script=script, tp_size=2)
+    plan = plan_conversion(Model(path=model), spec)
+    line = str(upstream_command(Model(path=model), plan, tmp_path / "made"))
+    assert f"{examples}/models/core/llama/convert_checkpoint.py --model_dir {model}" in line
+    with pytest.raises(UnsupportedModelError, match="NewForCausalLM is not known here") as caught:
+        plan_conversion(Model(path=model), ConvertSpec(converter="upstream"))
+    assert "--trtllm-script llama" in str(caught.value.hint)
+    with pytest.raises(MissingDependencyError, match=r"nothing/convert_checkpoint\.py is not there"):
+        plan_conversion(Model(path=model), ConvertSpec(converter="upstream", trtllm_script="nothing"))
+
+
+def test_the_converter_of_recurrent_gemmas_has_flags_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "recurrentgemma" / "convert_checkpoint.py"
+    script.parent.mkdir()
+    script.touch()
+    kit = Toolkit(version="0.18.2", release="0.18", python=Path("python3"), examples=tmp_path, environment=None)
+
+    def command(**wishes: Any) -> str:
+        spec = ConvertSpec(converter="upstream", dtype="float16", **wishes)
+        return str(tool_command(kit, spec, "RecurrentGemmaForCausalLM", Path("model"), Path("made")))
+
+    line = command(tp_size=2)
+    assert line.endswith("--ckpt_type hf --model_dir model --output_dir made --dtype float16 --world_size 2")
+    for wishes, flag in (({"pp_size": 2}, "--pp-size"), ({"quantize": "int8"}, "--quantize")):
+        with pytest.raises(UsageError, match=f"nothing like {flag}"):
+            command(**wishes)
+
+
 def test_dry_run_shows_the_command(
     models: dict[str, Path],
     doubles: Doubles,
@@ -334,7 +374,9 @@ def test_wishes_that_a_tool_cannot_fulfil(
         plan_conversion(Model(path=models[name]), ConvertSpec(converter="upstream", **spec))
 
 
-@pytest.mark.parametrize("spec", [{"workers": 2}, {"calib_size": 8}, {"converter_flags": ("--x",)}])
+@pytest.mark.parametrize(
+    "spec", [{"workers": 2}, {"calib_size": 8}, {"converter_flags": ("--x",)}, {"trtllm_script": "llama"}]
+)
 def test_wishes_for_another_tool(spec: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="is for NVIDIA's tools"):
         ConvertSpec(**spec)

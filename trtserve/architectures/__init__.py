@@ -94,8 +94,8 @@ def _advice(architecture: str) -> str:
     if converter is not None:
         return f"{choice}; NVIDIA's converter takes it from TensorRT-LLM {converter.since} on: --converter upstream."
     return (
-        f"{choice}; no convert_checkpoint.py of TensorRT-LLM is known for {architecture}, and without an engine its "
-        "PyTorch backend may run it: --runtime llmapi."
+        f"{choice}; if TensorRT-LLM has a convert_checkpoint.py for {architecture}, name its folder: --converter "
+        "upstream --trtllm-script FOLDER; without an engine its PyTorch backend may run it: --runtime llmapi."
     )
 
 

@@ -38,6 +38,7 @@ from trtserve.cli.options import (
     ExamplesOption,
     GenerationLogitsOption,
     GpuSmOption,
+    IgnoreTensorsOption,
     JsonOption,
     KvPrecisionOption,
     LoraModulesOption,
@@ -59,6 +60,7 @@ from trtserve.cli.options import (
     QuantizeOption,
     QuietOption,
     RuntimeOption,
+    ScriptOption,
     ShardingDimOption,
     SpeculativeModeOption,
     TpSizeOption,
@@ -125,6 +127,7 @@ def import_(
     moe_ep_size: MoeEpSizeOption = None,
     use_parallel_embedding: ParallelEmbeddingOption = False,
     embedding_sharding_dim: ShardingDimOption = 0,
+    ignore_tensors: IgnoreTensorsOption = None,
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "none",
     gpu_sm: GpuSmOption = 80,
@@ -133,6 +136,7 @@ def import_(
     calib_dataset: CalibDatasetOption = None,
     calib_size: CalibSizeOption = None,
     trtllm_examples: ExamplesOption = None,
+    trtllm_script: ScriptOption = None,
     converter_flags: ConverterFlagOption = None,
     verify: VerifyOption = False,
     max_batch_size: MaxBatchSizeOption = None,
@@ -228,7 +232,7 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     from trtserve.pipeline import ImportSpec, engine_destination
     from trtserve.runtimes import choose_runtime, openvino
 
-    lists = ("converter_flags", "builder_flags", "container_flags")
+    lists = ("ignore_tensors", "converter_flags", "builder_flags", "container_flags")
     given = {**options, **{name: tuple(options[name] or ()) for name in lists}}
 
     def filled(spec: type[S]) -> S:

@@ -35,6 +35,14 @@ ShardingDimOption = Annotated[
         "--embedding-sharding-dim", help="What of a parallel embedding is split: 0 the vocabulary, 1 the hidden size."
     ),
 ]
+IgnoreTensorsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore-tensors",
+        metavar="PATTERN",
+        help="Tensors of the model that are left out although they are not known, such as v_head.*; repeatable.",
+    ),
+]
 PpSizeOption = Annotated[int, typer.Option("--pp-size", help="Pipeline-parallel size: groups of layers.")]
 DtypeOption = Annotated[
     str,
@@ -87,6 +95,14 @@ ExamplesOption = Annotated[
         envvar="TRTSERVE_TRTLLM_EXAMPLES",
         help="Folder of TensorRT-LLM's examples, or a checkout of its release; default: where NVIDIA's containers have "
         "them. Also read from TRTSERVE_TRTLLM_EXAMPLES.",
+    ),
+]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(
+        "--trtllm-script",
+        metavar="FOLDER",
+        help="Folder, or path below the examples, of the convert_checkpoint.py to run; default: by architecture.",
     ),
 ]
 ConverterFlagOption = Annotated[

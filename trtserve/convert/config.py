@@ -32,7 +32,10 @@ _QUANT_ALGO = {
 }
 
 
-_NO_TOOL: dict[str, Any] = {"workers": None, "calib_dataset": None, "calib_size": None, "converter_flags": ()}
+_NO_TOOL: dict[str, Any] = {
+    **dict.fromkeys(("workers", "calib_dataset", "calib_size", "trtllm_script")),
+    "converter_flags": (),
+}
 
 
 def resolve_dtype(spec: ConvertSpec, hf: Mapping[str, Any]) -> Literal["float32", "float16", "bfloat16"]:

@@ -27,7 +27,8 @@ def is_foreign(spec: ImportSpec, config: Mapping[str, Any]) -> bool:
         return False
     if choose_runtime(spec.build.runtime, container=spec.build.container).NAME == openvino.NAME:
         supported(config)  # which says why
-    require_converter(str(config["architectures"][0]))
+    if spec.convert.trtllm_script is None:
+        require_converter(str(config["architectures"][0]))
     return True
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from trtserve.specs import ConvertSpec
     from trtserve.upstream.toolkit import Toolkit
 
-_WITH_EXPERTS = ("llama", "qwen", "phi")
+_WITH_EXPERTS = ("llama", "qwen", "phi", "deepseek_v1", "deepseek_v2", "dbrx", "grok")
 
 
 def needs_calibration(spec: ConvertSpec) -> bool:
@@ -30,11 +31,9 @@ def tool_command(toolkit: Toolkit, spec: ConvertSpec, architecture: str, model: 
     if needs_calibration(spec):
         script, flags = toolkit.quantizer(), _quantize_flags(spec, model, out)
     else:
-        script = toolkit.converter(architecture)
+        script = toolkit.converter(architecture, spec.trtllm_script)
         _require_no_calibration(spec)
-        flags = list(
-            _gemma_flags(spec, model, out) if script.parent.name == "gemma" else _flags(script, spec, model, out)
-        )
+        flags = list(_flags_of(script.parent.name)(spec, model, out))
     return Command(argv=(str(toolkit.python), str(script), *flags, *spec.converter_flags))
 
 
@@ -64,24 +63,46 @@ def _require_no_calibration(spec: ConvertSpec) -> None:
             raise UsageError(f"{flag} belongs to calibrated quantisation: --quantize {', '.join(CALIBRATED)}.")
 
 
-def _flags(script: Path, spec: ConvertSpec, model: Path, out: Path) -> Iterator[str]:
-    """Flags that the converters of all families but Gemma share."""
+def _flags_of(family: str) -> Callable[[ConvertSpec, Path, Path], Iterator[str]]:
+    """The flags of the convert_checkpoint.py in the folder `family`."""
+    own = {"gemma": _gemma_flags, "recurrentgemma": _recurrentgemma_flags}
+    return own.get(family, partial(_flags, family))
+
+
+def _flags(family: str, spec: ConvertSpec, model: Path, out: Path) -> Iterator[str]:
+    """Flags that most converters share."""
     yield from ("--model_dir", str(model), "--output_dir", str(out), "--dtype", spec.dtype)
     yield from ("--tp_size", str(spec.tp_size), "--pp_size", str(spec.pp_size))
     for flag, value in (("--moe_tp_size", spec.moe_tp_size), ("--moe_ep_size", spec.moe_ep_size)):
         if value is None:
             continue
-        if script.parent.name not in _WITH_EXPERTS:
-            raise UsageError(f"{script.parent.name}/convert_checkpoint.py has no {flag}: its models have no experts.")
+        if family not in _WITH_EXPERTS:
+            raise UsageError(f"{family}/convert_checkpoint.py has no {flag}: its models have no experts.")
         yield from (flag, str(value))
     if spec.use_parallel_embedding:
-        if script.parent.name == "phi":
+        if family == "phi":
             raise UsageError("phi/convert_checkpoint.py has no --use_parallel_embedding.")
         yield from ("--use_parallel_embedding", "--embedding_sharding_dim", str(spec.embedding_sharding_dim))
     if spec.quantize != "none":
         yield from ("--use_weight_only", "--weight_only_precision", spec.quantize)
     if spec.workers is not None:
         yield from ("--workers", str(spec.workers))
+
+
+def _recurrentgemma_flags(spec: ConvertSpec, model: Path, out: Path) -> Iterator[str]:
+    """It splits tensors only, and knows little else."""
+    given = {
+        "--pp-size": spec.pp_size != 1,
+        "--moe-tp-size": spec.moe_tp_size is not None,
+        "--moe-ep-size": spec.moe_ep_size is not None,
+        "--use-parallel-embedding": spec.use_parallel_embedding,
+        "--quantize": spec.quantize != "none",
+        "--workers": spec.workers not in (None, 1),
+    }
+    for flag in (flag for flag, wished in given.items() if wished):
+        raise UsageError(f"recurrentgemma/convert_checkpoint.py has nothing like {flag}.", hint="Leave it out.")
+    yield from ("--ckpt_type", "hf", "--model_dir", str(model), "--output_dir", str(out))
+    yield from ("--dtype", spec.dtype, "--world_size", str(spec.tp_size))
 
 
 def _gemma_flags(spec: ConvertSpec, model: Path, out: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ from trtserve.errors import MissingDependencyError, ModelOptMissingError
 from trtserve.launch.container import known_container, require_installed_in
 from trtserve.releases import release_of
 from trtserve.releases.containers import CONTAINERS
-from trtserve.releases.converters import QUANTIZE_SCRIPT, converter_script
+from trtserve.releases.converters import QUANTIZE_SCRIPT, converter_script, named_script
 from trtserve.releases.installed import Installed, installed, interpreter, require_engine_path
 from trtserve.releases.launcher import launcher_facts
 
@@ -40,9 +40,16 @@ class Toolkit:
     container: str | None = None
     mounted: Path | None = None
 
-    def converter(self, architecture: str) -> Path:
-        """convert_checkpoint.py of a family; MissingDependencyError when the examples lack it."""
-        return self._script(converter_script(architecture, self.release))
+    def converter(self, architecture: str, script: str | None = None) -> Path:
+        """convert_checkpoint.py of a family; MissingDependencyError when the examples lack it.
+
+        `script` names it instead: its folder below the examples, or its own path.
+        """
+        if script is None:
+            return self._script(converter_script(architecture, self.release))
+        if script.endswith(".py"):
+            return self._script(str(Path(_EXAMPLES) / script))
+        return self._script(named_script(script, self.release))
 
     def quantizer(self) -> Path:
         """quantize.py, which works through ModelOpt; ModelOptMissingError when that is not installed."""
