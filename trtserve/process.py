@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trtserve.errors import MissingDependencyError
+from trtserve.errors import MissingDependencyError, ServerStopError
 from trtserve.orphans import end_with_parent
 
 if TYPE_CHECKING:
@@ -364,6 +364,20 @@ def _signal(identity: Identity, number: int) -> None:
             process.send_signal(number)
         except psutil.NoSuchProcess:
             return
+        except psutil.AccessDenied as error:
+            raise ServerStopError(
+                f"Process {identity.pid} ({describe(identity)}) is not ours to end: it belongs to {_owner(process)}.",
+                hint="Let its owner stop it, or be root.",
+            ) from error
+
+
+def _owner(process: psutil.Process) -> str:
+    import psutil
+
+    try:
+        return process.username()
+    except psutil.Error:
+        return "another user"
 
 
 def _wait_gone(members: set[Identity], seconds: float, urgent: Callable[[], bool]) -> bool:

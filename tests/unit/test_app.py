@@ -56,6 +56,18 @@ def test_what_the_file_system_refuses_is_no_defect(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("argument", "code", "words"), [(None, 0, ""), (3, 3, ""), ("no licence", 1, "no licence")])
+def test_a_library_that_ends_the_process(
+    argument: object, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(*_: object, **__: object) -> None:
+        raise SystemExit(argument)
+
+    monkeypatch.setattr("trtserve.inventory.list_imported", end)
+    assert run(["list"]) == code
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", sorted(_commands()))
 def test_help_names_every_option_in_full(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

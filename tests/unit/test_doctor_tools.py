@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests.support.doubles import Doubles
@@ -14,8 +17,9 @@ from tests.support.hub import Hub, running_hub
 from trtserve import process
 from trtserve.doctor import examination, mpi, token, tools
 from trtserve.doctor.findings import GPU, NONE, Finding
+from trtserve.errors import ServerStartError
 from trtserve.specs import ServerSpec
-from trtserve.start.proxy import plan_proxy
+from trtserve.start.proxy import plan_proxy, write_proxy
 from trtserve.store import Store
 from trtserve.triton.server import Address
 
@@ -175,6 +179,22 @@ def test_ranks_that_hang_are_ended(mpirun: Program, monkeypatch: pytest.MonkeyPa
     assert finding.evidence == "Open MPI 5.0.11: did not end in time: waiting for the other"
 
 
+def test_an_interrupt_ends_the_ranks(mpirun: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mpirun("mpirun", f"echo $$ > {tmp_path}/pid; exec /bin/sleep 600")
+    began: list[int] = []
+
+    def interrupted(seconds: float) -> None:
+        time.sleep(seconds)
+        if (tmp_path / "pid").exists() and (text := (tmp_path / "pid").read_text().strip()):
+            began.append(int(text))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(mpi, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        mpi.check_mpirun(needed=True)
+    assert not psutil.pid_exists(began[0])
+
+
 @pytest.mark.usefixtures("program")
 def test_no_mpirun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -287,3 +307,15 @@ def test_doubles_of_docker_are_understood(doubles: Doubles) -> None:
     finding = tools.check_docker(0)
     assert "daemon 27.5.1" in finding.evidence
     assert {call.arguments[0] for call in doubles.calls("docker")} <= {"--version", "version", "info"}
+
+
+def test_an_nginx_that_does_not_answer_is_told_with_its_configuration(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trtserve.start.proxy._CHECK_TIMEOUT", 0.2)
+    program("nginx", "exec /bin/sleep 60")
+    addresses = [Address(host="127.0.0.1", http_port=1, grpc_port=2, metrics_port=3)]
+    proxy = plan_proxy("x", addresses, ServerSpec(), Store(tmp_path / "home"))
+    assert proxy is not None
+    with pytest.raises(ServerStartError, match=r"nginx did not read its configuration, .*nginx\.conf"):
+        write_proxy(proxy)

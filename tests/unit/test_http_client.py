@@ -63,6 +63,42 @@ def texts(client: HttpClient) -> Iterator[str]:
         yield from reply.outputs["text_output"]
 
 
+def test_bytes_that_are_no_text_are_an_answer_too(serving: Callable[[bytes], HttpClient]) -> None:
+    event = b'data: {"text_output":"a\xe2\x82"}\n\n'
+    assert list(texts(serving(HEADER + chunks(event) + b"0\r\n\r\n"))) == ["a\ufffd"]
+
+
+def test_any_name_can_be_asked_for() -> None:
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
+            """Stay silent."""
+
+    with QuietServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            client = HttpClient(Endpoint(http_port=server.server_port), timeout=10)
+            with pytest.raises(RequestError, match="größe 1/2"):
+                client.describe("größe 1/2")
+        finally:
+            server.shutdown()
+            thread.join(10)
+    assert asked == ["/v2/models/gr%C3%B6%C3%9Fe%201%2F2/config"]
+
+
 @pytest.mark.parametrize("sent", [EVENTS, (b"".join(EVENTS),), (EVENTS[0][:9], EVENTS[0][9:] + EVENTS[1])])
 def test_events_do_not_depend_on_the_chunks(serving: Callable[[bytes], HttpClient], sent: tuple[bytes, ...]) -> None:
     assert list(texts(serving(HEADER + chunks(*sent) + b"0\r\n\r\n"))) == [" M", "ach"]

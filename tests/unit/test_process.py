@@ -9,12 +9,13 @@ import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trtserve import process
-from trtserve.errors import MissingDependencyError
+from trtserve.errors import MissingDependencyError, ServerStopError
 from trtserve.interrupts import held_back, one_interrupt, stop_signals
-from trtserve.process import Command, Identity, describe, run
+from trtserve.process import Command, Identity, describe, run, spawn, stop
 
 
 def test_command_prints_as_a_shell_line_that_runs(tmp_path: Path) -> None:
@@ -175,3 +176,20 @@ def test_ignored_signals_stay_ignored() -> None:
             assert signals() == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_process_of_somebody_else_is_not_ours_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = spawn(Command(argv=("sleep", "60")), log=tmp_path / "log")
+
+    def refused(process: psutil.Process, number: int) -> None:
+        raise psutil.AccessDenied(process.pid)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(psutil.Process, "send_signal", refused)
+            with pytest.raises(
+                ServerStopError, match=rf"Process {other.pid} \(\S*sleep 60\) is not ours .* belongs to \w+"
+            ):
+                stop(other, grace=1)
+    finally:
+        assert stop(other, grace=1)

@@ -139,7 +139,7 @@ def test_inputs_and_switches_of_the_command(monkeypatch: pytest.MonkeyPatch) -> 
         ("one\n\ntwo é\n", ("one", "two é")),
         ('["a\\nb", "c"]', ("a\nb", "c")),
         ("[not json\n", ("[not json",)),
-        ("[1, 2]\n", ("[1, 2]",)),
+        ("[INST] one [/INST]\n[INST] two [/INST]\n", ("[INST] one [/INST]", "[INST] two [/INST]")),
     ],
 )
 def test_prompts_of_a_file(
@@ -147,6 +147,23 @@ def test_prompts_of_a_file(
 ) -> None:
     (tmp_path / "prompts").write_text(content, encoding="utf-8")
     assert asked(["--input-file", str(tmp_path / "prompts")], monkeypatch).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('["a",\n"b\n', "looks like a JSON list and is none"),
+        ('[\n  "a" "b"\n]\n', "looks like a JSON list and is none"),
+        ('["a", {"text": "b"}]', 'is a JSON list with {"text": "b"} in it'),
+        ("[1, 2]", "is a JSON list with 1 in it"),
+    ],
+)
+def test_a_list_that_is_none_is_not_sent_line_by_line(
+    content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text(content, encoding="utf-8")
+    assert run(["query", "--input-file", str(tmp_path / "prompts")]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_ids_of_a_file_or_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, ModelRepository
 from trtserve.check.repository import check_repository
 from trtserve.cli import run
-from trtserve.errors import RepositoryError, UsageError
+from trtserve.errors import CorruptFileError, RepositoryError, UsageError
 from trtserve.progress import SilentProgress
 from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
 from trtserve.specs import RepositorySpec
@@ -122,7 +122,8 @@ def test_paths_and_suffix(model: Model, tmp_path: Path) -> None:
         ({"settings": {"max_seq_len": "0"}}, "1 or more"),
         ({"settings": {"model": "x"}}, "decided by other flags"),
         ({"settings": {"backend.x": "1"}}, "has no parts"),
-        ({"settings": {"gpu_device_ids": "0"}}, "has 1 GPUs for 2 ranks"),
+        ({"settings": {"gpu_device_ids": "0"}}, "has 1 GPU for 2 ranks"),
+        ({"settings": {"kv_cache_config.dtype": "[1"}}, r"--set kv_cache_config\.dtype=\[1: the value is not YAML"),
         ({"settings": {"gpu_device_ids": "a,b"}}, "expected numbers"),
         ({"batching_strategy": "V1"}, "--batching-strategy has no meaning"),
         (
@@ -226,6 +227,13 @@ def test_a_tokenizer_that_cannot_be_loaded(model: Model, tmp_path: Path) -> None
         assemble_llmapi(plan)
     assert "--set tokenizer=FOLDER" in str(caught.value.hint)
     assert not plan.path.exists()
+    shutil.copy(model.path / "tokenizer.json", broken)
+    (broken / "config.json").write_text("[]")
+    with pytest.raises(CorruptFileError, match=r"config\.json is not a JSON object"):
+        assemble_llmapi(plan)
+    assert not plan.path.exists()
+    shutil.copy(model.path / "config.json", broken)
+    (broken / "tokenizer.json").write_text('{"version": ')
     elsewhere = replace(SPEC, settings={"tokenizer": str(model.path)})
     assert assemble_llmapi(plan_llmapi(Model(path=broken), elsewhere, out=tmp_path / "other")).path.is_dir()
 

@@ -64,6 +64,9 @@ class Record:
         return sum(tokens for _, tokens in self.arrivals)
 
 
+_INTERRUPTED: tuple[Status, str] = ("cancelled", "interrupted")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """What to send to which model: `offsets` are seconds after the start (open loop), None is a closed loop.
@@ -106,7 +109,7 @@ class _Sender:
         self._load = load
         self._on_end = on_end
         self._stub: Any = None
-        self._cut_off: tuple[Status, str] = ("cancelled", "interrupted")
+        self._cut_off = _INTERRUPTED
 
     async def run(self) -> Outcome:
         import grpc
@@ -131,27 +134,27 @@ class _Sender:
         if warmup:
             await self._bounded(self._closed(warmup, load.warmup), stop)
         _check_warmup(warmup, stop)
-        finished = True
+        timed_out = False
         if not stop.is_set():
             window = self._closed if load.offsets is None else self._open
-            finished = await self._bounded(window(records, load.requests), stop)
-        return Outcome(
-            records=records, interrupted=stop.is_set(), timed_out=not finished and self._cut_off[0] == "failed"
-        )
+            timed_out = await self._bounded(window(records, load.requests), stop)
+        return Outcome(records=records, interrupted=stop.is_set(), timed_out=timed_out)
 
     async def _bounded(self, work: Any, stop: asyncio.Event) -> bool:
-        """Do `work` until its end, the user's interrupt or the time limit; whether it came to its end."""
+        """Do `work` until its end, the user's interrupt or the time limit; whether it was the limit."""
+        self._cut_off = _INTERRUPTED
         task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
         await asyncio.wait({task, stopping}, timeout=self._load.timeout, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if task.done():
             task.result()
-            return True
-        if not stop.is_set():
+            return False
+        timed_out = not stop.is_set()
+        if timed_out:
             self._cut_off = ("failed", f"not answered when the benchmark's {self._load.timeout:g} s were over")
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_TIMEOUT)
-        return False
+        return timed_out
 
     async def _closed(self, records: Sequence[Record], requests: Sequence[TrafficRequest]) -> None:
         """`concurrency` users, each sending its next request when its last one has ended."""

@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
         tree = _command_line(_named(arguments))
         code = tree(args=list(arguments), prog_name="trtserve", standalone_mode=False)
     except SystemExit as ending:
-        return ending.code if isinstance(ending.code, int) else 0
+        return _ended(ending.code)
     except typer.TyperException as error:
         # All that is left of them: a group without a command, whose help has been printed.
         return error.exit_code
@@ -46,6 +46,14 @@ def run(arguments: Sequence[str]) -> int:
         return explained.code
     # The code of a typer.Exit; commands return nothing.
     return code if isinstance(code, int) else 0
+
+
+def _ended(code: object) -> int:
+    """The exit code of a SystemExit; one with a text fails, and says it, as Python does."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    print_error(TrtserveError(str(code)))
+    return 1
 
 
 def _warn_of_variables() -> None:

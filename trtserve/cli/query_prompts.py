@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ Prompts = tuple[str, ...]
 TokenIds = tuple[tuple[int, ...], ...]
 
 _STDIN = Path("-")
+# How a list of texts begins; "[INST] …" is a prompt.
+_LIST = re.compile(r"""\s*\[\s*["{]""")
 
 
 def read_prompts(
@@ -72,7 +75,7 @@ def _of_file(path: Path) -> Prompts:
         text = _decoded(_stdin() if path == _STDIN else path.read_bytes())
     except OSError as error:
         raise UsageError(f"--input-file: {path} cannot be read: {error.strerror}.") from None
-    prompts = _json_texts(text) if text.lstrip().startswith("[") else None
+    prompts = _json_texts(text, path)
     if prompts is None:
         prompts = tuple(line for line in text.splitlines() if line.strip())
     if not prompts:
@@ -80,11 +83,22 @@ def _of_file(path: Path) -> Prompts:
     return prompts
 
 
-def _json_texts(text: str) -> Prompts | None:
+def _json_texts(text: str, path: Path) -> Prompts | None:
+    """The texts of a JSON list; None for lines, of which the first may begin with a bracket too ("[INST] …")."""
+    if not text.lstrip().startswith("["):
+        return None
     try:
         content = json.loads(text)
-    except ValueError:
-        return None
-    if isinstance(content, list) and all(isinstance(item, str) for item in content):
-        return tuple(content)
-    return None
+    except (ValueError, RecursionError) as error:
+        if not _LIST.match(text):
+            return None
+        raise UsageError(
+            f"--input-file: {path} looks like a JSON list and is none: {error}.",
+            hint="Mend the list; for one prompt on each line, begin with another line.",
+        ) from None
+    wrong = [item for item in content if not isinstance(item, str)]
+    if wrong:
+        raise UsageError(
+            f"--input-file: {path} is a JSON list with {json.dumps(wrong[0])} in it; expected texts alone."
+        )
+    return tuple(content)

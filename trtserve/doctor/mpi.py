@@ -80,12 +80,14 @@ def _outcome(command: Command) -> tuple[int | None, str]:
     """Exit code (None: stopped after its time) and output; nothing of it is left behind."""
     with tempfile.TemporaryDirectory(prefix="trtserve-doctor-") as folder:
         log = Path(folder) / "mpi.log"
-        identity = spawn(command, log=log)
+        identity = spawn(command, log=log, bound=True)
         deadline = time.monotonic() + _TIMEOUT
-        while (code := exit_code(identity)) is None and time.monotonic() < deadline:
-            time.sleep(POLL_INTERVAL)
-        if code is None:
-            _end(identity)
+        try:
+            while (code := exit_code(identity)) is None and time.monotonic() < deadline:
+                time.sleep(POLL_INTERVAL)
+        finally:
+            if exit_code(identity) is None:
+                _end(identity)
         return code, log.read_text(encoding="utf-8", errors="replace")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from trtserve.architectures.source import weight_map
 from trtserve.artifacts import Manifest, Model, ModelRepository, fingerprint
-from trtserve.errors import RepositoryError, UsageError
+from trtserve.errors import CorruptFileError, RepositoryError, UsageError
+from trtserve.files import read_json_object
 from trtserve.import_.plan import INDEX, require_whole
 from trtserve.import_.sources import served_name
 from trtserve.progress import SILENT, Progress
@@ -18,6 +18,7 @@ from trtserve.releases import NEWEST, normalize_release, order, release_of
 from trtserve.releases.llm_arguments import dropped_argument, unknown_argument
 from trtserve.repo.group import is_there, publish_models
 from trtserve.repo.models import LLMAPI, LLMAPI_BLS, write_program
+from trtserve.repo.options import require_one_gpu_each
 from trtserve.repo.placement import VERSION, model_names, root_of
 from trtserve.repo.tokenizer import check_tokenizer, tokenizer_files
 from trtserve.specs import RepositorySpec
@@ -188,7 +189,7 @@ def _require_tokenizer(model: Path, settings: Mapping[str, Any], progress: Progr
         return
     try:
         tokenizer_files(model)
-        size = json.loads((model / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        size = read_json_object(model / "config.json", CorruptFileError).get("vocab_size")
         check_tokenizer(model, size if isinstance(size, int) else None, progress)
     except RepositoryError as error:
         hint = "Mend the files of the tokenizer, or name another folder: --set tokenizer=FOLDER"
@@ -264,10 +265,20 @@ def _release(spec: RepositorySpec) -> str:
     return NEWEST if order(installed) > order(NEWEST) else normalize_release(installed, option="--trtllm-version")
 
 
-def _given(spec: RepositorySpec) -> dict[str, Any]:
-    """Dotted keyword → value, from `--set` and from the flags that the LLM knows too."""
+def _yaml(key: str, text: str) -> Any:
     import yaml
 
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or str(error)
+        raise UsageError(
+            f"--set {key}={text}: the value is not YAML: {reason}.", hint=f"""A text in quotes: --set '{key}="…"'"""
+        ) from None
+
+
+def _given(spec: RepositorySpec) -> dict[str, Any]:
+    """Dotted keyword → value, from `--set` and from the flags that the LLM knows too."""
     if set_flags := [name for name in _ENGINE_ONLY if getattr(spec, name)]:
         raise UsageError(
             f"--{set_flags[0].replace('_', '-')} has no meaning on the llmapi runtime.",
@@ -275,7 +286,7 @@ def _given(spec: RepositorySpec) -> dict[str, Any]:
         )
     values: dict[str, Any] = {}
     for key, text in spec.settings.items():
-        values[key] = text if key == "gpu_device_ids" else yaml.safe_load(text)
+        values[key] = text if key == "gpu_device_ids" else _yaml(key, text)
     for field, key in _NAMED.items():
         value = getattr(spec, field)
         if value is not None and key in values:
@@ -337,12 +348,7 @@ def _require_gpus(groups: str, settings: Mapping[str, Any]) -> None:
             f"--set gpu_device_ids={groups}: expected numbers such as 0,1, or 0,1;2,3 for two instances."
         ) from None
     ranks = settings["tensor_parallel_size"] * settings["pipeline_parallel_size"]
-    wrong = next((group for group in found if len(group) != ranks), None)
-    if wrong is not None:
-        raise UsageError(
-            f"--set gpu_device_ids={groups}: the group {','.join(map(str, wrong))} has {len(wrong)} GPUs for {ranks} "
-            "ranks (tensor × pipeline parallel)."
-        )
+    require_one_gpu_each(groups, found, ranks)
 
 
 def _facts(spec: RepositorySpec, release: str, settings: Mapping[str, Any], groups: str, model: str) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trtserve.errors import UsageError
+from trtserve.errors import UsageError, counted
 from trtserve.repo.engine import is_embedded, limits_of
 from trtserve.repo.placement import ENGINE, TOKENIZER
 from trtserve.repo.release import engine_types, release_of_engine
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import ConfigOptions
-from trtserve.triton.core_models import device_groups, world_size
+from trtserve.triton.core_models import Groups, device_groups, world_size
 from trtserve.triton.embedded import require_carried_out, require_startable
 from trtserve.triton.parameters import find_parameter
 from trtserve.triton.profiles import BLS, CORE, DRAFT, MODELS, POSTPROCESSING, PREPROCESSING, Profile, profile
@@ -137,11 +137,16 @@ def _require_gpus(text: str, config: Mapping[str, Any], backend: str) -> None:
             f"--set gpu_device_ids={text}: the python variant takes one group of GPUs, not {len(groups)}.",
             hint="Leave --triton-backend python out, or add a second model with --suffix and --into.",
         )
+    require_one_gpu_each(text, groups, ranks)
+
+
+def require_one_gpu_each(text: str, groups: Groups, ranks: int) -> None:
+    """UsageError where a group of `--set gpu_device_ids=text` has more or fewer GPUs than an instance has ranks."""
     wrong = next((group for group in groups if len(group) != ranks), None)
     if wrong is not None:
         raise UsageError(
-            f"--set gpu_device_ids={text}: the group {','.join(map(str, wrong))} has {len(wrong)} "
-            f"GPU{'' if len(wrong) == 1 else 's'} for {ranks} ranks (tensor × pipeline parallel)."
+            f"--set gpu_device_ids={text}: the group {','.join(map(str, wrong))} has {counted(len(wrong), 'GPU')} for "
+            f"{counted(ranks, 'rank')} (tensor × pipeline parallel)."
         )
 
 

@@ -75,7 +75,12 @@ def write_proxy(proxy: Proxy) -> None:
         proxy.file.write_text(proxy.content, encoding="utf-8")
     if proxy.executable is None:
         return
-    checked = run(Command(argv=(*proxy.command.argv, "-t")), timeout=_CHECK_TIMEOUT)
+    try:
+        checked = run(Command(argv=(*proxy.command.argv, "-t")), timeout=_CHECK_TIMEOUT)
+    except TimeoutError as error:
+        raise ServerStartError(
+            f"nginx did not read its configuration, {proxy.file}: {error}", hint="Look at `nginx -t`."
+        ) from error
     if checked.code != 0:
         lines = indented(checked.stderr.splitlines()[-_LAST_LINES:])
         raise ServerStartError(f"nginx does not take its configuration, {proxy.file}:\n{lines}")

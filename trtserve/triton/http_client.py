@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+from urllib.parse import quote
 
 from trtserve.errors import RequestError, UsageError
 from trtserve.triton.call_errors import (
@@ -93,7 +94,7 @@ class HttpClient:
         self._request: http.client.HTTPConnection | None = None
 
     def describe(self, model: str) -> ModelDescription:
-        status, text = self._call("GET", f"/v2/models/{model}/config")
+        status, text = self._call("GET", f"{_place(model)}/config")
         if status == http.client.NOT_FOUND or (status >= http.client.BAD_REQUEST and "unknown model" in text):
             raise unknown_model(model, self._where, self.model_names())
         return ModelDescription.from_config(_checked(status, text))
@@ -113,7 +114,7 @@ class HttpClient:
     ) -> Iterator[Reply]:
         if not model.decoupled:
             body, length = infer_body(tensors, request_id=request_id, outputs=outputs)
-            with self._response("POST", f"/v2/models/{model.name}/infer", body, {_JSON_LENGTH: str(length)}) as answer:
+            with self._response("POST", f"{_place(model.name)}/infer", body, {_JSON_LENGTH: str(length)}) as answer:
                 yield _infer_reply(answer, answer.read())
             return
         if outputs:
@@ -127,14 +128,14 @@ class HttpClient:
         body = json.dumps(generate_body(tensors, request_id=request_id, model=model)).encode()
         # The socket's own timeout bounds one read, and a stream has many.
         deadline = time.monotonic() + self._timeout
-        with self._response("POST", f"/v2/models/{model.name}/{verb}", body) as response:
+        with self._response("POST", f"{_place(model.name)}/{verb}", body) as response:
             if verb == "generate":
-                yield _reply(_checked(response.status, response.read().decode()), model)
+                yield _reply(_checked(response.status, _text(response.read())), model)
                 return
             for line in _lines(response):
                 if time.monotonic() > deadline:
                     raise TimeoutError
-                text = line.decode().strip()
+                text = _text(line).strip()
                 if text:
                     yield _reply(_checked(response.status, text.removeprefix(_EVENT)), model)
 
@@ -151,7 +152,7 @@ class HttpClient:
     def _call(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         content = json.dumps(body).encode() if body is not None else None
         with self._response(method, path, content, first=True) as response:
-            return response.status, response.read().decode(errors="replace")
+            return response.status, _text(response.read())
 
     @contextmanager
     def _response(
@@ -215,6 +216,16 @@ class HttpClient:
         return unreachable(self._where, reason, hint=hint)
 
 
+def _place(model: str) -> str:
+    """The path of a model, whose name may be any that a user types."""
+    return f"/v2/models/{quote(model, safe='')}"
+
+
+def _text(content: bytes) -> str:
+    """A body as text; bytes that are no UTF-8 are seen as such in the answer, or in the error about it."""
+    return content.decode("utf-8", errors="replace")
+
+
 def _tls_context(tls: Tls) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=tls.root_certificates)
@@ -268,7 +279,7 @@ def _reply(content: Mapping[str, Any], model: ModelDescription) -> Reply:
 def _infer_reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
     """Outputs of an infer answer, whose binary tensors follow its JSON part in order."""
     length = int(response.headers.get(_JSON_LENGTH, len(body)))
-    head = _checked(response.status, body[:length].decode(errors="replace"))
+    head = _checked(response.status, _text(body[:length]))
     outputs, start = {}, length
     for output in head.get("outputs", ()):
         end = start + int(output["parameters"]["binary_data_size"])

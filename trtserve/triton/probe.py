@@ -56,7 +56,7 @@ def round_trip(folder: Path, store: Store, triton: Triton) -> str:
     prefix = unique_prefix("doctor")
     command = server_command(triton, repository, address, backends=prepare_backends(triton, store), shm_prefix=prefix)
     log = folder / "triton.log"
-    identity = spawn(command, log=log)
+    identity = spawn(command, log=log, bound=True)
     try:
         wait_until_ready(identity, address, log, timeout=_READY_TIMEOUT)
         return _compare(address)
