@@ -1,4 +1,4 @@
-"""Double of `docker`: run, rm, pull, image inspect, version, info (launch.md, section 6; docker run's manual).
+"""Double of `docker`: run, exec, rm, pull, image inspect, version, info (launch.md, section 6; docker run's manual).
 
 Images: `nvcr.io/nvidia/tritonserver:<tag>-trtllm-python-py3` of a known tag, and those of the setting `images`. The
 command runs here, with a container's environment: nothing but what -e hands in, PATH of the doubles, the container's
@@ -248,6 +248,18 @@ def _remove(name: str, folder: Path) -> int:
     return 0
 
 
+def _execute(name: str, words: list[str], folder: Path) -> int:
+    """`docker exec NAME COMMAND`: the processes of the container are all that it sees, and there is a /proc of them."""
+    record = folder / "scratch" / f"container-{name}"
+    if not record.exists():
+        sys.stderr.write(f"Error response from daemon: No such container: {name}\n")
+        return 1
+    first = psutil.Process(int(record.read_text(encoding="utf-8")))
+    inside = [first.pid, *(process.pid for process in first.children(recursive=True))]
+    seen = " ".join(f"/proc/{pid}" for pid in inside)
+    return subprocess.run([word.replace("/proc/[0-9]*", seen) for word in words], check=False).returncode
+
+
 def _other(arguments: list[str], settings: Settings, folder: Path) -> int:
     match arguments:
         case ["pull", *flags, image] if set(flags) <= {"-q", "--quiet"}:
@@ -258,6 +270,8 @@ def _other(arguments: list[str], settings: Settings, folder: Path) -> int:
             sys.stdout.write(json.dumps([{"Id": "sha256:0", "RepoTags": [image]}]) + "\n")
         case ["rm", "--force", name]:
             return _remove(name, folder)
+        case ["exec", name, *words] if words and not name.startswith("-"):
+            return _execute(name, words, folder)
         case ["version" | "info", *_]:
             sys.stdout.write("27.5.1\n")
         case _:

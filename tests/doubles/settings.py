@@ -18,6 +18,7 @@ PREFIX = "TRTSERVE_DOUBLE_"
 # Variables that decide what a launched process does; the call log keeps these and no others.
 LOGGED_VARIABLES = (
     "OMPI_COMM_WORLD_",
+    "OMPI_MCA_orte_",
     "PMIX_RANK",
     "PMIX_NAMESPACE",
     "SLURM_",

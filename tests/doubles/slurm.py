@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.doubles.containers import CONTAINERS
 from tests.doubles.docker import container_environment
 from tests.doubles.mounts import Mount, MountError, check_mounts, parse_mount, translate
-from tests.doubles.settings import Settings, read_settings, record_call
+from tests.doubles.settings import PREFIX, Settings, read_settings, record_call
 from tests.doubles.slurm_options import SBATCH, SRUN, OptionError, Parsed, parse, script_options
 
 _PAUSE = 0.05
@@ -59,6 +59,24 @@ def _layout(parsed: Parsed, settings: Settings) -> tuple[int, int]:
     return nodes, tasks
 
 
+def _gpus(parsed: Parsed, nodes: int, tasks: int, settings: Settings) -> int:
+    """GPUs of each node: those asked for, and none without a word (GRES are managed); whole nodes give all."""
+    values = parsed.values
+    if "exclusive" in values:
+        return settings.slurm_gpus_per_node
+    each = values.get("gpus-per-node", os.environ.get("SLURM_GPUS_PER_NODE"))
+    if "gpus-per-task" in values:
+        asked = int(values["gpus-per-task"].rpartition(":")[2]) * -(-tasks // nodes)
+    elif each is not None:
+        asked = int(each.rpartition(":")[2])
+    else:
+        last = values.get("gres", "0").rpartition(":")[2]
+        asked = int(last) if last.isdigit() else 1
+    if asked > settings.slurm_gpus_per_node:
+        raise OptionError("error: Batch job submission failed: Requested node configuration is not available")
+    return asked
+
+
 def sbatch(arguments: list[str], folder: Path) -> int:
     """Submit a script: check it, start it in the background, print its number."""
     record_call(folder, "sbatch", arguments)
@@ -68,7 +86,8 @@ def sbatch(arguments: list[str], folder: Path) -> int:
         script = _script(given.rest)
         options = parse([*script_options(script.read_text(encoding="utf-8")), *arguments], SBATCH, "sbatch")
         nodes, tasks = _layout(options, settings)
-        number = _submit(options, script, given.rest[1:], nodes, tasks, folder)
+        gpus = _gpus(options, nodes, tasks, settings)
+        number = _submit(options, script, given.rest[1:], (nodes, tasks, gpus), folder)
     except OptionError as error:
         sys.stderr.write(f"sbatch: {error}\n")
         return 1
@@ -84,7 +103,8 @@ def _script(words: list[str]) -> Path:
     return Path(words[0])
 
 
-def _submit(options: Parsed, script: Path, words: list[str], nodes: int, tasks: int, folder: Path) -> str:
+def _submit(options: Parsed, script: Path, words: list[str], counts: tuple[int, int, int], folder: Path) -> str:
+    nodes, tasks, gpus = counts
     jobs = _jobs(folder)
     jobs.mkdir(exist_ok=True)
     number = str(1000 + len(list(jobs.iterdir())))
@@ -105,9 +125,12 @@ def _submit(options: Parsed, script: Path, words: list[str], nodes: int, tasks: 
         "SLURM_NNODES": str(nodes),
         "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_NTASKS": str(tasks),
+        "SLURM_GPUS_PER_NODE": str(gpus),
         "SLURM_SUBMIT_DIR": str(Path.cwd()),
         "SLURM_JOB_NODELIST": "node0" if nodes == 1 else f"node[0-{nodes - 1}]",
     }
+    if "cpus-per-task" in options.values:  # srun does not read it since 22.05
+        environment["SLURM_CPUS_PER_TASK"] = options.values["cpus-per-task"]
     if "ntasks-per-node" in options.values:
         environment["SLURM_NTASKS_PER_NODE"] = options.values["ntasks-per-node"]
     # A small parent writes the exit code, for squeue and for the test.
@@ -125,6 +148,12 @@ def _submit(options: Parsed, script: Path, words: list[str], nodes: int, tasks: 
     return number
 
 
+def _binding(parsed: Parsed) -> str:
+    """How tasks are bound: to the cores that this step asks for, one each without a word, wherever binding is on."""
+    kind = parsed.values.get("cpu-bind", "cores")
+    return "quiet,none" if kind == "none" else f"quiet,mask_cpu:{parsed.values.get('cpus-per-task', '1')} cores"
+
+
 def _task_environment(parsed: Parsed, rank: int, tasks: int, nodes: int, base: dict[str, str]) -> dict[str, str]:
     per_node = -(-tasks // nodes)
     environment = {
@@ -135,6 +164,7 @@ def _task_environment(parsed: Parsed, rank: int, tasks: int, nodes: int, base: d
         "SLURM_NTASKS": str(tasks),
         "SLURM_NNODES": str(nodes),
         "SLURM_STEP_ID": "0",
+        "SLURM_CPU_BIND": _binding(parsed),
         "SLURM_JOB_ID": os.environ.get("SLURM_JOB_ID", "999"),
     }
     if parsed.values.get("mpi", "none").startswith("pmix"):
@@ -151,9 +181,13 @@ def _containers(parsed: Parsed, settings: Settings, folder: Path) -> tuple[list[
             raise OptionError("error: pyxis: container options without --container-image")
         return None, dict(os.environ)
     tag = next((tag for tag in CONTAINERS if image.endswith(f"nvidia/tritonserver:{tag}-trtllm-python-py3")), None)
-    if tag is not None and not image.startswith(("nvcr.io#nvidia/", "docker://nvcr.io#nvidia/")):
-        raise OptionError("error: pyxis: enroot splits registry and image at '#': nvcr.io#nvidia/tritonserver:<tag>")
-    if tag is None and image not in settings.images.split(","):
+    first, slash, _ = image.removeprefix("docker://").partition("/")
+    if image.startswith("/"):
+        if not Path(image).is_file():
+            raise OptionError(f"error: pyxis: no such file: {image}")
+    elif slash and "#" not in first and ("." in first or ":" in first or tag is not None):
+        raise OptionError(f"error: pyxis: enroot asks Docker Hub for {image}; '#' is between registry and image")
+    elif tag is None and image not in settings.images.split(","):
         raise OptionError(f"error: pyxis: failed to import docker image {image}")
     mounts = [parse_mount(text) for text in parsed.values.get("container-mounts", "").split(",") if text]
     check_mounts(mounts)
@@ -175,7 +209,8 @@ def srun(arguments: list[str], folder: Path) -> int:
         if not words:
             sys.stderr.write("srun: fatal: No command given to execute.\n")
             return 1
-        return _step(parsed, words, Path(inside), nodes, tasks, base)
+        gpus = min(_gpus(parsed, nodes, tasks, settings), settings.gpus)
+        return _step(parsed, words, Path(inside), nodes, tasks, base | {PREFIX + "GPUS": str(gpus)})
     except (OptionError, MountError) as error:
         sys.stderr.write(f"srun: {error}\n")
         return 1

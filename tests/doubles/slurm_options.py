@@ -42,6 +42,7 @@ SRUN = _COMMON | {
     "mpi": ("", "pmix|pmi2|none|pmix_v[345]"),
     "label": ("l", ""),
     "kill-on-bad-exit": ("K", r"[01]?"),
+    "cpu-bind": ("", "none|cores|sockets"),
     "overlap": ("", ""),
     "unbuffered": ("u", ""),
     "no-container-mount-home": ("", ""),

@@ -8,6 +8,7 @@ Stricter than upstream where upstream only warns: a value that was given but can
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,8 +189,7 @@ def _engine_folder(model: Model) -> Path:
     raise _assertion(f"Decoder (GPT) model path at {text} does not exist.")
 
 
-def _mapping(config: dict[str, Any]) -> int:
-    mapping = config["pretrained_config"]["mapping"]
+def _size(mapping: dict[str, Any]) -> int:
     return int(mapping.get("tp_size", 1)) * int(mapping.get("pp_size", 1)) * int(mapping.get("cp_size", 1))
 
 
@@ -230,25 +230,42 @@ def _take(taken: dict[int, str], numbers: list[int], owner: str, what: str) -> N
             raise LoadError(f"{_PREFIX}(strict double) {what} {number} is used by {taken[number]} and by {owner}")
 
 
-def _check_devices(model: Model, instance: int, size: int, settings: Settings, devices: Devices) -> None:
+def _nodes() -> int:
+    return int(os.environ.get("SLURM_NNODES") or os.environ.get("LWS_GROUP_SIZE") or "1")
+
+
+def _check_devices(
+    model: Model, instance: int, positions: Sequence[int], mapping: dict[str, Any], settings: Settings, devices: Devices
+) -> None:
+    """The GPU of each rank of this process, as WorldConfig finds it: the i-th of its list, counted round.
+
+    Without gpu_device_ids the list is 0 … gpus_per_node - 1 of the engine's mapping.
+    """
+    size, per_node = _size(mapping), int(mapping.get("gpus_per_node", 8))
     groups = _read_list(model, "gpu_device_ids")
     count = max((group.count for group in model.config.instance_group), default=1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = settings.gpus if visible is None else len([name for name in visible.split(",") if name])
-    if groups is None:
-        if count > 1 and size > 1:
-            raise LoadError(f"{_PREFIX}(strict double) {count} instances of an engine for {size} GPUs share those GPUs")
-        if size > present * int(os.environ.get("SLURM_NNODES", "1")):
-            raise _assertion(f"Number of GPUs ({present}) is smaller than the ranks on this node ({size})")
-        return
-    if len(groups) != count:
+    if groups is None and count > 1 and size > 1:
+        raise LoadError(f"{_PREFIX}(strict double) {count} instances of an engine for {size} GPUs share those GPUs")
+    if groups is not None and len(groups) != count:
         raise LoadError(f"{_PREFIX}(strict double) gpu_device_ids has {len(groups)} groups for {count} instances")
-    ids = groups[instance]
-    if len(ids) != size:
-        raise _assertion(f"deviceIds.size() == tp*pp: {len(ids)} != {size}")
-    if max(ids) >= present or min(ids) < 0:
-        raise _assertion(f"device id {max(ids)} is not among the {present} visible GPUs")
-    _take(devices.gpus, ids, f"{model.name}_{instance}", "GPU")
+    ids = list(range(per_node)) if groups is None else groups[instance]
+    if groups is not None:
+        if size not in (len(ids), len(ids) * int(model.parameter("num_nodes") or _nodes())):
+            raise _assertion(f"deviceIds ({len(ids)}) * numNodes ({_nodes()}) must be equal to tp*pp*cp = {size}")
+        if len(ids) > per_node or max(ids) >= per_node or min(ids) < 0:
+            raise _assertion(f"device IDs {ids} are beyond the GPUs per node {per_node}")
+        if positions or _nodes() == 1:  # on another node the same numbers are other GPUs
+            _take(devices.gpus, ids, f"{model.name}_{instance}", "GPU")
+    for position in positions:
+        device = ids[position % len(ids)]
+        if device >= present:
+            raise _assertion(
+                f"CUDA runtime error in cudaSetDevice({device}): invalid device ordinal ({present} GPUs on this node)"
+            )
+    if len(set(ids)) * _nodes() < size:
+        raise LoadError(f"{_PREFIX}(strict double) {size} ranks on {_nodes()} nodes with {len(set(ids))} GPUs each")
 
 
 def _check_engine(path: Path, position: int, size: int, found: Versions, settings: Settings) -> None:
@@ -292,7 +309,8 @@ def load_core(model: Model, world: World, found: Versions, settings: Settings, d
     folder = _engine_folder(model)
     try:
         config = read_engine_config(folder)
-        size = _mapping(config)
+        mapping = config["pretrained_config"]["mapping"]
+        size = _size(mapping)
     except (OSError, KeyError, ValueError) as error:
         raise LoadError(f"{_PREFIX}[TensorRT-LLM][ERROR] config.json of {folder}: {error!r}") from None
     count = max((group.count for group in model.config.instance_group), default=1)
@@ -301,10 +319,10 @@ def load_core(model: Model, world: World, found: Versions, settings: Settings, d
         ids = _participants(model, instance, world, size)
         if world.orchestrator and not world.spawn:
             _take(devices.participants, ids, f"{model.name}_{instance}", "rank")
-        _check_devices(model, instance, size, settings, devices)
         positions = (
             range(size) if world.orchestrator and world.spawn else [ids.index(r) for r in ids if r == world.rank]
         )
+        _check_devices(model, instance, positions, mapping, settings, devices)
         for position in positions:
             _check_engine(folder / f"rank{position}.engine", position, size, found, settings)
     return leads

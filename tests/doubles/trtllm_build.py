@@ -109,7 +109,9 @@ def _build(arguments: argparse.Namespace, settings: Settings, found: Versions) -
 
 
 def _pretrained(config: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    mapping = {"gpus_per_node": getattr(arguments, "gpus_per_node", 8), **config.get("mapping", {})}
+    mapping = {"gpus_per_node": 8, **config.get("mapping", {})}
+    if hasattr(arguments, "gpus_per_node"):  # up to 1.1 the flag's value is written over the checkpoint's
+        mapping["gpus_per_node"] = arguments.gpus_per_node
     pretrained = {**config, "mapping": mapping}
     if arguments.logits_dtype:
         pretrained["logits_dtype"] = arguments.logits_dtype

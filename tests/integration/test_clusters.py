@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
-from tests.support.double_engines import write_core_model, write_engine_folder
+from tests.support.double_engines import core_config, write_engine_folder
 from tests.support.doubles import Doubles
 from tests.support.waiting import wait_until
 from trtserve.artifacts import ModelRepository
@@ -21,7 +22,7 @@ from trtserve.cli import run
 from trtserve.launch.kubernetes import KubernetesSpec
 from trtserve.ports import free_ports
 from trtserve.specs import ServerSpec
-from trtserve.start.jobs import plan_manifest
+from trtserve.start.jobs import plan_manifest, write_manifest
 from trtserve.triton.server import Address, is_ready, shared_memory_regions
 
 HOST = "127.0.0.1"
@@ -35,9 +36,11 @@ def jobs(doubles: Doubles) -> Iterator[None]:
         subprocess.run(["scancel", pid.parent.name], check=True, timeout=60)
 
 
-def repository_of(tmp_path: Path, tp: int = 4, container: str = "25.04") -> ModelRepository:
-    engine = write_engine_folder(tmp_path / "engine", tp=tp, container=container)
-    write_core_model(tmp_path / "repository", "tensorrt_llm", str(engine), container=container)
+def repository_of(tmp_path: Path, tp: int = 4, container: str = "25.04", **parameters: str) -> ModelRepository:
+    """With the engine inside, as trtllm-build left it: it says 8 GPUs on each node."""
+    model = tmp_path / "repository" / "tensorrt_llm"
+    write_engine_folder(model / "1", tp=tp, container=container)
+    (model / "config.pbtxt").write_text(core_config("tensorrt_llm", "tensorrt_llm/1", **parameters), encoding="utf-8")
     return ModelRepository(path=tmp_path / "repository")
 
 
@@ -70,6 +73,8 @@ def test_a_job_on_two_nodes_from_sbatch_to_scancel(doubles: Doubles, tmp_path: P
     assert "--load-model=tensorrt_llm" not in ranks[0].arguments
     for call in ranks[1:]:
         assert "--load-model=tensorrt_llm" in call.arguments
+    # Not the one core that srun gives a task by itself.
+    assert {call.environment["SLURM_CPU_BIND"] for call in ranks} == {"quiet,none"}
     prefixes = {f"trtserve_repository_{number}_r{rank}_" for rank in range(4)}
     given = {argument.rpartition("=")[2] for call in ranks for argument in call.arguments if "shm-region" in argument}
     assert given == prefixes
@@ -86,6 +91,49 @@ def test_a_rank_that_dies_ends_the_job(doubles: Doubles, tmp_path: Path) -> None
     assert code_of(doubles, number) != 0
     assert not shared_memory_regions(f"trtserve_repository_{number}_")
     assert "out of memory" in (tmp_path / "job" / "logs" / f"repository-{number}-rank1.out").read_text()
+
+
+def test_gpus_of_a_node_by_their_numbers(doubles: Doubles, tmp_path: Path) -> None:
+    """gpu_device_ids over two nodes: the same two GPUs on each."""
+    doubles.configure(container="25.05", gpus=2)
+    repository = repository_of(tmp_path, container="25.05", gpu_device_ids="1,0", num_nodes="2")
+    number, address = submit(repository.path, tmp_path / "job", "--nodes", "2")
+    wait_until(lambda: is_ready(address))
+    subprocess.run(["scancel", number], check=True, timeout=60)
+
+
+def test_an_engine_for_other_nodes_fails_as_on_real_ones(doubles: Doubles, tmp_path: Path) -> None:
+    """What the double says where a job is run with an engine that nobody told about the nodes."""
+    doubles.configure(container="25.04", gpus=2)
+    repository = repository_of(tmp_path).path
+    config = repository / "tensorrt_llm" / "1" / "config.json"
+    untold = config.read_text()
+    line = ["start", "--model-repository", str(repository), "--slurm", "--nodes", "2", "--out", str(tmp_path / "job")]
+    assert run(line) == 0
+    assert untold != config.read_text()
+    config.write_text(untold)
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(tmp_path / "job" / "server.sbatch")], capture_output=True, text=True, check=True
+    )
+    number = done.stdout.strip()
+    assert code_of(doubles, number) != 0
+    log = (tmp_path / "job" / "logs" / f"repository-{number}-rank2.out").read_text()
+    assert "cudaSetDevice(2): invalid device ordinal" in log
+
+
+def test_a_job_that_asks_for_no_gpus_has_none(doubles: Doubles, tmp_path: Path) -> None:
+    doubles.configure(container="25.04", gpus=2)
+    command = ["start", "--model-repository", str(repository_of(tmp_path, tp=2).path), "--slurm"]
+    assert run([*command, "--out", str(tmp_path / "job")]) == 0
+    script = tmp_path / "job" / "server.sbatch"
+    lines = script.read_text().splitlines(keepends=True)
+    script.write_text("".join(line for line in lines if "gpus-per-node" not in line))
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=True)
+    number = done.stdout.strip()
+    assert code_of(doubles, number) == 1
+    log = (tmp_path / "job" / "logs" / f"repository-{number}.out").read_text()
+    assert "tasks: 2, GPUs: 0" in log
+    assert "--gres=gpu:2 or --exclusive" in log
 
 
 def test_a_node_without_enough_gpus_ends_the_job_before_any_model_is_loaded(doubles: Doubles, tmp_path: Path) -> None:
@@ -157,12 +205,13 @@ exec bash -c "$*"
 def test_the_leader_of_a_leader_worker_set_starts_all_ranks(
     doubles: Doubles, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    doubles.configure(container="25.04", gpus=4)
+    doubles.configure(container="25.04", gpus=2)
     repository = repository_of(tmp_path)
     http, grpc, metrics = free_ports(HOST, 3)
     spec = ServerSpec(http_port=http, grpc_port=grpc, metrics_port=metrics)
     wishes = {"claim": "models", "mount_path": str(tmp_path), "nodes": 2, "ssh_secret": "keys"}
     manifest = plan_manifest(repository, spec, lambda image: KubernetesSpec(image=image, **wishes))  # type: ignore[arg-type]
+    write_manifest(manifest, tmp_path / "server.yaml")
     script = next(yaml.safe_load_all(manifest.text))["data"]["leader.sh"]
     for name, text in {"ssh": SSH, "ssh-keygen": "#!/bin/sh\necho key\n"}.items():
         (doubles.bin / name).write_text(text, encoding="utf-8")
@@ -180,7 +229,11 @@ def test_the_leader_of_a_leader_worker_set_starts_all_ranks(
         "LWS_LEADER_ADDRESS": "repository-0.repository.default",
         "LWS_GROUP_SIZE": "2",
     }
-    leader = subprocess.Popen(["bash", str(tmp_path / "leader.sh")], env=environment, cwd=repository.path)
+    log = tmp_path / "leader.log"
+    with log.open("wb") as file:
+        leader = subprocess.Popen(
+            ["bash", str(tmp_path / "leader.sh")], env=environment, cwd=repository.path, stdout=file, stderr=file
+        )
     request.addfinalizer(leader.terminate)  # nothing where it has ended
     wait_until(lambda: is_ready(Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)))
     ranks = {call.rank: call for call in doubles.calls("tritonserver")}
@@ -188,6 +241,15 @@ def test_the_leader_of_a_leader_worker_set_starts_all_ranks(
     local = [ranks[rank].environment["OMPI_COMM_WORLD_LOCAL_RANK"] for rank in range(4)]
     assert local == ["0", "1", "0", "1"]  # two on each node, in their order
     assert set((tmp_path / "ssh.log").read_text().split()) == {"repository-0-1.repository.default"}
-    os.kill(ranks[0].pid, signal.SIGTERM)
+    assert {rank.environment["OMPI_MCA_orte_keep_fqdn_hostnames"] for rank in ranks.values()} == {"1"}
+    # What Kubernetes runs before it asks mpirun: here it sees the processes of this launch alone.
+    lifecycle = next(each for each in manifest.objects if each["kind"] == "LeaderWorkerSet")["spec"]
+    container = lifecycle["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"][0]
+    words = container["lifecycle"]["preStop"]["exec"]["command"]
+    inside = [leader.pid, *(each.pid for each in psutil.Process(leader.pid).children(recursive=True))]
+    seen = " ".join(f"/proc/{pid}" for pid in inside)
+    subprocess.run([word.replace("/proc/[0-9]*", seen) for word in words], check=True, timeout=60)
+    assert not psutil.pid_exists(ranks[0].pid)
     assert leader.wait(60) == 0
+    assert "Waiting for in-flight requests to complete." in log.read_text()
     assert oct((tmp_path / "home" / ".ssh" / "id").stat().st_mode)[-3:] == "600"

@@ -80,12 +80,15 @@ def write_checkpoint(folder: Path, *, tp: int = 1, pp: int = 1, **changes: Any) 
     return folder
 
 
-def write_engine_folder(folder: Path, *, tp: int = 1, pp: int = 1, container: str = "25.04", sm: int = 90) -> Path:
+def write_engine_folder(
+    folder: Path, *, tp: int = 1, pp: int = 1, container: str = "25.04", sm: int = 90, gpus_per_node: int = 8
+) -> Path:
     """An engine folder as the double of trtllm-build leaves it."""
     folder.mkdir(parents=True)
     found = CONTAINERS[container]
     build = {"max_batch_size": 8, "max_input_len": 32, "max_seq_len": 64, "max_beam_width": 1, "plugin_config": {}}
-    write_config(folder, found.tensorrt_llm, checkpoint_config(tp, pp), build)
+    mapping = {**checkpoint_config(tp, pp)["mapping"], "gpus_per_node": gpus_per_node}
+    write_config(folder, found.tensorrt_llm, checkpoint_config(tp, pp, mapping=mapping), build)
     for rank in range(tp * pp):
         header = EngineHeader(
             rank=rank,

@@ -174,6 +174,7 @@ _JOB = """#!/bin/bash
 #SBATCH --nodes=1 --ntasks-per-node=2
 #SBATCH --time 00:30:00
 #SBATCH --job-name=test
+#SBATCH --gpus-per-node=2
 #SBATCH -o out.log
 srun --mpi=pmix bash task.sh
 """
@@ -232,7 +233,7 @@ def test_job_scripts(script: str, text: str) -> None:
         (("--mpi=openmpi", "true"), "Invalid value 'openmpi' for --mpi"),
         (("-N", "9", "true"), "Node count specification invalid"),
         (("--container-mounts=/a:/b", "true"), "container options without --container-image"),
-        (("--container-image", IMAGE, "true"), "splits registry and image"),
+        (("--container-image", IMAGE, "true"), "'#' is between registry and image"),
         (("--container-image", "missing", "true"), "failed to import docker image"),
         (("--gpus", "4", "true"), "unrecognized option '--gpus'"),
         ((), "No command given"),

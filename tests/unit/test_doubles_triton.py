@@ -155,7 +155,7 @@ def test_an_engine_of_other_versions_or_devices(launch: Launch, capsys: pytest.C
         ({"container": "25.12"}, "Version tag does not match"),
         ({"container": "25.05"}, "engine of TensorRT-LLM 0.18.2 in 0.19.0"),
         ({"sm": 80}, "expecting compute 8.0 got compute 9.0"),
-        ({"gpus": 0}, "Number of GPUs (0)"),
+        ({"gpus": 0}, "cudaSetDevice(0): invalid device ordinal (0 GPUs on this node)"),
     ):
         assert launch.alone(**settings) == 1
         assert text in capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_paths_are_relative_to_the_working_directory(
         ({"enable_chunked_context": "yes"}, "Cannot convert yes"),
         ({"max_beam_width": "four"}, "is not int"),
         ({"decoding_mode": "greedy"}, "decoding_mode"),
-        ({"gpu_device_ids": "0"}, "deviceIds.size() == tp*pp"),
+        ({"gpu_device_ids": "0"}, "deviceIds (1) * numNodes (1) must be equal to tp*pp*cp = 2"),
         ({"max_num_sequences": "8"}, "was dropped"),
     ],
 )

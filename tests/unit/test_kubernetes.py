@@ -13,10 +13,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.support.double_engines import write_core_model, write_engine_folder
+from tests.support.double_engines import core_config, write_core_model, write_engine_folder
+from tests.support.told import Lines
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
-from trtserve.errors import ArtifactError, UsageError
+from trtserve.errors import ArtifactError, RepositoryError, UsageError
 from trtserve.launch.kubernetes import KubernetesSpec, object_name
 from trtserve.specs import ServerSpec
 from trtserve.start.jobs import Manifest, plan_manifest, write_manifest
@@ -151,11 +152,12 @@ def test_several_nodes_are_a_leader_worker_set(tmp_path: Path) -> None:
     assert "startupProbe" in template["leaderTemplate"]["spec"]["containers"][0]
 
 
-def orchestrated(tmp_path: Path) -> ModelRepository:
-    write_engine_folder(tmp_path / "repository" / "engine", tp=4)
-    devices = {"gpu_device_ids": "0,1,2,3", "participant_ids": "1,2,3,4"}
-    path = write_core_model(tmp_path / "repository", "tensorrt_llm", "engine", **devices)
-    return ModelRepository(path=path)
+def orchestrated(tmp_path: Path, devices: str = "0,1") -> ModelRepository:
+    model = tmp_path / "repository" / "tensorrt_llm"
+    write_engine_folder(model / "1", tp=4)
+    given = {"gpu_device_ids": devices, "participant_ids": "1,2,3,4"}
+    (model / "config.pbtxt").write_text(core_config("tensorrt_llm", "tensorrt_llm/1", **given), encoding="utf-8")
+    return ModelRepository(path=tmp_path / "repository")
 
 
 def test_an_orchestrator_is_one_rank_more_on_the_first_node(tmp_path: Path) -> None:
@@ -168,20 +170,93 @@ def test_an_orchestrator_is_one_rank_more_on_the_first_node(tmp_path: Path) -> N
     assert leader["resources"]["limits"] == {"nvidia.com/gpu": 2}
 
 
+def test_gpus_of_a_pod_count_from_0_in_each_pod(tmp_path: Path) -> None:
+    spec = ServerSpec(multi_model=True, spawn_processes=False)
+    with pytest.raises(RepositoryError, match="wants GPU 2; each node has 2, numbered 0 … 1"):
+        planned(orchestrated(tmp_path / "two", "0,1,2,3"), spec, nodes=2, ssh_secret="keys")
+    with pytest.raises(RepositoryError, match="wants GPU 4; the job has 4"):
+        planned(orchestrated(tmp_path / "one", "2,3,4,5"), spec)
+
+
+def test_the_engine_is_told_how_many_gpus_a_pod_has(tmp_path: Path) -> None:
+    repository = repository_of(tmp_path)
+    config = repository.path / "tensorrt_llm" / "1" / "config.json"
+    manifest = planned(repository, nodes=2, ssh_secret="keys")
+    assert json.loads(config.read_text())["pretrained_config"]["mapping"]["gpus_per_node"] == 8
+    write_manifest(manifest, tmp_path / "server.yaml")
+    assert json.loads(config.read_text())["pretrained_config"]["mapping"]["gpus_per_node"] == 2
+    assert any("to the volume again" in note for note in manifest.notes)
+    assert not any("again" in note for note in planned(repository, nodes=2, ssh_secret="keys").notes)
+
+
+def test_what_the_volume_has_alone_is_not_guessed_about(tmp_path: Path) -> None:
+    repository, told = repository_of(tmp_path), Lines()
+    config = repository.path / "tensorrt_llm" / "config.pbtxt"
+    config.write_text(core_config("tensorrt_llm", "tensorrt_llm/1", lora_prefetch_dir="/models/loras"))
+    manifest = plan_manifest(
+        repository, ServerSpec(), lambda image: KubernetesSpec(image=image, claim="models"), progress=told
+    )
+    assert manifest.objects
+    assert any("names /models/loras, which is not on this machine" in text for text in told.warnings)
+
+
+def test_an_image_of_nvidia_has_no_sshd_for_several_pods(tmp_path: Path) -> None:
+    repository = repository_of(tmp_path)
+    for container, warned in ((None, True), ("mine/with-sshd:1", False)):
+        told = Lines()
+        spec = ServerSpec(container=container, trtllm_version="0.18.2" if container else None)
+        plan_manifest(
+            repository,
+            spec,
+            lambda image: KubernetesSpec(image=image, claim="models", nodes=2, ssh_secret="keys"),
+            progress=told,
+        )
+        assert any("has no sshd" in text for text in told.warnings) == warned
+
+
+def test_the_leaders_probe_waits_as_long_as_its_script_and_its_models(tmp_path: Path) -> None:
+    wishes: dict[str, Any] = {"nodes": 2, "ssh_secret": "keys", "ready_timeout": 300.0, "worker_timeout": 900.0}
+    found = documents(planned(repository_of(tmp_path), **wishes))
+    template = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
+    probe = template["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 1200
+    assert "SECONDS > 900" in found["ConfigMap"]["data"]["leader.sh"]
+
+
+def test_hosts_keep_their_whole_names(tmp_path: Path) -> None:
+    script = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys"))["ConfigMap"]["data"]["leader.sh"]
+    exports = next(line for line in script.splitlines() if line.startswith("export OMPI_"))
+    assert exports.split()[1:] == ["OMPI_MCA_orte_keep_fqdn_hostnames=1", "PRTE_MCA_prte_keep_fqdn_hostnames=1"]
+    assert script.index(exports) < script.index("exec ")
+
+
+def test_several_ranks_are_ended_through_rank_0(tmp_path: Path) -> None:
+    found = documents(planned(repository_of(tmp_path)))
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    bash, flag, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert (bash, flag) == ("bash", "-c")
+    shellchecked(tmp_path, {"end.sh": f"#!/bin/bash\n{script}"})
+    single = documents(planned(repository_of(tmp_path / "single", 1)))
+    assert "lifecycle" not in single["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+
+
 def test_an_orchestrator_that_spawns_is_on_one_node(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="this server is one process") as caught:
         planned(orchestrated(tmp_path), ServerSpec(multi_model=True), nodes=2, ssh_secret="keys")
     assert "--disable-spawn-processes" in str(caught.value.hint)
 
 
-def test_the_scripts_pass_shellcheck(tmp_path: Path) -> None:
-    scripts = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys"))["ConfigMap"]["data"]
+def shellchecked(tmp_path: Path, scripts: Mapping[str, str]) -> None:
     for name, text in scripts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     tool = Path(sys.executable).parent / "shellcheck"
     files = [str(tmp_path / name) for name in scripts]
     done = subprocess.run([tool, *files], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_scripts_pass_shellcheck(tmp_path: Path) -> None:
+    shellchecked(tmp_path, documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys"))["ConfigMap"]["data"])
 
 
 @pytest.mark.parametrize(
@@ -193,6 +268,8 @@ def test_the_scripts_pass_shellcheck(tmp_path: Path) -> None:
         ({"hf_secret": "Hub Token"}, "--hf-secret"),
         ({"mount_path": "models"}, "absolute path"),
         ({"nodes": 0}, "at least 1"),
+        ({"worker_timeout": 0}, "--worker-timeout"),
+        ({"gpus_per_node": 8}, "are 8 ranks; the server has 4"),
     ],
 )
 def test_wishes_that_cannot_be(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:

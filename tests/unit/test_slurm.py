@@ -7,17 +7,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.doubles.slurm_options import SBATCH, SRUN, parse, script_options
-from tests.support.double_engines import write_core_model, write_engine_folder
+from tests.support.double_engines import core_config, write_core_model, write_engine_folder
+from tests.support.told import Lines
 from tests.support.upstream_repositories import write_upstream_llmapi
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, MachineError, MissingDependencyError, RepositoryError, UsageError
 from trtserve.launch import Setup, leader
-from trtserve.launch.slurm import SHM_PLACEHOLDER, Job, SlurmSpec, submit
+from trtserve.launch.container import image_of
+from trtserve.launch.slurm import SHM_PLACEHOLDER, Image, Job, SlurmSpec, submit
 from trtserve.specs import ServerSpec
 from trtserve.start.jobs import plan_job, write_job
 from trtserve.triton.server import Address
@@ -25,16 +28,16 @@ from trtserve.triton.server import Address
 TAG = "25.04"
 
 
-def repository_of(tmp_path: Path, tp: int = 4, **parameters: str) -> ModelRepository:
-    write_core_model(
-        tmp_path / "repository", "tensorrt_llm", str(write_engine_folder(tmp_path / "engine", tp=tp)), **parameters
-    )
+def repository_of(tmp_path: Path, tp: int = 4, gpus_per_node: int = 8, **parameters: str) -> ModelRepository:
+    engine = write_engine_folder(tmp_path / "engine", tp=tp, gpus_per_node=gpus_per_node)
+    write_core_model(tmp_path / "repository", "tensorrt_llm", str(engine), **parameters)
     return ModelRepository(path=tmp_path / "repository")
 
 
-def planned(tmp_path: Path, *, slurm: SlurmSpec | None = None, **spec: object) -> Job:
+def planned(tmp_path: Path, *, slurm: SlurmSpec | None = None, per_node: int = 8, **spec: object) -> Job:
     wanted = ServerSpec(**{"container": TAG, "host": "0.0.0.0", **spec})  # type: ignore[arg-type]
-    return plan_job(repository_of(tmp_path), wanted, slurm or SlurmSpec(), tmp_path / "job")
+    repository = repository_of(tmp_path, gpus_per_node=per_node)
+    return plan_job(repository, wanted, slurm or SlurmSpec(), tmp_path / "job")
 
 
 def shellcheck(*files: Path) -> None:
@@ -59,7 +62,7 @@ def test_the_scripts_pass_shellcheck_and_slurms_parsers(tmp_path: Path) -> None:
         gpu_clock=1410,
         flags=("--exclusive",),
     )
-    job = planned(tmp_path, slurm=wishes, extra_arguments=("--log-verbose=1", "--trace-config=a,b c='d'"))
+    job = planned(tmp_path, slurm=wishes, per_node=2, extra_arguments=("--log-verbose=1", "--trace-config=a,b c='d'"))
     write_job(job)
     shellcheck(*(job.folder / name for name in job.files))
     options = parse(script_options(job.script.read_text()), SBATCH, "sbatch").values
@@ -85,7 +88,8 @@ def test_an_orchestrator_needs_no_gpu_of_its_own(tmp_path: Path) -> None:
     repository = repository_of(tmp_path, gpu_device_ids="0,1,2,3", participant_ids="1,2,3,4")
     spec = ServerSpec(container=TAG, host="0.0.0.0", multi_model=True, spawn_processes=False)
     job = plan_job(repository, spec, SlurmSpec(), tmp_path / "job")
-    assert script_options(job.files["server.sbatch"])[-1] == "--ntasks-per-node=5"
+    options = parse(script_options(job.files["server.sbatch"]), SBATCH, "sbatch").values
+    assert (options["ntasks-per-node"], options["gpus-per-node"]) == ("5", "4")
     assert 'if [ "${gpus}" -lt 4 ]' in job.files["node.sh"]
     assert "export TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=0" in job.files["task.sh"]
 
@@ -113,6 +117,157 @@ def test_every_task_has_the_arguments_that_mpirun_would_give_it(container: str, 
     assert SHM_PLACEHOLDER not in "".join(job.files.values())
 
 
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ((), "4"),
+        (("--cpus-per-task=16",), "4"),
+        (("--gres=gpu:h100:4",), None),
+        (("--gpus-per-node=8",), "8"),
+        (("--exclusive",), None),
+        (("--gpus-per-task=1",), None),
+    ],
+)
+def test_a_job_asks_for_the_gpus_of_its_ranks_unless_flags_do(
+    flags: tuple[str, ...], asked: str | None, tmp_path: Path
+) -> None:
+    job = planned(tmp_path, slurm=SlurmSpec(flags=flags))
+    given = script_options(job.files["server.sbatch"])
+    assert parse(given, SBATCH, "sbatch").values.get("gpus-per-node") == asked
+    assert sum(word.startswith("--gpus-per-node") for word in given) == (asked is not None)
+
+
+def test_no_step_binds_a_task_to_the_core_that_slurm_gives_by_itself(tmp_path: Path) -> None:
+    steps = [parse(line, SRUN, "srun").values for line in srun_lines(planned(tmp_path).files["server.sbatch"])]
+    assert {step["cpu-bind"] for step in steps} == {"none"}
+    # Another name of PMIx, as srun --mpi=list may have it alone.
+    job = plan_job(repository_of(tmp_path / "again"), ServerSpec(), SlurmSpec(mpi="pmix_v4"), tmp_path / "job")
+    (launch,) = [
+        step for line in srun_lines(job.files["server.sbatch"]) if "mpi" in (step := parse(line, SRUN, "srun").values)
+    ]
+    assert launch["mpi"] == "pmix_v4"
+
+
+def test_an_engine_is_told_how_many_gpus_the_nodes_have(tmp_path: Path) -> None:
+    engine = write_engine_folder(tmp_path / "repository" / "tensorrt_llm" / "1", tp=4)
+    (engine.parent / "config.pbtxt").write_text(core_config("tensorrt_llm", "tensorrt_llm/1"), encoding="utf-8")
+    original = tmp_path / "built.json"
+    original.hardlink_to(engine / "config.json")
+    repository, told = ModelRepository(path=tmp_path / "repository"), Lines()
+    job = plan_job(repository, ServerSpec(), SlurmSpec(nodes=2), tmp_path / "job", progress=told)
+    assert gpus_said(engine) == gpus_said(original) == 8  # a plan writes nothing
+    assert "says gpus_per_node 8" in told.lines[-1]
+    write_job(job)
+    assert gpus_said(engine) == 2
+    assert gpus_said(original) == 8  # the engine that it is a link of may serve elsewhere
+    again = plan_job(repository, ServerSpec(), SlurmSpec(nodes=2), tmp_path / "job")
+    assert not again.engines
+    # One node again: 2 would give two ranks the same GPU.
+    write_job(plan_job(repository, ServerSpec(), SlurmSpec(), tmp_path / "other"))
+    assert gpus_said(engine) == 4
+
+
+def gpus_said(path: Path) -> int:
+    file = path / "config.json" if path.is_dir() else path
+    return int(json.loads(file.read_text())["pretrained_config"]["mapping"]["gpus_per_node"])
+
+
+def test_an_engine_of_others_is_not_changed(tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="says gpus_per_node 8") as caught:
+        planned(tmp_path, slurm=SlurmSpec(nodes=2))
+    assert "Write 2 for pretrained_config.mapping.gpus_per_node" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "words"),
+    [
+        (2, "0,1", ""),
+        (2, "1,0", ""),
+        (1, "0,1,2,3", ""),
+        (2, "0,1,2,3", "wants GPU 2; each node has 2"),
+        (2, "0", "has 1 number; its engine has 4 ranks on 2 nodes"),
+        (2, "0,0", "GPU 0 is twice"),
+        (1, "4,5,6,7", "wants GPU 4; the job has 4"),
+    ],
+)
+def test_gpu_device_ids_are_those_of_a_node(nodes: int, given: str, words: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"num_nodes": str(nodes)} if nodes > 1 else {}
+    repository = repository_of(tmp_path, 4, 2 if nodes == 2 else 8, gpu_device_ids=given, **more)
+    if words:
+        with pytest.raises(RepositoryError, match=words):
+            plan_job(repository, ServerSpec(), SlurmSpec(nodes=nodes), tmp_path / "job")
+    else:
+        assert plan_job(repository, ServerSpec(), SlurmSpec(nodes=nodes), tmp_path / "job").files
+
+
+def test_models_of_an_orchestrator_on_a_node_each(tmp_path: Path) -> None:
+    for name, ranks in (("first", "1,2"), ("second", "3,4,5")):
+        size = ranks.count(",") + 1
+        engine = write_engine_folder(tmp_path / name, tp=size, gpus_per_node=3)
+        devices = ",".join(map(str, range(size)))
+        write_core_model(tmp_path / "repository", name, str(engine), gpu_device_ids=devices, participant_ids=ranks)
+    spec = ServerSpec(multi_model=True, spawn_processes=False)
+    job = plan_job(ModelRepository(path=tmp_path / "repository"), spec, SlurmSpec(nodes=2), tmp_path / "job")
+    assert parse(script_options(job.files["server.sbatch"]), SBATCH, "sbatch").values["gpus-per-node"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("nvcr.io/nvidia/tensorrt-llm/release:1.1.0", "nvcr.io#nvidia/tensorrt-llm/release:1.1.0"),
+        ("registry.example.com:5000/team/img:1", "registry.example.com:5000#team/img:1"),
+        ("localhost/img", "localhost#img"),
+        ("team/img:1", "team/img:1"),
+        ("nvcr.io#nvidia/x:1", "nvcr.io#nvidia/x:1"),
+        ("/lustre/triton.sqsh", "/lustre/triton.sqsh"),
+    ],
+)
+def test_images_as_enroot_takes_them(name: str, argument: str) -> None:
+    assert Image(name=name).argument == argument
+
+
+def test_a_squashfs_file_is_an_image_of_slurm_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = Lines()
+    spec = ServerSpec(container="triton.sqsh", trtllm_version="0.18.2")
+    job = plan_job(repository_of(tmp_path), spec, SlurmSpec(), tmp_path / "job", progress=told)
+    assert f"--container-image={tmp_path}/triton.sqsh" in job.files["server.sbatch"]
+    assert any("is not on this machine" in text for text in told.warnings)
+    with pytest.raises(UsageError, match="neither a tag") as caught:
+        image_of("/lustre/triton.sqsh")
+    assert "--slurm" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("cluster", [["--slurm"], ["--kubernetes", "--claim", "c", "--mount-path", "/MOUNT"]])
+@pytest.mark.parametrize("fault", ["rank", "steps", "config"])
+def test_faults_that_stop_a_start_stop_a_job(
+    fault: str, cluster: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = repository_of(tmp_path).path
+    if fault == "config":
+        file = tmp_path / "engine" / "config.json"
+        file.write_text(file.read_text().replace('"build_config"', '"other"'))
+    if fault == "rank":
+        (tmp_path / "engine" / "rank1.engine").unlink()
+    if fault == "steps":
+        (repository / "ensemble" / "1").mkdir(parents=True)
+        (repository / "ensemble" / "config.pbtxt").write_text(
+            'name: "ensemble"\nplatform: "ensemble"\nensemble_scheduling { step [ { model_name: "gone" } ] }\n'
+        )
+    line = ["start", "--model-repository", str(repository), "--dry-run"]
+    assert run([*line, *(word.replace("/MOUNT", str(tmp_path)) for word in cluster)]) not in (0, 2)
+    assert {"rank": "rank1.engine", "steps": "gone", "config": "build_config"}[fault] in capsys.readouterr().err
+
+
+def test_the_llm_api_without_a_limit_of_time_is_warned_of(tmp_path: Path) -> None:
+    path = write_upstream_llmapi(tmp_path / "llm", "1.2", "acme/llama")
+    for time, warned in ((None, True), ("30", False)):
+        told = Lines()
+        spec = ServerSpec(container="26.07", host="0.0.0.0")
+        plan_job(ModelRepository(path=path), spec, SlurmSpec(time=time), tmp_path / "job", progress=told)
+        assert any("Without --time" in text for text in told.warnings) == warned
+
+
 @pytest.mark.parametrize("container", ["26.07", None])
 def test_every_task_of_the_llm_api_has_its_own_prefix(container: str | None, tmp_path: Path) -> None:
     path = write_upstream_llmapi(tmp_path / "llm", "1.2", "acme/llama")
@@ -137,7 +292,7 @@ def test_every_task_of_the_llm_api_has_its_own_prefix(container: str | None, tmp
         (SlurmSpec(), {"world_size": 8}, "was built for 4 rank"),
     ],
 )
-def test_what_does_not_fit_is_told(slurm: SlurmSpec, spec: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_told(slurm: SlurmSpec, spec: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         planned(tmp_path, slurm=slurm, **spec)
 
@@ -156,6 +311,7 @@ def test_the_containers_version_is_compared_with_the_engine(tmp_path: Path) -> N
         {"nodes": 0},
         {"gpu_clock": 0},
         {"flags": ("-N4",)},
+        {"mpi": "pmi2"},
     ],
 )
 def test_values_that_slurm_would_misread(wrong: dict[str, object]) -> None:

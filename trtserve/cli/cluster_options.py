@@ -67,12 +67,16 @@ GpuClockOption = Annotated[
     int | None,
     typer.Option("--gpu-clock", help="Lock the GPUs' clock to that many MHz; needs sudo.", rich_help_panel=_SLURM),
 ]
+MpiOption = Annotated[
+    str | None,
+    typer.Option("--mpi", help="What srun calls PMIx, see srun --mpi=list; default: pmix.", rich_help_panel=_SLURM),
+]
 SbatchFlagOption = Annotated[
     list[str] | None,
     typer.Option(
         "--sbatch-flag",
         metavar="FLAG",
-        help="A further line for sbatch, such as =--gpus-per-node=8; repeatable.",
+        help="A further line for sbatch, such as =--cpus-per-task=16; repeatable.",
         rich_help_panel=_SLURM,
     ),
 ]
@@ -98,14 +102,22 @@ SshSecretOption = Annotated[
         rich_help_panel=_KUBERNETES,
     ),
 ]
+WorkerTimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--worker-timeout",
+        help="Seconds that the leader of several nodes waits for the others, which pull the image; default: 1800.",
+        rich_help_panel=_KUBERNETES,
+    ),
+]
 PullSecretOption = Annotated[
     str | None, typer.Option("--pull-secret", help="Secret for pulling the image.", rich_help_panel=_KUBERNETES)
 ]
 
 # What means nothing without the flag that it belongs to, and its default.
 _BELONGING = {
-    "slurm": ("submit", "account", "partition", "time", "job_name", "output", "gpu_clock", "sbatch_flags"),
-    "kubernetes": ("claim", "namespace", "hf_secret", "ssh_secret", "pull_secret"),
+    "slurm": ("submit", "account", "partition", "time", "job_name", "output", "gpu_clock", "mpi", "sbatch_flags"),
+    "kubernetes": ("claim", "namespace", "hf_secret", "ssh_secret", "pull_secret", "worker_timeout"),
 }
 
 
@@ -137,7 +149,8 @@ def write_slurm(repository: ModelRepository, spec: ServerSpec, options: Mapping[
     from trtserve.start.plan import server_name
 
     same = ("nodes", "ntasks_per_node", "account", "partition", "time", "job_name", "gpu_clock", "output")
-    slurm = SlurmSpec(**{name: options[name] for name in same}, flags=tuple(options["sbatch_flags"] or ()))
+    more = {} if options["mpi"] is None else {"mpi": options["mpi"]}
+    slurm = SlurmSpec(**{name: options[name] for name in same}, **more, flags=tuple(options["sbatch_flags"] or ()))
     folder = options["out"] or Path(f"{server_name(repository, spec)}.slurm")
     job = plan_job(repository, spec, slurm, folder.absolute(), progress=TerminalProgress(quiet=options["quiet"]))
     if options["dry_run"]:
@@ -174,8 +187,10 @@ def write_kubernetes(repository: ModelRepository, spec: ServerSpec, options: Map
         )
 
     def wishes(image: str) -> KubernetesSpec:
-        same = ("claim", "mount_path", "namespace", "nodes", "hf_secret", "ssh_secret", "pull_secret", "ready_timeout")
-        given = {name: options[name] for name in same}
+        same = ("claim", "mount_path", "namespace", "nodes", "hf_secret", "ssh_secret", "pull_secret")
+        given = {name: options[name] for name in (*same, "ready_timeout")}
+        if options["worker_timeout"] is not None:
+            given["worker_timeout"] = options["worker_timeout"]
         return KubernetesSpec(
             image=image, gpus_per_node=options["ntasks_per_node"], replicas=options["instances"], **given
         )

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trtserve.errors import MachineError, MissingDependencyError, TrtserveError, UsageError
+from trtserve.launch.end_script import END_SCRIPT
 from trtserve.process import Command, run
 from trtserve.releases.containers import Container, container
 from trtserve.releases.installed import OPTION, Installed, installed
 
 DOCKER = "docker"
+SQUASHFS = (".sqsh", ".squashfs")
+"""Endings of images that are files, which pyxis takes and docker does not."""
 SHM_GIB = 2
 """Shared memory of NVIDIA's own examples; docker's default of 64 MB is too little for one Python model."""
 
@@ -67,7 +71,8 @@ def image_of(text: str) -> str:
     if found is not None:
         return found.image
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/@#+-]*", text):
-        raise UsageError(f"{text!r} is neither a tag (25.12) nor the name of an image.")
+        hint = "A squashfs file is for --slurm, whose plug-in pyxis runs it." if text.endswith(SQUASHFS) else None
+        raise UsageError(f"{text!r} is neither a tag (25.12) nor the name of an image.", hint=hint)
     return text
 
 
@@ -248,6 +253,16 @@ def explained(text: str) -> TrtserveError | None:
         if line is not None:
             return MachineError(f"The container was not started, because {what}: {line.strip()}", hint=hint)
     return None
+
+
+def ask_container(name: str) -> subprocess.Popen[bytes]:
+    """Ask the tritonserver of a container to end in order; the process ends when that has ended.
+
+    What docker itself hands on reaches mpirun, which kills its ranks.
+    """
+    line = (DOCKER, "exec", name, "bash", "-c", END_SCRIPT)
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(line, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
 
 
 def remove_container(name: str) -> None:

@@ -37,10 +37,11 @@ def require_own_devices(models: Sequence[CoreModel], gpus: int) -> None:
         owners[device] = name
 
 
-def require_leader_devices(models: Sequence[CoreModel], visible: int) -> None:
+def require_leader_devices(models: Sequence[CoreModel], visible: int | None) -> None:
     """RepositoryError for gpu_device_ids that leader mode cannot give: a rank has one GPU for every model.
 
     `visible` is the number of GPUs that --gpus shows to the launch, 0 when it shows all; they are numbered from 0 then.
+    With None the ranks are on other machines, and the numbers are left to `require_node_devices`.
     """
     chosen = {model.name: model.gpu_device_ids for model in models if model.gpu_device_ids}
     if len(set(chosen.values())) > 1 or any(len(groups) > 1 for groups in chosen.values()):
@@ -50,11 +51,47 @@ def require_leader_devices(models: Sequence[CoreModel], visible: int) -> None:
             hint="Serve them in orchestrator mode: --multi-model. Or take gpu_device_ids out, and choose with --gpus.",
         )
     for model in models:
-        if model.gpu_device_ids:
+        if model.gpu_device_ids and visible is not None:
             (group,) = model.gpu_device_ids
             _require_groups("gpu_device_ids", (group,), replace(model, instances=1))
             for device in group:
                 _require_there(device, model.name, visible, "--gpus shows the launch")
+
+
+def require_node_devices(models: Sequence[CoreModel], nodes: Sequence[int], gpus: int, *, shared: bool) -> None:
+    """RepositoryError unless every rank of every model has a GPU of its node, one that no other rank has.
+
+    `nodes` holds the node of each MPI rank, whose GPUs are numbered 0 … `gpus` - 1. Rank i of a model takes the i-th of
+    its gpu_device_ids, counted round; without them of all GPUs of a node (its engine must say how many those are).
+    With `shared` models are on the same ranks and GPUs, as in leader mode.
+    """
+    owners: dict[tuple[int, int], str] = {}
+    for model in models:
+        if shared:
+            owners.clear()
+        for instance in range(1 if shared else model.instances):
+            ranks = model.participant_ids[instance] if model.participant_ids else tuple(range(model.world_size))
+            given = model.gpu_device_ids[instance] if model.gpu_device_ids else ()
+            _require_spread(model, given, len(set(nodes)))
+            for position, rank in enumerate(ranks):
+                device = given[position % len(given)] if given else position % gpus
+                _require_there(device, model.name, gpus, "each node has" if max(nodes) else "the job has")
+                place = nodes[rank], device
+                if place in owners:
+                    raise _claimed_twice(device, owners[place], model.name)
+                owners[place] = model.name
+
+
+def _require_spread(model: CoreModel, devices: Sequence[int], nodes: int) -> None:
+    """TensorRT-LLM takes a GPU for each rank, or the same GPUs on every node."""
+    if not devices or len(devices) == model.world_size or len(devices) * nodes == model.world_size:
+        return
+    each = model.world_size // nodes
+    raise RepositoryError(
+        f"gpu_device_ids of {model.name} has {counted(len(devices), 'number')}; its engine has "
+        f"{counted(model.world_size, 'rank')} on {counted(nodes, 'node')}.",
+        hint=f"Name the GPUs of one node, which hold on each: {','.join(map(str, range(each)))}",
+    )
 
 
 def require_own_ranks(models: Sequence[CoreModel]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from trtserve.errors import UsageError
 from trtserve.launch.base import Launch, Setup
+from trtserve.launch.end_script import END_SCRIPT
 from trtserve.launch.kubernetes_scripts import SSH_PORT, leader_script, worker_script
 
 Object = dict[str, Any]
@@ -25,6 +26,8 @@ _READY_PERIOD = 5
 _LIVE_PERIOD = 15
 _PROBE_TIMEOUT = 5
 _END_GRACE = 30
+# mpirun, which the cluster would ask to end, kills its ranks a moment later.
+_ASKED_FIRST: Object = {"preStop": {"exec": {"command": ["bash", "-c", END_SCRIPT]}}}
 _SCRIPTS, _SSH = "/trtserve/scripts", "/trtserve/ssh"
 _LWS = "leaderworkerset.sigs.k8s.io"
 # Pods of a LeaderWorkerSet are called NAME-GROUP-INDEX, and a host's name has 63 characters at most.
@@ -38,7 +41,8 @@ class KubernetesSpec:
 
     `claim` is the PersistentVolumeClaim with models and repositories, mounted at `mount_path`. `hf_secret` has the key
     HF_TOKEN, `ssh_secret` (several nodes) the key ssh-privatekey, `pull_secret` is for the image. `nodes` is the number
-    of pods of one server, `replicas` the number of servers.
+    of pods of one server, `replicas` the number of servers. In seconds, `ready_timeout` is what a server has to load,
+    `worker_timeout` what the leader of several pods waits before for the others, which pull the image at the same time.
     """
 
     image: str
@@ -52,6 +56,7 @@ class KubernetesSpec:
     ssh_secret: str | None = None
     pull_secret: str | None = None
     ready_timeout: float = 600.0
+    worker_timeout: float = 1800.0
 
     def __post_init__(self) -> None:
         for flag in ("claim", "namespace", "hf_secret", "ssh_secret", "pull_secret"):
@@ -64,6 +69,8 @@ class KubernetesSpec:
             raise UsageError(f"--mount-path is {self.mount_path!r}; expected an absolute path such as /models.")
         if self.nodes < 1:
             raise UsageError(f"--nodes is {self.nodes}; it must be at least 1.")
+        if self.worker_timeout <= 0:
+            raise UsageError(f"--worker-timeout is {self.worker_timeout:g}; it must be above 0.")
         if self.nodes > 1 and self.ssh_secret is None:
             raise UsageError(
                 "On several nodes mpirun starts its ranks through ssh, which needs a key: --ssh-secret NAME.",
@@ -91,7 +98,7 @@ def _objects(setup: Setup, launch: Launch, spec: KubernetesSpec, name: str, gpus
     each = gpus_on_node(spec, gpus)
     selector = {f"{_LWS}/name": name, f"{_LWS}/worker-index": "0"}
     return [
-        _scripts(launch, name, each),
+        _scripts(launch, spec, name, each),
         _worker_set(setup, launch, spec, name, each),
         # A LeaderWorkerSet makes a service of its own name, for the names of its pods.
         _service(setup, name, f"{name}-server", selector),
@@ -227,13 +234,15 @@ def _server_container(setup: Setup, launch: Launch, spec: KubernetesSpec, comman
     """The container that answers, with its three probes: they ask Triton's own health pages."""
     ready = {"httpGet": {"path": "/v2/health/ready", "port": "http"}, "timeoutSeconds": _PROBE_TIMEOUT}
     live = {"httpGet": {"path": "/v2/health/live", "port": "http"}, "timeoutSeconds": _PROBE_TIMEOUT}
-    patience = math.ceil(spec.ready_timeout / _STARTUP_PERIOD)
+    wait = spec.worker_timeout if spec.nodes > 1 else 0
+    patience = math.ceil((wait + spec.ready_timeout) / _STARTUP_PERIOD)
     return {
         **_container(setup, spec, command, launch.environment, gpus),
         "ports": [{"name": port, "containerPort": number} for port, number in _ports(setup)],
         "startupProbe": {**ready, "periodSeconds": _STARTUP_PERIOD, "failureThreshold": patience},
         "readinessProbe": {**ready, "periodSeconds": _READY_PERIOD},
         "livenessProbe": {**live, "periodSeconds": _LIVE_PERIOD, "failureThreshold": 4},
+        **({"lifecycle": _ASKED_FIRST} if launch.ranks > 1 else {}),
     }
 
 
@@ -255,8 +264,9 @@ def _service(setup: Setup, name: str, own: str, selector: Mapping[str, str]) -> 
     }
 
 
-def _scripts(launch: Launch, name: str, each: int) -> Object:
-    data = {"leader.sh": leader_script(launch, each, _SSH), "worker.sh": worker_script(_SSH)}
+def _scripts(launch: Launch, spec: KubernetesSpec, name: str, each: int) -> Object:
+    leader = leader_script(launch, each, _SSH, math.ceil(spec.worker_timeout))
+    data = {"leader.sh": leader, "worker.sh": worker_script(_SSH)}
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

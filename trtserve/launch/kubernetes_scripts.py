@@ -12,7 +12,6 @@ from trtserve.launch.base import Launch
 SSH_PORT = 2222
 """Not 22, so that pods on the host's network do not meet the node's own sshd."""
 
-_WAIT = 600
 _SSHD = "this image has no sshd: make one of it with apt-get install openssh-server (docs/clusters.md)"
 
 _KEYS = """\
@@ -65,6 +64,8 @@ for host in "${{hosts[@]:1}}"; do
         sleep 2
     done
 done
+# Pods have addresses under their whole names alone, which Open MPI cuts at the first dot (4) or may cut (5).
+export OMPI_MCA_orte_keep_fqdn_hostnames=1 PRTE_MCA_prte_keep_fqdn_hostnames=1
 # Called by its whole path, mpirun finds its daemon at the same place on the other nodes.
 exec "$(command -v mpirun)" --allow-run-as-root --tag-output \\
 {ranks}
@@ -76,12 +77,15 @@ def worker_script(ssh: str) -> str:
     return _WORKER.format(keys=_KEYS.format(ssh=ssh), port=SSH_PORT, sshd=_SSHD)
 
 
-def leader_script(launch: Launch, each: int, ssh: str) -> str:
-    """What the leader's pod runs: `each` ranks on every node, rank 0 here; an orchestrator is one more here."""
+def leader_script(launch: Launch, each: int, ssh: str, wait: int) -> str:
+    """What the leader's pod runs: `each` ranks on every node, rank 0 here; an orchestrator is one more here.
+
+    It waits `wait` seconds for the other pods, which may have to pull the image.
+    """
     exported = "".join(f"-x {name} " for name in launch.environment)
     more = 1 if launch.mode == "orchestrator" else 0
     ranks = [
         f'    -n 1 --host "${{hosts[{max(0, rank - more) // each}]}}:{each + more}" {exported}{shlex.join(group)} :'
         for rank, group in enumerate(launch.groups)
     ]
-    return _LEADER.format(keys=_KEYS.format(ssh=ssh), port=SSH_PORT, sshd=_SSHD, wait=_WAIT, ranks=" \\\n".join(ranks))
+    return _LEADER.format(keys=_KEYS.format(ssh=ssh), port=SSH_PORT, sshd=_SSHD, wait=wait, ranks=" \\\n".join(ranks))

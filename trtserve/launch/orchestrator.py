@@ -12,11 +12,14 @@ from trtserve.releases.launcher import ORCHESTRATOR, SPAWN_PROCESSES, launcher_f
 from trtserve.triton.core_models import CoreModel
 
 
-def orchestrator(setup: Setup, models: Sequence[CoreModel], *, spawn: bool = True, gpus: int = 0) -> Launch:
+def orchestrator(
+    setup: Setup, models: Sequence[CoreModel], *, spawn: bool = True, gpus: int = 0, nodes: int = 1
+) -> Launch:
     """The orchestrator alone, which spawns its workers, or with `spawn` False all ranks: it and every worker.
 
-    `gpus` is the number of GPUs of this machine, 0: not known. RepositoryError when the devices or ranks of the
-    models collide, UsageError for a release whose workers cannot be started before.
+    `gpus` is the number of GPUs of this machine, 0: not known. On several `nodes` the caller knows where each rank is,
+    and asks `require_node_devices`. RepositoryError when the devices or ranks of the models collide, UsageError for a
+    release whose workers cannot be started before.
     """
     facts = launcher_facts(setup.release)
     if not spawn and not facts.spawn_switch:
@@ -24,7 +27,8 @@ def orchestrator(setup: Setup, models: Sequence[CoreModel], *, spawn: bool = Tru
             f"Workers can be started before the orchestrator from TensorRT-LLM 0.13 on; this is {setup.release}.",
             hint="Leave --disable-spawn-processes out.",
         )
-    require_own_devices(models, gpus)
+    if nodes == 1:
+        require_own_devices(models, gpus)
     if not spawn:
         require_own_ranks(models)
     ranks = 1 if spawn else world_of(models)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from trtserve.errors import MachineError, MissingDependencyError, UsageError, counted
 from trtserve.launch.base import Setup
+from trtserve.launch.nodes import EngineNodes
 from trtserve.process import Command, run
-from trtserve.releases.containers import REPOSITORY
 
 JOB, TASK, NODE = "server.sbatch", "task.sh", "node.sh"
 SHM_PLACEHOLDER = "@shm@"
@@ -20,6 +20,9 @@ SHM_PLACEHOLDER = "@shm@"
 _SUBMIT_TIMEOUT = 120.0
 _WORD = re.compile(r"[A-Za-z0-9_.,:=@/+-]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+_MPI = re.compile(r"pmix(_v\d+)?")
+# Flags of sbatch that ask for GPUs, or for all that nodes have.
+_ASKING = ("--gres=", "--gpus=", "--gpus-per-", "--exclusive", "--tres-per-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,8 @@ class SlurmSpec:
     """What Slurm is asked for; None leaves it to the cluster.
 
     `ntasks_per_node` None follows from the engine. `gpu_clock` locks the clock of all GPUs to that many MHz, which
-    needs sudo on the nodes. `output` is the folder of the logs. `flags` go to sbatch as they are.
+    needs sudo on the nodes. `output` is the folder of the logs. `mpi` is what srun calls its PMIx. `flags` go to sbatch
+    as they are; unless one of them asks for GPUs or whole nodes, a GPU for each rank is asked for.
     """
 
     nodes: int = 1
@@ -38,6 +42,7 @@ class SlurmSpec:
     job_name: str | None = None
     gpu_clock: int | None = None
     output: Path | None = None
+    mpi: str = "pmix"
     flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,6 +56,11 @@ class SlurmSpec:
                 raise UsageError(f"--{flag.replace('_', '-')} is {value!r}; a word without blanks is expected.")
         if self.time is not None and not _TIME.fullmatch(self.time):
             raise UsageError(f"--time is {self.time!r}; Slurm takes 30, 00:30:00 or 1-00:00:00.")
+        if not _MPI.fullmatch(self.mpi):
+            raise UsageError(
+                f"--mpi is {self.mpi!r}; TensorRT-LLM's Open MPI needs PMIx: pmix, or one of its versions.",
+                hint="srun --mpi=list names those that this cluster has, such as pmix_v4.",
+            )
         wrong = next((flag for flag in self.flags if not flag.startswith("--") or "\n" in flag), None)
         if wrong is not None:
             raise UsageError(f"--sbatch-flag is {wrong!r}; a long option such as --gpus-per-node=8 is expected.")
@@ -65,17 +75,26 @@ class Image:
 
     @property
     def argument(self) -> str:
-        """enroot has a `#` between registry and image."""
-        return self.name.replace("nvcr.io/", "nvcr.io#", 1) if self.name.startswith(REPOSITORY) else self.name
+        """enroot has a `#` between registry and image, and asks Docker Hub for a name without one.
+
+        A first part with a dot or a port is a registry, as docker has it; a path is that of a squashfs file.
+        """
+        first, slash, rest = self.name.partition("/")
+        registry = bool(slash) and (first == "localhost" or "." in first or ":" in first)
+        return f"{first}#{rest}" if registry and "#" not in self.name else self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job before it is written: its files by name, below `folder`; `logs` is made too, which Slurm does not do."""
+    """A job before it is written: its files by name, below `folder`; `logs` is made too, which Slurm does not do.
+
+    `engines` are those that must be told about its nodes.
+    """
 
     folder: Path
     logs: Path
     files: Mapping[str, str] = field(default_factory=dict)
+    engines: Sequence[EngineNodes] = ()
 
     @property
     def script(self) -> Path:
@@ -93,6 +112,11 @@ def tasks_per_node(spec: SlurmSpec, ranks: int) -> int:
             hint="Their product must be the world size of the engine: tensor × pipeline parallel.",
         )
     return each
+
+
+def gpus_per_node(spec: SlurmSpec, ranks: int, without_gpu: int) -> int:
+    """GPUs that each node must give; on several, those without a rank that needs none decide."""
+    return tasks_per_node(spec, ranks) - (without_gpu if spec.nodes == 1 else 0)
 
 
 def compose_job(
@@ -116,38 +140,54 @@ def compose_job(
     for path in (folder, logs, *((*image.mounts, setup.repository.absolute()) if image else ())):
         if not _WORD.fullmatch(str(path)) or "," in str(path) or ":" in str(path):
             raise UsageError(f"Slurm cannot have the path {path} in its options.", hint="Choose one without blanks.")
-    each = tasks_per_node(spec, len(groups))
+    each, gpus = tasks_per_node(spec, len(groups)), gpus_per_node(spec, len(groups), without_gpu)
     files = {
-        JOB: _job_script(setup, spec, each, name=name, folder=folder, logs=logs, image=image),
-        NODE: _node_script(setup, each - without_gpu, name),
+        JOB: _job_script(setup, spec, (each, gpus), name=name, folder=folder, logs=logs, image=image),
+        NODE: _node_script(setup, each, gpus, name),
         TASK: _task_script(setup, groups, environment, name),
     }
     return Job(folder=folder, logs=logs, files=files)
 
 
-def _job_script(
-    setup: Setup, spec: SlurmSpec, each: int, *, name: str, folder: Path, logs: Path, image: Image | None
-) -> str:
-    job_name = spec.job_name or name
+def _options(spec: SlurmSpec, counts: tuple[int, int], name: str, logs: Path) -> list[str]:
+    """The #SBATCH lines."""
+    each, gpus = counts
+    asked = any(flag.startswith(_ASKING) for flag in spec.flags)
     options = {
-        "job-name": job_name,
+        "job-name": spec.job_name or name,
         "output": f"{logs}/%x-%j.out",
         "nodes": str(spec.nodes),
         "ntasks-per-node": str(each),
+        "gpus-per-node": None if asked else str(gpus),
         "account": spec.account,
         "partition": spec.partition,
         "time": spec.time,
     }
     lines = [f"#SBATCH --{flag}={value}" for flag, value in options.items() if value is not None]
-    lines += [f"#SBATCH {shlex.quote(flag)}" for flag in spec.flags]
-    step = ["srun --mpi=pmix --kill-on-bad-exit=1", f"--output={logs}/%x-%j-rank%t.out", *_image_lines(setup, image)]
-    once = f"srun --nodes={spec.nodes} --ntasks={spec.nodes} --ntasks-per-node=1"
+    return lines + [f"#SBATCH {shlex.quote(flag)}" for flag in spec.flags]
+
+
+def _job_script(
+    setup: Setup,
+    spec: SlurmSpec,
+    counts: tuple[int, int],
+    *,
+    name: str,
+    folder: Path,
+    logs: Path,
+    image: Image | None,
+) -> str:
+    """The batch script; `counts` are tasks and GPUs of a node."""
+    # A task is not held to the one core that is the default for each: tritonserver and its stubs are many threads.
+    step = [f"srun --mpi={spec.mpi} --kill-on-bad-exit=1 --cpu-bind=none", f"--output={logs}/%x-%j-rank%t.out"]
+    step += _image_lines(setup, image)
+    once = f"srun --nodes={spec.nodes} --ntasks={spec.nodes} --ntasks-per-node=1 --cpu-bind=none"
     clock = [] if spec.gpu_clock is None else [f"{once} sudo nvidia-smi -lgc {spec.gpu_clock},{spec.gpu_clock}", ""]
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# Written by `trtserve start --slurm`: {name}, nodes {spec.nodes}, tasks on each {each}.",
-            *lines,
+            f"# Written by `trtserve start --slurm`: {name}, nodes {spec.nodes}, tasks on each {counts[0]}.",
+            *_options(spec, counts, name, logs),
             "set -euo pipefail",
             "",
             "# A node that lacks GPUs or the repository is told before any model is loaded.",
@@ -186,9 +226,13 @@ if [ "${{1:-}}" = sweep ]; then
     exit 0
 fi
 gpus="$(nvidia-smi --list-gpus | grep -c '^GPU ' || true)"
-if [ "${{gpus}}" -lt {each} ]; then
-    echo "$(hostname): each task takes a GPU; tasks: {each}, GPUs: ${{gpus}}" >&2
+if [ "${{gpus}}" -lt {gpus} ]; then
+    echo "$(hostname): each task takes a GPU; tasks: {gpus}, GPUs: ${{gpus}}" >&2
+    echo "A job has the GPUs that it asks for: --gpus-per-node, --gres=gpu:{gpus} or --exclusive (--sbatch-flag)" >&2
     exit 1
+fi
+if [ "$(nproc)" -lt $((4 * {each})) ]; then
+    echo "$(hostname): $(nproc) CPU cores for {each} ranks are few: ask for more, --sbatch-flag=--cpus-per-task=16" >&2
 fi
 if [ ! -d {repository} ]; then
     echo "$(hostname): the model repository is not there: "{repository} >&2
@@ -197,9 +241,9 @@ fi
 """
 
 
-def _node_script(setup: Setup, each: int, name: str) -> str:
+def _node_script(setup: Setup, each: int, gpus: int, name: str) -> str:
     repository = shlex.quote(str(setup.repository.absolute()))
-    return _NODE.format(each=each, repository=repository, prefix=_prefix(name))
+    return _NODE.format(each=each, gpus=gpus, repository=repository, prefix=_prefix(name))
 
 
 def _prefix(name: str) -> str:

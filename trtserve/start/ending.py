@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from trtserve.launch.container import remove_container
+from trtserve.launch.container import DOCKER, ask_container, remove_container
 from trtserve.launch.ranks import serving_process, sweep_session
+from trtserve.process import program
 from trtserve.progress import SILENT, Progress
 from trtserve.servers import Server, find_server, forget, recorded_server, write_state
 from trtserve.store import Store
 from trtserve.triton.launch import STOP_GRACE, stop_triton
 from trtserve.triton.server import EXIT_TIMEOUT
+
+_PAUSE = 0.1
 
 
 def stop_server(name: str | None = None, *, store: Store | None = None, progress: Progress = SILENT) -> Server:
@@ -39,6 +43,7 @@ def end_server(server: Server, store: Store, *, urgent: Callable[[], bool] = lam
     roots = server.roots
     grace = STOP_GRACE - EXIT_TIMEOUT + server.exit_timeout
     try:
+        _ask_containers(server, urgent, grace)
         stop_triton(
             roots, server.shm_prefix, urgent=urgent, asked=[serving_process(root) for root in roots], grace=grace
         )
@@ -50,3 +55,20 @@ def end_server(server: Server, store: Store, *, urgent: Callable[[], bool] = lam
     for root in roots:
         sweep_session(root)
     forget(server, store)
+
+
+def _ask_containers(server: Server, urgent: Callable[[], bool], grace: float) -> None:
+    """Wait for what runs in containers to end in order, as long as `grace` seconds; nothing where docker is gone."""
+    several = [each for each in server.instances if each.container is not None and server.mode != "single"]
+    alive = [each for each in several if each.identity.alive()]
+    asking = [ask_container(str(each.container)) for each in alive] if program(DOCKER) is not None else []
+    deadline = time.monotonic() + grace
+    try:
+        while any(each.identity.alive() for each in alive) and time.monotonic() < deadline and not urgent():
+            if all(process.poll() not in (None, 0) for process in asking):
+                return  # docker refused, or is not there any more
+            time.sleep(_PAUSE)
+    finally:
+        for process in asking:
+            process.terminate()
+            process.wait()

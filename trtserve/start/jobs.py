@@ -11,15 +11,26 @@ from trtserve.check.repository import require_sound
 from trtserve.errors import ArtifactError, UsageError
 from trtserve.files import writing
 from trtserve.launch import Launch, Setup, leader, llmapi, orchestrator
-from trtserve.launch.container import image_of, with_targets
-from trtserve.launch.kubernetes import KubernetesSpec, Object, compose_objects, to_yaml
+from trtserve.launch.container import SQUASHFS, image_of, with_targets
+from trtserve.launch.devices import require_node_devices
+from trtserve.launch.kubernetes import KubernetesSpec, Object, compose_objects, gpus_on_node, to_yaml
 from trtserve.launch.llmapi import task
-from trtserve.launch.slurm import SHM_PLACEHOLDER, Image, Job, SlurmSpec, compose_job
+from trtserve.launch.nodes import EngineNodes, fit_engines
+from trtserve.launch.slurm import (
+    SHM_PLACEHOLDER,
+    Image,
+    Job,
+    SlurmSpec,
+    compose_job,
+    gpus_per_node,
+    tasks_per_node,
+)
 from trtserve.ports import ipv4_address
 from trtserve.progress import SILENT, Progress
 from trtserve.releases.containers import containers_of
 from trtserve.specs import ServerSpec
 from trtserve.start.checks import require_release
+from trtserve.start.elsewhere import require_sound_elsewhere
 from trtserve.start.mentions import named_paths
 from trtserve.start.plan import EMBEDDED, gpu_triton, server_name, server_setup
 from trtserve.start.world import pool_of, require_engine_mode, require_world_size
@@ -32,10 +43,14 @@ _EVERY_INTERFACE = "0.0.0.0"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What Kubernetes is given: the objects, and the notes that were made about them."""
+    """What Kubernetes is given: the objects, and the notes that were made about them.
+
+    `engines` are those that must be told about its nodes, in the repository here.
+    """
 
     objects: Sequence[Object]
     notes: tuple[str, ...] = ()
+    engines: Sequence[EngineNodes] = ()
 
     @property
     def text(self) -> str:
@@ -57,29 +72,69 @@ def plan_job(
             "Under Slurm an orchestrator cannot spawn its workers.",
             hint="Add --disable-spawn-processes, with participant_ids in the repository.",
         )
+    require_sound_elsewhere(repository, spec, progress)
     triton = CONTAINER_TRITON if spec.container else _node_triton(served)
     setup = _setup(triton, repository, served, spec, SHM_PLACEHOLDER, spec.host)
-    launch = _launch(setup, served, spec)
+    launch = _launch(setup, served, spec, slurm.nodes)
     groups = launch.groups
     if served.runtime == "llmapi" and pool_of(served) > 1:
         groups = (task(setup),) * pool_of(served)
-    image = None
-    if spec.container is not None:
-        outside = named_paths(repository.path) + tuple(core.engine for core in served.core_models if core.engine)
-        # The task's script lies beside the job's, so that folder is seen inside as well.
-        image = Image(name=image_of(spec.container), mounts=_outer(with_targets((repository.path, *outside, folder))))
-    if spec.host.startswith("127.") or spec.host == "localhost":
-        progress.warn(f"The server will listen on {spec.host} of its node only: --host 0.0.0.0 lets others ask it.")
-    return compose_job(
+    without_gpu = 1 if spec.multi_model else 0
+    each, gpus = tasks_per_node(slurm, len(groups)), gpus_per_node(slurm, len(groups), without_gpu)
+    engines = _placed(repository, served, spec, [rank // each for rank in range(len(groups))], gpus, progress)
+    job = compose_job(
         setup,
         groups,
         launch.environment,
         slurm,
         name=name,
         folder=folder,
-        image=image,
-        without_gpu=1 if spec.multi_model else 0,
+        image=_image(repository, served, spec, folder, progress),
+        without_gpu=without_gpu,
     )
+    _warn_of_job(served, spec, slurm, progress)
+    return replace(job, engines=engines)
+
+
+def _image(
+    repository: ModelRepository, served: Served, spec: ServerSpec, folder: Path, progress: Progress
+) -> Image | None:
+    """The container of the tasks: a tag, a name, or a squashfs file."""
+    if spec.container is None:
+        return None
+    if spec.container.endswith(SQUASHFS):
+        file = Path(spec.container).absolute()
+        if not file.is_file():
+            progress.warn(f"The image {file} is not on this machine; the nodes must have it.")
+        image = str(file)
+    else:
+        image = image_of(spec.container)
+    outside = named_paths(repository.path) + tuple(core.engine for core in served.core_models if core.engine)
+    # The task's script lies beside the job's, so that folder is seen inside as well.
+    return Image(name=image, mounts=_outer(with_targets((repository.path, *outside, folder))))
+
+
+def _warn_of_job(served: Served, spec: ServerSpec, slurm: SlurmSpec, progress: Progress) -> None:
+    if spec.host.startswith("127.") or spec.host == "localhost":
+        progress.warn(f"The server will listen on {spec.host} of its node only: --host 0.0.0.0 lets others ask it.")
+    if served.runtime == "llmapi" and slurm.time is None:
+        progress.warn(
+            "Without --time a server of the LLM API that fails may hold its GPUs as long as the partition allows: its "
+            "launcher and workers wait for it."
+        )
+
+
+def _placed(
+    repository: ModelRepository, served: Served, spec: ServerSpec, nodes: Sequence[int], gpus: int, progress: Progress
+) -> Sequence[EngineNodes]:
+    """The engines that must be told how many GPUs a node has; `nodes` holds the node of each rank.
+
+    RepositoryError when a rank would take a GPU that its node does not give, or that another rank has.
+    """
+    if served.runtime == "llmapi":
+        return ()
+    require_node_devices(served.core_models, nodes, gpus, shared=not spec.multi_model)
+    return fit_engines(repository.path, served.core_models, progress, nodes=max(nodes) + 1, gpus=gpus)
 
 
 def write_job(job: Job) -> None:
@@ -88,6 +143,8 @@ def write_job(job: Job) -> None:
         _write(job.folder / name, text, mode=0o755)
     with writing(job.logs):
         job.logs.mkdir(parents=True, exist_ok=True)
+    for engine in job.engines:
+        engine.write()
 
 
 def plan_manifest(
@@ -108,9 +165,10 @@ def plan_manifest(
     image = image_of(spec.container) if spec.container else containers_of(probe.release)[-1].image
     wishes = kubernetes(image)
     place = _place(repository.path, wishes)
+    require_sound_elsewhere(repository, spec, progress, volume=Path(wishes.mount_path))
     setup = replace(probe, repository=place)
-    launch = _launch(setup, served, spec)
-    gpus = _claimed(served) if launch.ranks == 1 or spec.multi_model else launch.ranks
+    launch = _launch(setup, served, spec, wishes.nodes)
+    gpus = _claimed(served, wishes.nodes) if launch.ranks == 1 or spec.multi_model else launch.ranks
     if wishes.nodes > 1 and launch.ranks == 1:
         raise UsageError(
             f"--nodes is {wishes.nodes}; this server is one process, with its workers on its own node.",
@@ -119,12 +177,23 @@ def plan_manifest(
             else "Build the engine for more ranks: tensor × pipeline parallel.",
         )
     objects = compose_objects(setup, launch, wishes, name=name, gpus=gpus)
-    return Manifest(objects=objects, notes=(f"Image: {image}", f"Repository in the volume {wishes.claim}: {place}"))
+    each = gpus_on_node(wishes, gpus)
+    pods = [rank // each for rank in range(gpus)]
+    # The first pod has the orchestrator too.
+    engines = _placed(repository, served, spec, [0, *pods] if spec.multi_model else pods, each, progress)
+    if wishes.nodes > 1 and spec.container is None:
+        progress.warn(f"{image} has no sshd, which pods need to start ranks: --container with an image that has it.")
+    notes = [f"Image: {image}", f"Repository in the volume {wishes.claim}: {place}"]
+    if engines:
+        notes.append("Its engine's config.json was changed for these nodes: copy the repository to the volume again.")
+    return Manifest(objects=objects, notes=tuple(notes), engines=engines)
 
 
 def write_manifest(manifest: Manifest, file: Path) -> None:
     """Write the manifest; ArtifactError for a file that is not ours."""
     _write(file, manifest.text, mode=0o644)
+    for engine in manifest.engines:
+        engine.write()
 
 
 def _inspected(repository: ModelRepository, spec: ServerSpec, flag: str, progress: Progress) -> tuple[str, Served]:
@@ -139,7 +208,7 @@ def _inspected(repository: ModelRepository, spec: ServerSpec, flag: str, progres
         )
     if flag == "--slurm" and spec.instances > 1:
         raise UsageError("--instances does not go with --slurm: one job is one server.", hint="Submit several jobs.")
-    require_engine_mode(served, spec)
+    require_engine_mode(served, spec, elsewhere=True)
     require_world_size(served, spec, repository)
     require_release(served, spec, progress, repository=repository.path)
     return name, served
@@ -161,18 +230,18 @@ def _setup(
     return replace(made, gpus=spec.gpus)
 
 
-def _launch(setup: Setup, served: Served, spec: ServerSpec) -> Launch:
+def _launch(setup: Setup, served: Served, spec: ServerSpec, nodes: int) -> Launch:
     if spec.multi_model:
-        return orchestrator(setup, served.core_models, spawn=spec.spawn_processes)
+        return orchestrator(setup, served.core_models, spawn=spec.spawn_processes, nodes=nodes)
     if served.runtime == "llmapi":
         return llmapi(setup, pool_of(served))
     return leader(setup, served.world_size)
 
 
-def _claimed(served: Served) -> int:
-    """GPUs of all models of an orchestrator."""
+def _claimed(served: Served, nodes: int) -> int:
+    """GPUs of all models of an orchestrator; on several nodes the same numbers are other GPUs."""
     claimed = {device for core in served.core_models for group in core.gpu_device_ids for device in group}
-    return len(claimed) or sum(core.world_size * core.instances for core in served.core_models)
+    return (nodes == 1 and len(claimed)) or sum(core.world_size * core.instances for core in served.core_models)
 
 
 def _place(repository: Path, wishes: KubernetesSpec) -> Path:

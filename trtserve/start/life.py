@@ -10,10 +10,10 @@ from dataclasses import replace
 from trtserve.artifacts import ModelRepository
 from trtserve.capacity.rates import timed
 from trtserve.capacity.serving import require_servable
-from trtserve.check.repository import require_sound
 from trtserve.errors import PortInUseError, ServerDiedError, ServerStartError
 from trtserve.files import locked
 from trtserve.interrupts import stop_signals
+from trtserve.launch.nodes import fit_engines
 from trtserve.launch.ranks import rank_processes, serving_process
 from trtserve.process import Identity, children, spawn
 from trtserve.progress import SILENT, Progress
@@ -41,6 +41,7 @@ from trtserve.start.checks import (
     require_ports,
     require_workers,
 )
+from trtserve.start.elsewhere import require_sound_elsewhere
 from trtserve.start.ending import end_server
 from trtserve.start.gpu_memory import require_gpu_memory
 from trtserve.start.plan import InstancePlan, Plan, plan_server, with_free_ports
@@ -168,8 +169,8 @@ def _launch_once(
 
 def _prepare(plan: Plan, repository: ModelRepository, spec: ServerSpec, store: Store, progress: Progress) -> None:
     """What stands in the way of the launch is raised; what it needs is written."""
-    if spec.container is None:  # a container sees other paths
-        require_sound(repository, progress)
+    require_sound_elsewhere(repository, spec, progress)
+    engines = fit_engines(plan.repository, plan.served.core_models if plan.needs_gpus else (), progress)
     announce(plan, spec, progress)
     require_servable(plan.served, plan.name, progress)
     require_mpirun(plan)
@@ -182,6 +183,8 @@ def _prepare(plan: Plan, repository: ModelRepository, spec: ServerSpec, store: S
     prepare_backends(plan.triton, store)
     if plan.proxy is not None:
         write_proxy(plan.proxy)
+    for engine in engines:
+        engine.write()
     announce_commands(plan, progress)
 
 

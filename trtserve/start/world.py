@@ -59,8 +59,11 @@ def pool_of(served: Served) -> int:
     return 1 if several else served.world_size
 
 
-def require_engine_mode(served: Served, spec: ServerSpec) -> None:
-    """UsageError or RepositoryError for a mode in which these core models cannot run."""
+def require_engine_mode(served: Served, spec: ServerSpec, *, elsewhere: bool = False) -> None:
+    """UsageError or RepositoryError for a mode in which these core models cannot run.
+
+    With `elsewhere` the GPUs are other machines', of which the caller knows more.
+    """
     if served.runtime == "llmapi":
         if spec.multi_model:
             raise UsageError(
@@ -82,7 +85,8 @@ def require_engine_mode(served: Served, spec: ServerSpec) -> None:
             hint="Serve them in orchestrator mode: --multi-model, with gpu_device_ids of each model.",
         )
     if not spec.multi_model:
-        require_leader_devices(served.core_models, served.world_size if spec.instances > 1 else len(spec.gpus))
+        visible = served.world_size if spec.instances > 1 else len(spec.gpus)
+        require_leader_devices(served.core_models, None if elsewhere else visible)
 
 
 def require_world_size(served: Served, spec: ServerSpec, repository: ModelRepository) -> None:
