@@ -24,6 +24,7 @@ _SWITCHES = {
 }
 # Options that are given once for every part of their field.
 _REPEATED = {
+    "ignore_tensors": "--ignore-tensors",
     "converter_flags": "--converter-flag",
     "container_flags": "--container-flag",
     "builder_flags": "--builder-flag",

@@ -18,7 +18,8 @@ from trtserve.wording import import_command, option_words, spec_of, wishes
 
 CONVERT = ConvertSpec(
     tp_size=4, pp_size=2, moe_tp_size=2, moe_ep_size=2, dtype="bfloat16", quantize="fp8", gpu_sm=90,
-    trtllm_version="1.2.1", use_parallel_embedding=True, embedding_sharding_dim=1, converter="upstream", workers=2,
+    trtllm_version="1.2.1", use_parallel_embedding=True, embedding_sharding_dim=1,
+    ignore_tensors=("v_head.*", "score weight"), converter="upstream", trtllm_script="llama", workers=2,
     calib_dataset="my texts", calib_size=8, trtllm_examples=Path("/examples"), converter_flags=("--a", "-v"),
     container="25.12", container_flags=("--shm-size=8g",),
 )  # fmt: skip

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # What goes with a quantised matrix and is no weight of the model.
 _FP8_SCALES = ("weight_scale", "input_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
+_MASKS = ("BOOL", "U8")
 _BESIDE = ("qzeros", "scales", "g_idx", *_FP8_SCALES)
 
 
@@ -47,7 +48,7 @@ def dequantized(
 
     for name, tensor in sources.items():
         stem, _, ending = name.rpartition(".")
-        if ending in _BESIDE:
+        if ending in _BESIDE or tensor.entry.code in _MASKS:
             continue
         if ending == "qweight":
             yield f"{stem}.weight", _int4(sources, stem, quantization)

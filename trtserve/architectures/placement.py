@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import fnmatch
 import itertools
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -195,6 +196,9 @@ def _move(uses: Sequence[Use], placement: Placement) -> Move:
     )
 
 
+_WAY_ON = " What the model does without can be left out: --ignore-tensors {} (or a pattern)."
+
+
 def match(targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused: Sequence[str]) -> list[Use]:
     """Find every source of every target.
 
@@ -202,11 +206,12 @@ def match(targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused
     `unused` (fnmatch) excuses, and wrong shapes. UnsupportedModelError names a source of another type than float.
     """
     _refuse("The architecture file produces checkpoint tensors twice", _repeated(target.name for target in targets))
-    wanted = {name for target in targets for name in target.sources}
-    problems = [f"missing: {name}" for name in sorted(wanted - sources.keys())]
-    left = [name for name in sources if name not in wanted and not _excused(name, unused)]
-    problems += [f"not known: {name}" for name in sorted(left)]
-    refuse_weights(problems)
+    missing = sorted({name for target in targets for name in target.sources} - sources.keys())
+    unknown = sorted(unknown_sources(targets, sources, unused))
+    refuse_weights(
+        [*(f"missing: {name}" for name in missing), *(f"not known: {name}" for name in unknown)],
+        "" if missing or not unknown else _WAY_ON.format(shlex.quote(unknown[0])),
+    )
     uses = [use for target in targets for use in _uses(target, sources)]
     _refuse("Tensors have other shapes than config.json calls for", _misshaped(uses))
     for use in uses:
@@ -219,16 +224,23 @@ def match(targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused
     return uses
 
 
-def refuse_weights(problems: Iterable[str]) -> None:
+def unknown_sources(targets: Sequence[Target], sources: Mapping[str, SourceTensor], unused: Sequence[str]) -> list[str]:
+    """Names of the sources that no target takes and none of the patterns `unused` (fnmatch) excuses."""
+    wanted = {name for target in targets for name in target.sources}
+    return [name for name in sources if name not in wanted and not excused(name, unused)]
+
+
+def refuse_weights(problems: Iterable[str], advice: str = "") -> None:
     """ConversionError when there are problems: tensors that are missing, not known, or of other shapes."""
-    _refuse("The weights are not those of the model that config.json describes", list(problems))
+    _refuse("The weights are not those of the model that config.json describes", list(problems), advice)
 
 
 def _repeated(names: Iterable[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
-def _excused(name: str, patterns: Sequence[str]) -> bool:
+def excused(name: str, patterns: Sequence[str]) -> bool:
+    """True when one of the patterns (fnmatch) matches the name of a tensor."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -264,9 +276,9 @@ def _misshaped(uses: Iterable[Use]) -> list[str]:
     return problems
 
 
-def _refuse(what: str, problems: Sequence[str]) -> None:
+def _refuse(what: str, problems: Sequence[str], advice: str = "") -> None:
     if problems:
         raise ConversionError(
             f"{what} ({len(problems)}): {listing(problems, '; ')}.",
-            hint="Take config.json and weights from one revision of the model's own repository.",
+            hint=f"Take config.json and weights from one revision of the model's own repository.{advice}",
         )

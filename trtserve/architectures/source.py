@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,17 +33,23 @@ VISION = ("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "
 """Patterns (fnmatch) of what is for images, in the same two spellings."""
 
 _AGAIN = "Import the model again, or fetch the file from where the model is from."
+# Bytes of two tensors that are compared at once.
+_PART = 8 << 20
 # Endings of weights that are not read here.
 _FOREIGN = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.nemo", "*.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTensor:
-    """A tensor of the model: its name in the model and in its file, and where it lies."""
+    """A tensor of the model: its name in the model and in its file, and where it lies.
+
+    `indexed` is false for one that an index of the files does not name.
+    """
 
     name: str
     file: TensorFile
     entry: Entry
+    indexed: bool = True
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -98,7 +105,7 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
 
     `base_prefix` is put before the names of a model saved without its head, and a text model's names are those that it
     has by itself. CorruptFileError when files and index do not agree; ConversionError lists tensors that are stored
-    twice.
+    twice and differ.
     """
     tensors = [replace(tensor, name=_own_name(tensor.name)) for tensor in _tensors(folder)]
     bare = not any(tensor.name.startswith(base_prefix) for tensor in tensors)
@@ -106,12 +113,27 @@ def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
     twice = []
     for tensor in tensors:
         name = base_prefix + tensor.name if bare and not tensor.name.startswith("lm_head.") else tensor.name
-        if name in named:
+        if name not in named:
+            named[name] = replace(tensor, name=name)
+        elif not _equal(named[name], tensor):
             twice.append(f"{name} ({named[name].file.path.name}, {tensor.file.path.name})")
-        named[name] = replace(tensor, name=name)
     if twice:
-        raise ConversionError(f"{folder} stores tensors twice: {listing(twice)}.", hint="Fetch the model again.")
+        raise ConversionError(
+            f"{folder} stores tensors twice, with different contents: {listing(twice)}.", hint="Fetch the model again."
+        )
     return named
+
+
+def _equal(one: SourceTensor, other: SourceTensor) -> bool:
+    """Whether two tensors are of one type and shape and hold the same numbers, compared a part at a time."""
+    if (one.entry.code, one.entry.shape) != (other.entry.code, other.entry.shape):
+        return False
+    with one.file.opened() as first, other.file.opened() as second:
+        parts = ((done, min(_PART, one.entry.size - done)) for done in range(0, one.entry.size, _PART))
+        return all(
+            os.pread(first, count, one.entry.begin + done) == os.pread(second, count, other.entry.begin + done)
+            for done, count in parts
+        )
 
 
 def vision_bytes(sources: Mapping[str, SourceTensor]) -> int:
@@ -129,20 +151,20 @@ def _own_name(name: str) -> str:
 
 
 def _tensors(folder: Path) -> Iterator[SourceTensor]:
-    for path in _weight_files(folder):
+    for path, indexed in _weight_files(folder).items():
         file = _opened(path)
         for name, entry in sorted(file.entries.items(), key=lambda item: item[1].begin):
-            yield SourceTensor(name=name, file=file, entry=entry)
+            yield SourceTensor(name=name, file=file, entry=entry, indexed=indexed is None or name in indexed)
 
 
 def _opened(path: Path) -> TensorFile:
     return TensorFile(path) if path.suffix == ".safetensors" else pickled_files.PickledFile(path)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Of several sets the one that transformers takes."""
+def _weight_files(folder: Path) -> dict[Path, frozenset[str] | None]:
+    """Of several sets the one that transformers takes; with what an index names, None without an index."""
     if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+        return {folder / SINGLE: None}
     if (folder / INDEX).is_file():
         return _indexed_files(folder, INDEX)
     if (folder / SINGLE).is_symlink():
@@ -153,7 +175,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / pickled_files.INDEX).is_file():
         return _indexed_files(folder, pickled_files.INDEX)
     if (folder / pickled_files.SINGLE).is_file():
-        return [folder / pickled_files.SINGLE]
+        return {folder / pickled_files.SINGLE: None}
     if foreign := sorted(path.name for pattern in _FOREIGN for path in folder.glob(pattern) if path.is_file()):
         raise UnsupportedModelError(
             f"{folder} has its weights in files that are not read here: {listing(foreign)}; expected {SINGLE} or "
@@ -174,8 +196,8 @@ def _hint_of_foreign(names: Sequence[str]) -> str:
     return "Save the model with safetensors (transformers: save_pretrained), or choose a revision that has them."
 
 
-def _indexed_files(folder: Path, index: str) -> list[Path]:
-    """Files of the index in name order, checked to hold what the index says."""
+def _indexed_files(folder: Path, index: str) -> dict[Path, frozenset[str] | None]:
+    """Files of the index in name order, checked to hold what the index says, with all names that it has."""
     places = weight_map(folder / index)
     wanted: dict[str, set[str]] = {file: set() for file in sorted(set(places.values()))}
     for name, file in places.items():
@@ -189,4 +211,4 @@ def _indexed_files(folder: Path, index: str) -> list[Path]:
             raise CorruptFileError(
                 f"{path} lacks tensors that {index} places there: {listing(absent)}.", hint="Import the model again."
             )
-    return [folder / file for file in wanted]
+    return dict.fromkeys((folder / file for file in wanted), frozenset(places))

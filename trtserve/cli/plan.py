@@ -9,6 +9,7 @@ import typer
 
 from trtserve.cli.options import (
     DtypeOption,
+    IgnoreTensorsOption,
     JsonOption,
     KvPrecisionOption,
     MaxBatchSizeOption,
@@ -51,6 +52,7 @@ def plan(
     pp_size: PpSizeOption = 1,
     dtype: DtypeOption = "auto",
     quantize: QuantizeOption = "none",
+    ignore_tensors: IgnoreTensorsOption = None,
     max_batch_size: MaxBatchSizeOption = None,
     max_input_len: MaxInputLenOption = None,
     max_seq_len: MaxSeqLenOption = None,
@@ -69,7 +71,11 @@ def plan(
     chosen = _gpu(gpu, gpu_memory)
     question = Question(
         convert=ConvertSpec(
-            tp_size=tp_size, pp_size=pp_size, dtype=cast(DType, dtype), quantize=cast(Quantization, quantize)
+            tp_size=tp_size,
+            pp_size=pp_size,
+            dtype=cast(DType, dtype),
+            quantize=cast(Quantization, quantize),
+            ignore_tensors=tuple(ignore_tensors or ()),
         ),
         build=BuildSpec(**{field.name: options[field.name] for field in fields(BuildSpec) if field.name in options}),
         kv_tokens=max_tokens_in_paged_kv_cache,

@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from trtserve.architectures import text_model
-from trtserve.architectures.source import read_hf_config
+from trtserve.architectures.quantized import AWQ, FP8, GPTQ
 from trtserve.architectures.streaming import carry_out, created, load_types
-from trtserve.architectures.tensor_files import TensorFile
+from trtserve.architectures.tensor_files import DTYPES, TensorFile
 from trtserve.artifacts import Checkpoint, Manifest, Model
 from trtserve.capacity.converting import convert_libraries
 from trtserve.capacity.rates import timed
 from trtserve.capacity.room import require_disk, require_memory, smaller_checkpoint, to_be_mapped
-from trtserve.convert.config import checkpoint_config, own_dtype, resolve_dtype
+from trtserve.convert.config import checkpoint_config, resolve_dtype
 from trtserve.convert.plan import Destination, Plan, destination_of, own_wishes, plan_conversion
-from trtserve.errors import ConversionError, counted
+from trtserve.errors import ConversionError, counted, listing
 from trtserve.machine import gibibytes
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, RELEASES
@@ -74,10 +74,14 @@ def convert_model(
         return convert_upstream(model, plan, plan.toolkit, name, place, store or Store(), verify, progress)
     if place.reused:
         progress.step(f"Checkpoint {place.path} is reused")
-    elif spec.dtype == "auto" and (own := own_dtype(text_model(read_hf_config(model.path)))) != plan.spec.dtype:
-        progress.step(f"The model is {own}: its weights become {plan.spec.dtype} (--dtype {own} keeps them)")
+    elif spec.dtype == "auto":
+        _tell_types(plan, progress)
+    if plan.left_out:
+        progress.step(f"Left out of the checkpoint, as the model does without: {listing(plan.left_out)}")
     if plan.vision_bytes:
         progress.step(f"The model's parts for images are left out ({gibibytes(plan.vision_bytes)}): it reads text only")
+    if plan.narrow_cache:
+        progress.step(f"The model's 8-bit KV cache is left out: keys and values of a GPU engine are {plan.spec.dtype}")
     manifest = Manifest(
         kind="checkpoint",
         name=name,
@@ -85,7 +89,7 @@ def convert_model(
         inputs={model.name: model.fingerprint},
         spec=own_wishes(plan.spec),
         tools={"checkpoint format": f"TensorRT-LLM {plan.spec.trtllm_version or _ANY_RELEASE}"},
-        facts={"model": str(model.path.absolute()), "bytes": plan.total_bytes, "largest_tensor": plan.largest_tensor},
+        facts=_facts(model, plan),
     )
     if verify is None:
         return publish(
@@ -100,6 +104,24 @@ def convert_model(
         return replace(manifest, facts={**manifest.facts, "check": proof.require(folder)})
 
     return proof.of_published(publish(Checkpoint, place.path, manifest, produce))
+
+
+def _facts(model: Model, plan: Plan) -> dict[str, Any]:
+    """What the manifest keeps of a conversion."""
+    facts = {"model": str(model.path.absolute()), "bytes": plan.total_bytes, "largest_tensor": plan.largest_tensor}
+    return {**facts, **({"left_out": list(plan.left_out)} if plan.left_out else {})}
+
+
+def _tell_types(plan: Plan, progress: Progress) -> None:
+    """Say what becomes of weights whose type in the files is not the checkpoint's, which follows from config.json."""
+    kinds = sorted({DTYPES[move.source.entry.code] for move in plan.moves if move.dtype is None})
+    if not kinds or kinds == [plan.spec.dtype]:
+        return
+    wide = kinds[0] if len(kinds) == 1 else "float32"
+    # Models that are quantised already have no float32 checkpoint.
+    coded = plan.config["quantization"]["quant_algo"] in (GPTQ, AWQ, FP8)
+    keeps = "" if coded and wide == "float32" else f" (--dtype {wide} keeps them)"
+    progress.step(f"The model is {' and '.join(kinds)}: its weights become {plan.spec.dtype}{keeps}")
 
 
 def _write(plan: Plan, folder: Path, store: Store, progress: Progress) -> None:

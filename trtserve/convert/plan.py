@@ -14,14 +14,20 @@ from trtserve.architectures.checkpoint import HEAD
 from trtserve.architectures.placement import Packed, Placement, match, moves
 from trtserve.architectures.products import split_products
 from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
-from trtserve.architectures.quantized_tensors import excluded_modules, require_divisible, split_targets
+from trtserve.architectures.quantized_tensors import (
+    excluded_modules,
+    is_cache_scale,
+    require_divisible,
+    split_targets,
+)
 from trtserve.architectures.source import read_hf_config, read_source, vision_bytes
 from trtserve.architectures.streaming import Move
 from trtserve.architectures.tensor_files import CODES, numpy_dtype
 from trtserve.artifacts import Checkpoint, Model, fingerprint
 from trtserve.capacity.converting import convert_memory
 from trtserve.convert.config import checkpoint_config, expected_config, resolve_dtype, resolve_release
-from trtserve.errors import UnsupportedModelError
+from trtserve.convert.leftovers import without_leftovers
+from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.specs import ConvertSpec
 from trtserve.store import Store, require_name, reusable
 
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
 SCHEMA = 4
 _OWN_WISHES = ("tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "dtype", "quantize", "gpu_sm")
 # Others count only where they are given, so that checkpoints which were made before they existed are found again.
-_RARE_WISHES = ("trtllm_version", "use_parallel_embedding", "embedding_sharding_dim")
+_RARE_WISHES = ("trtllm_version", "use_parallel_embedding", "embedding_sharding_dim", "ignore_tensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +48,9 @@ class Plan:
 
     `headers` and `sizes` are the header bytes and file sizes in bytes by rank; `source_bytes` is what is read. With a
     `toolkit` NVIDIA's tools do it: config and sizes are what is expected of them, and there are no moves. `packed` are
-    the tensors that are no mere moves; `vision_bytes` are those of tensors for images, which are left out.
+    the tensors that are no mere moves; `vision_bytes` are those of tensors for images, which are left out, as is what
+    belongs to an 8-bit KV cache of the model's (`narrow_cache`). `left_out`
+    are the names of tensors that were not in the index of the files, or were to be ignored.
     """
 
     spec: ConvertSpec
@@ -55,6 +63,8 @@ class Plan:
     placement: Placement | None = None
     toolkit: Toolkit | None = None
     vision_bytes: int = 0
+    narrow_cache: bool = False
+    left_out: Sequence[str] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -95,13 +105,11 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
     hf = architectures.text_model(hf)
     family = architectures.supported(hf)
     stored = source_quantization(hf)
-    spec = replace(spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec))
-    if stored is None or stored.method == "fp8":
-        # Only 4-bit weights are put into an order of some GPU: a checkpoint without them is the same for all.
-        spec = replace(spec, gpu_sm=ConvertSpec().gpu_sm)
+    spec = _resolved(spec, hf, stored)
     config = checkpoint_config(hf, spec)
     sources = read_source(model.path, family.BASE_PREFIX)
     images = vision_bytes(sources)
+    narrow_cache = stored is not None and (stored.narrow_cache or any(map(is_cache_scale, sources)))
     described = architectures.described(hf, config)
     targets, packed = family.targets(described), list[Packed]()
     if config.get("share_embedding_table"):
@@ -114,16 +122,10 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
         config = _quantised_config(config, spec, stored, targets, repacks)
     targets, products, sources = split_products(targets, sources)
     packed += products
-    placement = Placement(
-        targets,
-        layers=config["num_hidden_layers"],
-        tp_size=spec.tp_size,
-        pp_size=spec.pp_size,
-        dtype=spec.dtype,
-        ep_size=config["mapping"]["moe_ep_size"],
-        packed=packed,
-    )
-    uses = match(targets, sources, family.unused(described))
+    placement = _placement(targets, packed, config, spec)
+    unused = family.unused(described)
+    sources, left_out = without_leftovers(targets, sources, unused, spec.ignore_tensors)
+    uses = match(targets, sources, unused)
     return Plan(
         spec=spec,
         config=config,
@@ -133,7 +135,32 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
         packed=packed,
         placement=placement,
         vision_bytes=images,
+        narrow_cache=narrow_cache,
+        left_out=left_out,
         fingerprint=fingerprint(stage="convert", schema=SCHEMA, spec=own_wishes(spec), model=model.fingerprint),
+    )
+
+
+def _resolved(spec: ConvertSpec, hf: Mapping[str, Any], stored: SourceQuantization | None) -> ConvertSpec:
+    """`spec` with nothing left to the model, and without what makes no difference to it."""
+    spec = replace(spec, dtype=resolve_dtype(spec, hf), trtllm_version=resolve_release(spec))
+    if stored is None or stored.method == "fp8":
+        # Only 4-bit weights are put into an order of some GPU: a checkpoint without them is the same for all.
+        spec = replace(spec, gpu_sm=ConvertSpec().gpu_sm)
+    return spec
+
+
+def _placement(
+    targets: Sequence[Target], packed: Sequence[Packed], config: Mapping[str, Any], spec: ConvertSpec
+) -> Placement:
+    return Placement(
+        targets,
+        layers=config["num_hidden_layers"],
+        tp_size=spec.tp_size,
+        pp_size=spec.pp_size,
+        dtype=spec.dtype,
+        ep_size=config["mapping"]["moe_ep_size"],
+        packed=packed,
     )
 
 
@@ -155,25 +182,30 @@ def _quantised_config(
 def own_wishes(spec: ConvertSpec) -> dict[str, Any]:
     """What our own converter is asked for."""
     given = [key for key in _RARE_WISHES if getattr(spec, key) != getattr(ConvertSpec(), key)]
-    return {key: value for key, value in asdict(spec).items() if key in (*_OWN_WISHES, *given)}
+    wishes = {**asdict(spec), "ignore_tensors": list(spec.ignore_tensors)}
+    return {key: value for key, value in wishes.items() if key in (*_OWN_WISHES, *given)}
 
 
 def all_wishes(spec: ConvertSpec) -> dict[str, Any]:
     """`spec` as it stands in a manifest."""
     examples = str(spec.trtllm_examples) if spec.trtllm_examples else None
-    lists = {name: list(getattr(spec, name)) for name in ("converter_flags", "container_flags")}
+    lists = {name: list(getattr(spec, name)) for name in ("converter_flags", "container_flags", "ignore_tensors")}
     return {**asdict(spec), "trtllm_examples": examples, **lists}
 
 
 def _upstream_wishes(spec: ConvertSpec) -> dict[str, Any]:
     """What decides the checkpoint beside the tool's version: not where that lies."""
     wishes = {**all_wishes(spec), "trtllm_examples": None}
-    unimportant = ("container", "container_flags", "trtllm_version")
+    unimportant = ("container", "container_flags", "trtllm_version", "ignore_tensors")
     return {key: value for key, value in wishes.items() if key not in unimportant}
 
 
 def _plan_upstream(model: Model, spec: ConvertSpec, hf: Mapping[str, Any]) -> Plan:
     """What NVIDIA's tools are expected to make; their options are checked."""
+    if spec.ignore_tensors:
+        raise UsageError(
+            "--ignore-tensors is for our own converter: NVIDIA's pass over what they do not know.", hint="Leave it out."
+        )
     from trtserve.upstream import find_toolkit, needs_calibration, tool_command  # launches processes and containers
 
     toolkit = find_toolkit(
