@@ -25,6 +25,7 @@ from tests.support.quantised_models import (
     write_quantised_model,
 )
 from tests.support.tiny_models import write_tiny_model
+from tests.support.told import Lines
 from trtserve.architectures.base import Target
 from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.architectures.kernel_layout import from_kernel, to_kernel
@@ -285,7 +286,9 @@ def test_scales_of_the_cache_are_left_out(made: Made, tmp_path: Path, name: str)
     def add_scale(tensors: dict[str, Array]) -> None:
         tensors[f"model.layers.1.{name}"] = np.ones((), np.float32)
 
-    assert plan_conversion(Model(path=rewritten(made("fp8"), tmp_path, add_scale)), ConvertSpec()).packed
+    plan = plan_conversion(Model(path=rewritten(made("fp8"), tmp_path, add_scale)), ConvertSpec())
+    assert plan.packed
+    assert plan.narrow_cache is ("q_scale" not in name)
 
 
 def test_what_modelopt_puts_beside_config_json(made: Made, tmp_path: Path) -> None:
@@ -298,7 +301,21 @@ def test_what_modelopt_puts_beside_config_json(made: Made, tmp_path: Path) -> No
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": described}))
     plan = plan_conversion(Model(path=folder), ConvertSpec())
     assert plan.config["quantization"]["quant_algo"] == "FP8"
+    assert plan.config["quantization"]["kv_cache_quant_algo"] is None
+    assert plan.narrow_cache
     assert plan.packed
+
+
+@pytest.mark.parametrize("scheme", [{"type": "float", "num_bits": 8}, None])
+def test_a_cache_of_8_bits_that_is_left_out_is_told(made: Made, tmp_path: Path, scheme: dict[str, Any] | None) -> None:
+    folder = rewritten(made("float_quantized"), tmp_path, lambda _: None)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = Lines()
+    convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "checkpoint", progress=lines)
+    words = "The model's 8-bit KV cache is left out: keys and values of a GPU engine are float16"
+    assert (words in lines.lines) is (scheme is not None)
 
 
 def test_what_autogptq_once_put_beside_config_json(made: Made, tmp_path: Path) -> None:

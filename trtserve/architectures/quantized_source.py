@@ -28,12 +28,13 @@ class SourceQuantization:
     """How the matrices of a model are stored.
 
     `group_size` counts inputs that share a scale; `stored_zero` is added to a stored zero point (GPTQ stores them less
-    one). Neither means anything for fp8.
+    one). Neither means anything for fp8. `narrow_cache`: it was calibrated for a KV cache of 8 bits as well.
     """
 
     method: Method
     group_size: int = 0
     stored_zero: int = 0
+    narrow_cache: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ def source_quantization(hf: HfConfig) -> SourceQuantization | None:
         return _gptq(config)
     if method in ("fp8", "modelopt", "compressed-tensors"):
         _require_static_fp8(method, config)
-        return SourceQuantization(method="fp8")
+        return SourceQuantization(method="fp8", narrow_cache=_has_narrow_cache(config))
     if method == "fbgemm_fp8":
         raise _refused("FP8 with a scale for each row (fbgemm_fp8)")
     raise _refused(f"quantised ({method})")
@@ -121,6 +122,13 @@ def _require_static_fp8(method: str, config: Mapping[str, Any]) -> None:
             raise _refused(f"quantised by ModelOpt with {algorithm}; only FP8 is known")
     else:
         _require_float_quantized(config)
+
+
+def _has_narrow_cache(config: Mapping[str, Any]) -> bool:
+    """ModelOpt has `kv_cache_quant_algo`, in its older exports one level deeper; the others `kv_cache_scheme`."""
+    inner = config.get("quantization")
+    deeper = inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None
+    return bool(deeper or config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"))
 
 
 def _require_float_quantized(config: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ _PART_TYPES = {
 }
 # Scales of an 8-bit KV cache, beside the matrix that makes keys or values, or beside all of them.
 _CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale")
+_KEY_VALUE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
 _OTHER_WEIGHTS = "Fetch the model again, or choose another copy of it."
 
 
@@ -251,6 +252,11 @@ def require_divisible(targets: Iterable[Target], group_size: int, tp_size: int, 
                     f"{group_size}, --tp-size {tp_size}): TensorRT-LLM pads such a matrix.",
                     hint="Choose a smaller --tp-size, or convert with --converter upstream.",
                 )
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor is a scale of an 8-bit KV cache."""
+    return name.endswith(_KEY_VALUE_SCALES)
 
 
 def is_packed(target: Target) -> bool:
