@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tests.support.model_server import ModelServer, Tensors, flags, integers
 from tests.support.release_client import NEWEST, long_integers
 from tests.support.text_requests import is_idle
 from tests.support.waiting import wait_until
+from trtserve.query import QuerySpec, generate
+from trtserve.triton.client import Endpoint
 
 pytestmark = pytest.mark.triton
 
@@ -161,9 +164,12 @@ def test_nothing_is_computed_behind_the_end(features: ModelServer) -> None:
     assert features.metric("nv_trt_llm_general_metrics", "iteration_counter") == iterations
 
 
-@pytest.mark.parametrize("model", ["tensorrt_llm_bls", "tiny"])
+@pytest.mark.parametrize("model", DIRECT)
 def test_an_http_client_that_leaves_ends_its_request(features: ModelServer, model: str) -> None:
-    body = {"text_input": "Ending", "max_tokens": ENDLESS, "stream": True, "end_id": -1, "num_return_sequences": 8}
+    body: dict[str, Any] = {"text_input": "Ending", "max_tokens": ENDLESS, "stream": True}
+    if model == "tensorrt_llm":
+        body = {"input_ids": PROMPT, "input_lengths": 3, "request_output_len": ENDLESS, "streaming": True}
+    body |= {"end_id": -1, "num_return_sequences": 8}
     with ended_before(8 * ENDLESS, features), closing(features.connection(30)) as connection:
         connection.request("POST", f"/v2/models/{model}/generate_stream", body=json.dumps(body | {"seed": 1}))
         answer = connection.getresponse()
@@ -171,18 +177,42 @@ def test_an_http_client_that_leaves_ends_its_request(features: ModelServer, mode
         answer.close()
 
 
+@contextmanager
+def run_to_its_end(tokens: int, server: ModelServer) -> Iterator[None]:
+    """The request of the block generates all of its tokens, although nobody waits for them."""
+    before = server.metric("nv_llm_output_token_len_sum")
+    requests = server.metric("nv_llm_output_token_len_count")
+    yield
+    wait_until(lambda: server.metric("nv_llm_output_token_len_count") > requests)
+    assert server.metric("nv_llm_output_token_len_sum") - before == tokens
+
+
 def test_an_http_client_that_leaves_the_ensemble_is_not_noticed(features: ModelServer) -> None:
     """Triton looks at the connection of a directly called decoupled model only: the request runs to its end."""
-    before = features.metric("nv_llm_output_token_len_sum")
-    requests = features.metric("nv_llm_output_token_len_count")
     body = {"text_input": "Ending", "max_tokens": 300, "stream": True, "end_id": -1}
-    with closing(features.connection(30)) as connection:
+    with run_to_its_end(300, features), closing(features.connection(30)) as connection:
         connection.request("POST", "/v2/models/ensemble/generate_stream", body=json.dumps(body))
         answer = connection.getresponse()
         assert answer.read(6) == b"data: "
         answer.close()
-    wait_until(lambda: features.metric("nv_llm_output_token_len_count") > requests)
-    assert features.metric("nv_llm_output_token_len_sum") - before == 300
+
+
+def test_a_cancelled_call_of_the_ensemble_is_not_noticed(features: ModelServer) -> None:
+    """Triton tells the models of an ensemble nothing about it."""
+    with run_to_its_end(300, features), features.stream() as stream:
+        stream.send("ensemble", {**asked("ensemble", 300, streaming=True), "end_id": integers(-1)})
+        assert not stream.next()[1]
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tiny"])
+def test_query_stops_by_cancelling_its_call(features: ModelServer, features_root: Path, model: str) -> None:
+    address, repository = features.address, features_root / "repository"
+    endpoint = Endpoint(http_port=address.http_port, grpc_port=address.grpc_port, model="tiny", repository=repository)
+    options = {"max_tokens": ENDLESS, "end_id": -1, "num_return_sequences": 8, "seed": 1}
+    stop: dict[str, Any] = {"stop_after_ms": 50, "stop_via_cancel": True, "protocol": "grpc"}
+    spec = QuerySpec(prompts=("Ending",), model=model, stream=True, options=options, **stop)
+    with ended_before(8 * ENDLESS, features):
+        assert generate(spec, endpoint).stopped
 
 
 def test_many_short_requests(features: ModelServer) -> None:

@@ -79,8 +79,8 @@ def test_a_guided_stream_of_the_core_model(features: ModelServer, features_token
 @pytest.mark.parametrize(
     ("kind", "guide", "message"),
     [
-        ("regex", "(", ""),
-        ("json_schema", "{", ""),
+        ("regex", "(", "The guide of type REGEX is wrong: "),
+        ("json_schema", "{", "The guide of type JSON_SCHEMA is wrong: "),
         ("xml", "a", "guided_decoding_guide_type is 'xml'"),
         ("regex", "", "guide"),
         ("", "a+", "guided_decoding_guide needs guided_decoding_guide_type"),

@@ -214,7 +214,7 @@ def test_draft_tokens_of_the_client(features: ModelServer, oracle: InProcess) ->
 
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_draft_logits_of_the_client(features: ModelServer, oracle: InProcess, threshold: float | None) -> None:
-    """Logits of the engine itself: every draft token of theirs is taken; logits that want others bring none through."""
+    """Logits of the engine itself: every draft token of theirs is taken."""
     wanted: Any = oracle.result(PROMPT, 9, output={"return_generation_logits": True})
     tokens = wanted.output_token_ids[0]
     logits = np.asarray(wanted.generation_logits, dtype=np.float32)[0, :8]
@@ -226,3 +226,17 @@ def test_draft_logits_of_the_client(features: ModelServer, oracle: InProcess, th
         (answer,) = stream.all("tensorrt_llm", asked)
     assert answer["output_ids"][0, 0].tolist() == tokens
     assert (answer["total_draft_tokens"].item(), answer["acceptance_rate"].item()) == (8, 1.0)
+
+
+def test_draft_tokens_that_the_draft_alone_is_sure_of(features: ModelServer, oracle: InProcess) -> None:
+    """A token is taken where p > threshold · q: with q near 1, one that the target finds improbable is not."""
+    tokens = oracle.tokens(PROMPT, 4)
+    wrong = [(token + 1) % VOCABULARY for token in tokens]
+    logits = np.zeros((1, len(wrong), VOCABULARY), dtype=np.float32)
+    logits[0, range(len(wrong)), wrong] = 100.0
+    draft = {"draft_input_ids": np.array([wrong], dtype=np.int32), "draft_logits": logits}
+    asked = {**NEWEST.core(PROMPT, 5, return_perf_metrics=True), **NO_PROMPT, **draft}
+    with features.stream() as stream:
+        (answer,) = stream.all("tensorrt_llm", {**asked, "draft_acceptance_threshold": floats(0.5)})
+    assert answer["total_accepted_draft_tokens"].item() == 0
+    assert answer["output_ids"].reshape(-1).tolist()[0] == tokens[0]

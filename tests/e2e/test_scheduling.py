@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.in_process import InProcess
-from tests.support.model_server import ModelServer, serving
+from tests.support.model_server import ModelServer, integers, serving
 from tests.support.release_client import NEWEST, long_integers
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
@@ -36,9 +37,10 @@ def served(root: Path, name: str, engine: Engine, model: Path, settings: dict[st
 
 @pytest.fixture(scope="module")
 def pausing(features_root: Path, features_engine: Engine, features_model: Path) -> Iterator[ModelServer]:
-    """max_utilization, and a queue with sixteen places; statistics often enough to be seen."""
+    """max_utilization, reuse of blocks, and a queue with sixteen places; statistics often enough to be seen."""
     settings = {"batch_scheduler_policy": "max_utilization", "max_queue_size": "16", "stats_check_period_ms": "5"}
-    yield from served(features_root, "pausing", features_engine, features_model, settings)
+    reuse = {"enable_kv_cache_reuse": "true"}
+    yield from served(features_root, "pausing", features_engine, features_model, settings | reuse)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,45 @@ def test_metrics_of_reuse(features: ModelServer) -> None:
     assert found["kv_cache_reused_blocks"].item() >= 3
     wait_until(lambda: features.metric("nv_trt_llm_kv_cache_block_metrics", 'kv_cache_block_type="reused"') >= 3)
     assert families(features) == {"inflight_batcher", "request", "general", "kv_cache_block", "runtime_memory"}
+
+
+def two_blocks(seed: int) -> list[int]:
+    """A prompt of two blocks, and one token that is computed anew whenever it is asked."""
+    ids: list[int] = np.random.default_rng(seed).integers(3, 320, 65).tolist()
+    return ids
+
+
+def core_answer(server: ModelServer, ids: list[int], count: int = 1, **retention: int) -> tuple[list[int], int]:
+    """New tokens, and how many blocks of the prompt were still there; a retention word is a range's or the answer's."""
+    tensors = NEWEST.core(ids, count, return_perf_metrics=True, exclude_input_in_output=True, end_id=-1)
+    with server.stream() as stream:
+        (found,) = stream.all(
+            "tensorrt_llm", tensors | {f"retention_{name}": integers(value) for name, value in retention.items()}
+        )
+    return found["output_ids"].reshape(-1).tolist(), int(found["kv_cache_reused_blocks"].item())
+
+
+def test_retention_decides_which_blocks_stay(pausing: ModelServer) -> None:
+    """Each of the requests leaves two of the cache's eight blocks; those of later ones push out what is worth least."""
+    whole = {"token_range_starts": 0, "token_range_ends": -1}
+    kept, plain, expired = two_blocks(1), two_blocks(2), two_blocks(3)
+    core_answer(pausing, kept, **whole, token_range_priorities=90, token_range_durations_ms=600_000)
+    core_answer(pausing, plain)
+    core_answer(pausing, expired, **whole, token_range_priorities=90, token_range_durations_ms=1)
+    for seed in range(10, 16):
+        core_answer(pausing, two_blocks(seed))
+    reused = [core_answer(pausing, prompt)[1] for prompt in (kept, plain, expired)]
+    assert reused == [2, 0, 0]
+
+
+def test_retention_of_the_answers_blocks(pausing: ModelServer) -> None:
+    kept, plain = two_blocks(4)[:10], two_blocks(5)[:10]
+    tokens, _ = core_answer(pausing, kept, 60, decode_priority=90, decode_duration_ms=600_000)
+    others, _ = core_answer(pausing, plain, 60)
+    for seed in range(20, 26):
+        core_answer(pausing, two_blocks(seed))
+    assert core_answer(pausing, [*kept, *tokens])[1] >= 2
+    assert core_answer(pausing, [*plain, *others])[1] == 0
 
 
 def test_a_full_queue_refuses_what_does_not_fit(pausing: ModelServer) -> None:

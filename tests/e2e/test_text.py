@@ -166,16 +166,33 @@ def test_more_tokens_than_fit_are_reduced(features: ModelServer, features_root: 
     assert log.read_text().count("is reduced to 6") == before + 1
 
 
-@pytest.mark.parametrize("model", ["ensemble", "tiny"])
-def test_words_differ_between_the_rows_of_a_batch(features: ModelServer, oracle: InProcess, model: str) -> None:
-    """Two prompts of different length; each has its own list."""
-    tokens = [oracle.tokens([1, *b"ab"], 8), oracle.tokens([1, *b"abcd"], 8)]
-    assert len(tokens) == 2  # the ids of the byte tokenizer are not those of the bytes: only the shape matters here
-    asked = NEWEST.text(["ab", "abcd"], 8)
-    rows = np.array([[b"x", b"yy"], [b"zzz", b""]], dtype=np.object_)
+@pytest.mark.parametrize("model", TEXT_MODELS)
+@pytest.mark.parametrize("kind", ["stop_words", "bad_words"])
+def test_words_differ_between_the_rows_of_a_batch(
+    ask: Callable[..., str],
+    features: ModelServer,
+    printable: list[int],
+    features_tokenizer: Any,
+    model: str,
+    kind: str,
+) -> None:
+    """Two prompts of different length; each row's own list holds for it, and not that of the other."""
+    prompts = ("ab", "abcd")
+    first, second = (ask(model, text_input=prompt) for prompt in prompts)
+    rows = [[first[4:6], "zz"], [second[9:12], ""]]
+    expected = [ask(model, text_input=prompt, **{kind: row}) for prompt, row in zip(prompts, rows, strict=True)]
+    swapped = [ask(model, text_input=prompt, **{kind: row}) for prompt, row in zip(prompts, rows[::-1], strict=True)]
+    assert expected[0] != swapped[0]
+    assert expected[1] != swapped[1]
+    letters = features_tokenizer.batch_decode([[token] for token in printable])
+    bias: dict[str, Any] = {"embedding_bias_words": letters, "embedding_bias_weights": [100.0] * len(letters)}
+    lists = np.array([[word.encode() for word in row] for row in rows], dtype=np.object_)
+    asked = NEWEST.text(prompts, COUNT, exclude_input_in_output=True, **bias)
     with features.stream() as stream:
-        answers = stream.all(model, {**asked, "stop_words": rows, "bad_words": rows})
-    assert sorted(answer["batch_index"].item() for answer in answers) == [0, 1]
+        answers = stream.all(model, {**asked, kind: lists})
+    assert {answer["batch_index"].item(): answer["text_output"].item().decode() for answer in answers} == dict(
+        enumerate(expected)
+    )
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -219,8 +236,12 @@ def test_a_body_that_is_no_utf8(features: ModelServer) -> None:
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_the_empty_text_is_a_prompt_of_the_first_token(features: ModelServer, oracle: InProcess, model: str) -> None:
+def test_the_empty_text_is_a_prompt_of_the_first_token(
+    features: ModelServer, oracle: InProcess, features_tokenizer: Any, model: str
+) -> None:
     """The tokenizer puts its first token in front of every text; without special tokens there would be none."""
     with features.stream() as stream:
-        (answer,) = stream.all(model, {**NEWEST.text("x", 4), "text_input": texts("")})
-    assert answer["text_output"].size == 1
+        (answer,) = stream.all(model, {**NEWEST.text("x", COUNT), "text_input": texts("")})
+    expected = features_tokenizer.decode(oracle.tokens([1], COUNT), skip_special_tokens=True)
+    assert expected
+    assert answer["text_output"].item().decode() == expected
