@@ -41,8 +41,8 @@ soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with
 	TRTSERVE_MIXES=300 $(BIN)/python -m pytest -q tests/integration/test_request_mix.py
 	$(BIN)/python -m tests.benchmarks.soak --work $(BENCH_WORK) $(ARGS)
 
-launches: $(READY) ## 20 launches of four ranks, of which one is killed at a random moment: nothing may be left
-	TRTSERVE_KILLS=20 $(BIN)/python -m pytest -q tests/integration/test_launches.py -k random_moments $(ARGS)
+launches: $(READY) ## 100 launches of four ranks, of which one is killed at a random moment: nothing may be left
+	TRTSERVE_KILLS=100 $(BIN)/python -m pytest -q tests/integration/test_launches.py -k random_moments $(ARGS)
 
 docs: $(READY) ## the generated parts of docs/
 	$(BIN)/python docs/generate.py

@@ -69,6 +69,7 @@ class _Server:
         self.meeting = Meeting(folder, self.mpi.size)
         self.models: dict[str, Model] = {}
         self.workers: list[subprocess.Popen[bytes]] = []
+        self.closing = False
         self.region: Region | None = None
 
     def run(self) -> int:
@@ -141,6 +142,16 @@ class _Server:
                 parent = os.getpid()
                 program = f"import os,time\nwhile os.getppid() == {parent}: time.sleep(0.1)  # {name}"
                 self.workers.append(subprocess.Popen([sys.executable, "-SE", "-c", program]))
+        threading.Thread(target=self._watch_workers, daemon=True).start()
+
+    def _watch_workers(self) -> None:
+        """End by the signal that ended a worker: mpirun aborts every job that is connected to a killed process."""
+        while not self.closing:
+            for worker in self.workers:
+                if (code := worker.poll()) is not None and not self.closing:
+                    _log(f"(double) worker {worker.pid} has ended: {code}", "E")
+                    os.kill(os.getpid(), -code if code < 0 else signal.SIGABRT)
+            time.sleep(_PAUSE)
 
     def _wait_as_worker(self) -> int:
         """Stay in initialisation until rank 0 ended in order."""
@@ -203,6 +214,7 @@ class _Server:
         return True
 
     def _close(self) -> None:
+        self.closing = True
         for worker in self.workers:
             worker.terminate()
             worker.wait()

@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,22 +22,24 @@ from tests.support.doubles import Doubles
 from tests.support.launches import (
     assert_gone,
     command,
+    family,
     repository_of,
     running_rank,
+    running_server,
     start_flags,
     started,
 )
 from tests.support.servers import free_spec
+from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError, ServerDiedError, ServerStartError, UsageError
-from trtserve.servers import Server, condition, list_servers
+from trtserve.servers import Server, condition, list_servers, recorded_server
 from trtserve.specs import ServerSpec
 from trtserve.start import checks, life, plan_server, readiness, serve_foreground, start_server
 from trtserve.store import Store
 from trtserve.triton.server import is_ready, shared_memory_regions
 
-# `make launches` asks for twenty.
-KILLS = int(os.environ.get("TRTSERVE_KILLS", "2"))
+KILLS = int(os.environ.get("TRTSERVE_KILLS", "20"))
 
 
 @pytest.fixture
@@ -212,22 +217,107 @@ def test_llmapi(world_size: int, tmp_path: Path, store: Store, doubles: Doubles)
         assert len(doubles.calls("trtllm-llmapi-launch")) == (2 if world_size > 1 else 0)
 
 
-def test_ranks_killed_at_random_moments_leave_nothing(tmp_path: Path, store: Store, doubles: Doubles) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One launch of four ranks: which of them is killed, how long after it was seen, and how long all of them load."""
+
+    name: str
+    seed: int
+    rank: int
+    moment: float
+    load: float
+
+
+def test_ranks_killed_at_random_moments_leave_nothing(tmp_path: Path, doubles: Doubles) -> None:
+    """Four launches at a time, each in a store of its own: most of a launch is waiting."""
     repository = repository_of(tmp_path, tp=4)
     seed = int(os.environ.get("TRTSERVE_SEED", "5"))
     chance = random.Random(seed)
-    for number in range(KILLS):
-        rank, moment = chance.randrange(4), chance.uniform(0, 2)
-        doubles.configure(load_seconds=chance.uniform(0, 2))
-        name = f"kill{number}-{secrets.token_hex(2)}"
-        spec = free_spec(name)
-        line = [sys.executable, "-m", "trtserve", "start", "--model-repository", str(repository.path), "--name", name]
-        with subprocess.Popen([*line, "--oversubscribe", *start_flags(spec)], stderr=subprocess.PIPE, text=True) as one:
-            server, victim = running_rank(name, rank, store)
-            time.sleep(moment)
-            os.kill(victim, signal.SIGKILL)
-            _, errors = one.communicate(timeout=120)
-        words = f"seed {seed}, launch {number}: rank {rank} after {moment:.2f} s: {errors}"
-        assert one.returncode in (32, 35), words
-        assert f"Rank {rank} was killed" in errors, words
-        assert_gone(server, store)
+    kills = [
+        Kill(
+            name=f"kill{number}-{secrets.token_hex(2)}",
+            seed=seed,
+            rank=chance.randrange(4),
+            moment=chance.uniform(0, 2),
+            load=chance.uniform(0, 2),
+        )
+        for number in range(KILLS)
+    ]
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for done in [pool.submit(killed_launch, kill, repository, tmp_path / kill.name, doubles) for kill in kills]:
+            done.result()
+
+
+def killed_launch(kill: Kill, repository: ModelRepository, home: Path, doubles: Doubles) -> None:
+    """Start, kill one rank, and look for what is left."""
+    store = Store(home)
+    environment = {**doubles.environment(load_seconds=kill.load), "TRTSERVE_HOME": str(home)}
+    with foreground(repository, kill.name, environment) as one:
+        server, victim = running_rank(kill.name, kill.rank, store)
+        time.sleep(kill.moment)
+        os.kill(victim, signal.SIGKILL)
+        _, errors = one.communicate(timeout=120)
+    assert one.returncode in (32, 35), f"{kill}: {errors}"
+    assert f"Rank {kill.rank} was killed" in errors, f"{kill}: {errors}"
+    assert_gone(server, store)
+
+
+@contextmanager
+def foreground(
+    repository: ModelRepository, name: str, environment: dict[str, str] | None = None, *more: str
+) -> Iterator[subprocess.Popen[str]]:
+    """`trtserve start` as a command, which is ended with its launch when the test fails."""
+    line = [sys.executable, "-m", "trtserve", "start", "--model-repository", str(repository.path), "--name", name]
+    line += ["--oversubscribe", "--auto-ports", *start_flags(free_spec(name)), *more]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment) as one:
+        try:
+            yield one
+        except BaseException:
+            one.terminate()
+            raise
+
+
+def ready(name: str, store: Store) -> Server:
+    """The server of this name when its start is complete."""
+    running_server(name, store)
+    assert eventually(lambda: (found := recorded_server(name, store)) is None or found.phase == "running")
+    return running_server(name, store)
+
+
+def test_a_killed_worker_of_an_orchestrator_leaves_nothing(tmp_path: Path, store: Store, doubles: Doubles) -> None:
+    worker = f"executor_worker_path={doubles.worker}"
+    repository = repository_of(tmp_path, a=f"gpu_device_ids=0,1 {worker}", b=f"gpu_device_ids=2,3 {worker}")
+    with foreground(repository, "spawned", None, "--multi-model") as one:
+        server = ready("spawned", store)
+        workers = [each for each in family(server, store) if any(str(doubles.worker.name) in w for w in each.cmdline())]
+        assert len(workers) == 4
+        workers[0].kill()
+        _, errors = one.communicate(timeout=120)
+    assert (one.returncode, "Rank 0 was killed" in errors) == (35, True), errors
+    assert_gone(server, store)
+
+
+def test_a_killed_rank_beside_an_orchestrator_leaves_nothing(tmp_path: Path, store: Store, doubles: Doubles) -> None:
+    repository = repository_of(
+        tmp_path, a="gpu_device_ids=0,1 participant_ids=1,2", b="gpu_device_ids=2,3 participant_ids=3,4"
+    )
+    flags = ("--multi-model", "--disable-spawn-processes", "--world-size=5")
+    with foreground(repository, "ranks", None, *flags) as one:
+        server = ready("ranks", store)
+        os.kill(running_rank("ranks", 3, store)[1], signal.SIGKILL)
+        _, errors = one.communicate(timeout=120)
+    assert (one.returncode, "Rank 3 was killed" in errors) == (35, True), errors
+    assert_gone(server, store)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_node_of_the_llm_api_leaves_nothing(rank: int, tmp_path: Path, store: Store, doubles: Doubles) -> None:
+    doubles.configure(container="25.12")
+    with foreground(llmapi_repository(tmp_path, 2), "nodes", None, "--trtllm-version=1.1.0") as one:
+        server = ready("nodes", store)
+        os.kill(running_rank("nodes", rank, store)[1], signal.SIGKILL)
+        _, errors = one.communicate(timeout=120)
+    # mpirun does not tell of rank 0 as long as a tritonserver, which is no child of its own, holds the rank's output.
+    words = "rank 0 of 2 has ended by itself" if rank == 0 else "Rank 1 was killed"
+    assert (one.returncode, words in errors) == (35, True), errors
+    assert_gone(server, store)

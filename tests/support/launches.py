@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,18 +42,23 @@ def repository_of(tmp_path: Path, *, tp: int = 2, **models: str) -> ModelReposit
 def started(repository: ModelRepository, store: Store, **changes: Any) -> Iterator[Server]:
     """A ready server, stopped at the end, of which nothing may be left."""
     spec = replace(free_spec("launched"), oversubscribe=True, **changes)
+    before = descendants()
     server = start_server(repository, spec, store=store)
     try:
+        # What finds nothing while the server runs would find nothing afterwards either.
+        assert server.pid in {process.pid for process in family(server, store)}
         yield server
     finally:
         if recorded_server(server.name, store) is not None:
             stop_server(server.name, store=store)
         assert_gone(server, store)
+        assert not descendants() - before
 
 
 def assert_gone(server: Server, store: Store) -> None:
     """No process, port, shared memory, session folder of mpirun or state file is left; the logs are."""
-    assert not [process for process in psutil.process_iter() if mentions(process, server)]
+    left = family(server, store)
+    assert not left, [(process.pid, process.name()) for process in left]
     for instance in server.instances:
         for port in (instance.http_port, instance.grpc_port, instance.metrics_port):
             assert is_free(server.host, port)
@@ -62,12 +68,37 @@ def assert_gone(server: Server, store: Store) -> None:
     assert not state_file(server.name, store).exists()
 
 
-def mentions(process: psutil.Process, server: Server) -> bool:
-    """Whether a process belongs to a server: the prefix of its shared memory is in every command line of it."""
+def family(server: Server, store: Store) -> set[psutil.Process]:
+    """Every living process of a launch, whoever started it: daemons of mpirun, ranks, workers, stubs, waiting scripts.
+
+    A process belongs to it when its command line has the prefix of the server's shared memory, when it is in the
+    session of one of the instances, or when its environment is that of the store, which each test has for itself.
+    """
+    sessions = {instance.pid for instance in server.instances}
+    return {process for process in psutil.process_iter() if _belongs(process, server, store, sessions)}
+
+
+def _belongs(process: psutil.Process, server: Server, store: Store, sessions: set[int]) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and any(server.shm_prefix in word for word in process.cmdline())
-    except psutil.Error:
+        if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return (
+            any(server.shm_prefix in word for word in process.cmdline())
+            or os.getsid(process.pid) in sessions
+            or process.environ().get("TRTSERVE_HOME") == str(store.root)
+        )
+    except (psutil.Error, OSError):  # it has ended meanwhile, or is another user's
         return False
+
+
+def descendants() -> set[psutil.Process]:
+    """The living processes below this one."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process)
+    return found
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
