@@ -162,6 +162,15 @@ def ending(code: int | None) -> str:
     return f"signal {-code}" if code < 0 else f"code {code}"
 
 
+def how_it_ended(code: int | None) -> str:
+    """What an exit code says of a process, as a predicate: "was ended by signal 15"."""
+    if code is None:
+        return "ended"
+    if code == -signal.SIGKILL:
+        return "was killed (signal 9; the kernel does so when memory runs out)"
+    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+
+
 def was_killed(code: int | None) -> bool:
     """Whether SIGKILL ended a process, also one behind a shell or in a container: the kernel's way when memory ends."""
     return code in (-signal.SIGKILL, 128 + signal.SIGKILL)

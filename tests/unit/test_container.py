@@ -132,7 +132,7 @@ def test_the_version_in_a_container() -> None:
         ),
         ("Unable to find image 'x:y' locally\ndocker: Error response from daemon: manifest unknown", "get the image"),
         ('docker: exec: "trtllm-build": executable file not found in $PATH', "lacks a program"),
-        ("failed to register layer: no space left on device", "disk is full"),
+        ("docker: failed to register layer: write /usr/lib/x: no space left on device", "disk is full"),
     ],
 )
 def test_what_docker_says_is_explained(text: str, words: str) -> None:
@@ -141,6 +141,8 @@ def test_what_docker_says_is_explained(text: str, words: str) -> None:
 
 def test_a_failure_inside_is_not_dockers() -> None:
     assert explained("[TensorRT-LLM][ERROR] CUDA runtime error in cudaMalloc: out of memory") is None
+    shared_memory = "Failed to increase the shared memory pool: No space left on device"
+    assert explained(f"Unable to find image 'x:y' locally\n{shared_memory}\nunauthorized") is None
 
 
 def script(folder: Path, text: str) -> None:

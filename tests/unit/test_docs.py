@@ -24,7 +24,9 @@ def test_readme_is_short() -> None:
 
 
 def test_links_between_documents_resolve() -> None:
-    for document in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+    documents = sorted(ROOT.glob("docs/**/*.md"))
+    assert documents
+    for document in [ROOT / "README.md", *documents]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"
 
@@ -35,4 +37,4 @@ def test_top_level_is_fixed() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     top = {line.split("/")[0] for line in tracked.splitlines()}
     expected = {"trtserve", "tests", "examples", "docs", "pyproject.toml", "README.md", "LICENSE", "Makefile"}
-    assert {name for name in top if not name.startswith(".")} <= expected
+    assert {name for name in top if not name.startswith(".")} == expected

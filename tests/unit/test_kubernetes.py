@@ -313,3 +313,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     file.write_text("kind: Pod\n")
     with pytest.raises(ArtifactError, match="not written by trtserve"):
         write_manifest(planned(repository_of(tmp_path / "again")), file)
+
+
+def test_a_folder_is_no_place_for_a_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="Is a directory"):
+        write_manifest(Manifest(objects=[]), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,12 @@ def test_rates_are_measured_never_invented(tmp_path: Path) -> None:
     assert expected_seconds({"convert": [{"bytes": 2**30, "seconds": 2.0}]}, "convert", 140 * 2**30) == 280.0
     (tmp_path / "rates.json").write_text("{")
     assert read_rates(store) == {}
+
+
+@pytest.mark.parametrize("content", [{"build": [{}, {"bytes": 1}, 7, {"bytes": "1", "seconds": 2}]}, {"build": 3}, []])
+def test_a_file_of_another_form_stops_nothing(content: object, tmp_path: Path) -> None:
+    (tmp_path / "rates.json").write_text(json.dumps(content))
+    store = Store(tmp_path)
+    with timed(store, "build", 100):
+        pass
+    assert [run["bytes"] for run in read_rates(store)["build"]] == [100]

@@ -84,7 +84,9 @@ def test_models_import_only_their_own_folder(engine: Engine, tokenizer: Path) ->
 
     allowed = {"numpy", "transformers", "triton_python_backend_utils", *sys.stdlib_module_names}
     repository = assemble_repository(engine, tokenizer, SPEC).path
-    for path in repository.glob("*/1/*.py"):
+    programs = list(repository.glob("*/1/*.py"))
+    assert {path.parents[1].name for path in programs} >= {"preprocessing", "postprocessing", "tensorrt_llm_bls"}
+    for path in programs:
         own = {sibling.stem for sibling in path.parent.glob("*.py")}
         for node in ast.walk(ast.parse(path.read_text())):
             names: Sequence[str] = ()
@@ -97,7 +99,9 @@ def test_models_import_only_their_own_folder(engine: Engine, tokenizer: Path) ->
 
 def test_nothing_in_it_is_absolute(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     repository = assemble_repository(engine, tokenizer, SPEC, out=tmp_path / "out").path
-    for path in repository.glob("*/config.pbtxt"):
+    configs = list(repository.glob("*/config.pbtxt"))
+    assert configs
+    for path in configs:
         assert str(tmp_path) not in path.read_text()
 
 

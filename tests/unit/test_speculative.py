@@ -238,9 +238,8 @@ def test_stop_word_ids_end_the_loop_of_models_without_a_reason(run: Any) -> None
 def test_limits_of_the_engines(run: Any, limits: dict[str, int], expected: int) -> None:
     models = Models(target_token)
     assert new_ids(run(models, drafts=4, **limits)) == plain(expected)
-    assert all(
-        inputs["input_ids"].size + inputs["request_output_len"].item() <= 8 for inputs in models.named("draft")
-    ) or ("draft_longest" not in limits)
+    asked = [inputs["input_ids"].size + inputs["request_output_len"].item() for inputs in models.named("draft")]
+    assert 0 < max(asked) <= limits.get("draft_longest", max(asked))
 
 
 def test_a_cancelled_request_ends_with_what_it_has(run: Any) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-from trtserve.errors import TrtserveError
-from trtserve.files import write_json
+from trtserve.errors import ArtifactError, TrtserveError
+from trtserve.files import read_json_object, write_json
 from trtserve.store import Store
 
 TimedStage = Literal["pull", "convert", "build", "trtllm-build", "start"]
@@ -42,11 +41,19 @@ def timed(store: Store, stage: TimedStage, size: int) -> Iterator[None]:
 
 def read_rates(store: Store) -> Runs:
     """The runs of each stage, oldest first; none where nothing was measured yet."""
-    with suppress(OSError, ValueError):
-        content = json.loads((store.root / _FILE).read_text(encoding="utf-8"))
-        if isinstance(content, dict):
-            return content
+    with suppress(FileNotFoundError, ArtifactError):
+        content = read_json_object(store.root / _FILE)
+        return {stage: [run for run in runs if _is_run(run)] for stage, runs in content.items() if type(runs) is list}
     return {}
+
+
+def _is_run(content: object) -> bool:
+    """Whether another version, or a user, left no statistic that stops what it counts."""
+    return (
+        isinstance(content, dict)
+        and type(content.get("bytes")) is int
+        and isinstance(content.get("seconds"), (int, float))
+    )
 
 
 def expected_seconds(runs: Runs, stage: TimedStage, size: int) -> float | None:

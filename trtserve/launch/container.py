@@ -221,6 +221,8 @@ def _unanswered(lines: list[str]) -> MachineError:
     return MachineError(f"docker is installed, but its daemon does not answer: {said}", hint=hint)
 
 
+# How docker begins the reason for which it started nothing; it may go on for several lines.
+_OWN_WORDS = ("docker: ", "Error response from daemon")
 # What docker prints before it has started anything → what to do.
 _FAILURES = (
     (
@@ -248,8 +250,14 @@ _FAILURES = (
 
 def explained(text: str) -> TrtserveError | None:
     """What the output of a `docker run` that failed means; None when it was not docker that failed."""
+    lines = text.splitlines()
+    first = next((number for number, line in enumerate(lines) if line.startswith(_OWN_WORDS)), None)
+    if first is None:
+        return None
+    # What ran in a container may end for lack of disk or of a file too, in much the same words.
+    own = [*(line for line in lines[:first] if line.startswith("Unable to find image")), *lines[first:]]
     for pattern, what, hint in _FAILURES:
-        line = next((line for line in text.splitlines() if pattern.search(line)), None)
+        line = next((line for line in own if pattern.search(line)), None)
         if line is not None:
             return MachineError(f"The container was not started, because {what}: {line.strip()}", hint=hint)
     return None

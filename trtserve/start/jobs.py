@@ -262,11 +262,12 @@ def _outer(paths: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 def _write(path: Path, text: str, *, mode: int) -> None:
-    if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
-        raise ArtifactError(
-            f"{path} exists and was not written by trtserve; it is left alone.", hint="Choose another place with --out."
-        )
     with writing(path):
+        if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
+            raise ArtifactError(
+                f"{path} exists and was not written by trtserve; it is left alone.",
+                hint="Choose another place with --out.",
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         path.chmod(mode)

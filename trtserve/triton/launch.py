@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from trtserve.errors import PortInUseError, ServerStartError, ServerStopError
-from trtserve.process import Identity, exit_code, listeners, stop_all, tree
+from trtserve.process import Identity, exit_code, how_it_ended, listeners, stop_all, tree
 from trtserve.triton import rank_log, server_log
 from trtserve.triton.server import EXIT_TIMEOUT, Address, is_ready, metrics_page, sweep_shared_memory
 
@@ -96,7 +96,7 @@ def start_error(identity: Identity, log: Path) -> ServerStartError | PortInUseEr
     """Why a server that has ended never became ready, as its log tells; PortInUseError when it lost a port."""
     text = server_log.read(log)
     ended = rank_log.first_end(text)
-    ending = f"tritonserver {_ending(identity)}" if ended is None else ended.sentence
+    ending = f"tritonserver {how_it_ended(exit_code(identity))}" if ended is None else ended.sentence
     own = text if ended is None else "\n".join(rank_log.lines_of(text, ended.rank))
     reasons = server_log.failures(own)
     if not reasons:
@@ -120,12 +120,3 @@ def timeout_error(timeout: float, log: Path, ranks: str = "") -> ServerStartErro
         hint="Give it more time with --ready-timeout, or look into the log.",
         log=log,
     )
-
-
-def _ending(identity: Identity) -> str:
-    code = exit_code(identity)
-    if code is None:
-        return "ended"
-    if code == -9:
-        return "was killed (signal 9; the kernel does so when memory runs out)"
-    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from trtserve.process import how_it_ended
+
 _TAG = re.compile(r"^\[\d+,(\d+)\]<(?:stdout|stderr|stddiag)>: ?")
 # What mpirun of Open MPI 4 and 5 says of the rank that ended first.
 _SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited\s+on\s+signal (\d+)")
@@ -22,10 +24,7 @@ class RankEnd:
     @property
     def sentence(self) -> str:
         """Words for the beginning of a message."""
-        if self.code == -9:
-            return f"Rank {self.rank} was killed (signal 9; the kernel does so when memory runs out)"
-        how = f"was ended by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
-        return f"Rank {self.rank} {how}"
+        return f"Rank {self.rank} {how_it_ended(self.code)}"
 
 
 def rank_of(line: str) -> int | None:
