@@ -162,7 +162,10 @@ def _require_room(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], fo
 
 
 def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], free: int) -> str:
-    """Narrower weights make a build smaller, and more ranks do where each is built by itself: both when converting."""
+    """Fewer ranks at once; else narrower weights, and more ranks where each is built by itself: both when converting."""
+    alone = replace(spec, build_workers=1)
+    if spec.build_workers not in (None, 1) and runtime.plan(engine.config, alone).memory_bytes <= free:
+        return "Build one rank after another: --workers 1 (of import: --build-workers 1)."
     int8, int4 = ({"quantization": {"quant_algo": algorithm}} for algorithm in (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4))
     half = {"dtype": "bfloat16"}
     mapping = dict(engine.config.get("mapping") or {})

@@ -18,9 +18,12 @@ import pytest
 from tests.support.double_engines import write_checkpoint
 from tests.support.doubles import Doubles
 from tests.support.waiting import wait_until
+from trtserve.architectures.checkpoint import read_config
 from trtserve.artifacts import Engine, Manifest, load_artifact
 from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError
+from trtserve.runtimes import tensorrt_llm
+from trtserve.specs import BuildSpec
 from trtserve.store import Store
 from trtserve.triton.core_models import CoreModel
 from trtserve.triton.engine_match import rebuild_command
@@ -192,6 +195,20 @@ def test_workers_follow_gpus_and_wishes(late: Builder, capsys: pytest.CaptureFix
     planned = capsys.readouterr().out
     assert "--workers 2" in planned
     assert "trtllm-build builds 1 rank at once, one on each GPU." in planned
+
+
+def test_ranks_that_are_built_at_once_are_in_memory_at_once(
+    late: Builder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks do not fit where one does: refused before trtllm-build starts, and told what fits."""
+    late.doubles.configure(container="26.07", version="1.2.1", gpus=2)
+    config = read_config(late.checkpoint)
+    one, two = (tensorrt_llm.plan(config, BuildSpec(build_workers=workers)).memory_bytes for workers in (1, 2))
+    assert two == 2 * one > 0
+    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: one)
+    assert late("--workers", "2") == 14
+    assert "--workers 1 (of import: --build-workers 1)" in capsys.readouterr().err
+    assert not late.doubles.calls("trtllm-build")
 
 
 def test_dry_run_prints_the_command_without_tensorrt_llm(build: Builder, capsys: pytest.CaptureFixture[str]) -> None:

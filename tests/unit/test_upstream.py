@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,31 @@ def test_a_tool_that_is_killed_ran_out_of_memory(
     assert ("--workers 1" in hint, "--converter own" in hint) == (2 * ("converter" in spec,))
     assert caught.value.log is not None
     assert not (tmp_path / "made").exists()
+
+
+def test_memory_is_guarded_before_the_tool_starts(
+    models: dict[str, Path], doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NVIDIA's converter needs the model and the ranks under way; the advice fits, and so does what loads less."""
+    install(doubles, monkeypatch, "0.18")
+    model, out = Model(path=models["llama"]), tmp_path / "made"
+    wish = ConvertSpec(converter="upstream", tp_size=4, workers=4)
+    plan = plan_conversion(model, wish)
+    whole, rank = plan.total_bytes, plan.sizes[0]
+    assert whole == 4 * rank > 0
+    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: whole + 3 * rank)
+    with pytest.raises(MemoryLimitError, match=r"the whole model, .* and 4 of the ranks") as caught:
+        convert_model(model, wish, out=out)
+    assert "--workers 3 fits" in str(caught.value.hint)
+    assert doubles.calls() == []
+    assert convert_model(model, replace(wish, workers=3), out=out).path.is_dir()
+    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: whole)
+    with pytest.raises(MemoryLimitError) as caught:
+        convert_model(model, replace(wish, workers=1), out=tmp_path / "other")
+    assert "--workers" not in str(caught.value.hint)
+    assert "--converter own" in str(caught.value.hint)
+    less = replace(wish, workers=1, converter_flags=("--load_by_shard",))
+    assert convert_model(model, less, out=tmp_path / "other").path.is_dir()
 
 
 def _described(model: Path, folder: Path, quantization: dict[str, Any]) -> Path:

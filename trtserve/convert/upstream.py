@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trtserve.architectures import FAMILIES
 from trtserve.architectures.checkpoint import read_config
 from trtserve.artifacts import Checkpoint, Manifest, Model
-from trtserve.capacity.room import require_disk, smaller_checkpoint
+from trtserve.capacity.room import require_disk, require_memory, smaller_checkpoint
 from trtserve.convert.plan import Destination, Plan, all_wishes
 from trtserve.convert.proof import Proof, planned_proof
 from trtserve.errors import ConversionError, UsageError
@@ -20,6 +21,9 @@ from trtserve.progress import Progress
 from trtserve.specs import CheckSpec
 from trtserve.store import Store, publish
 from trtserve.upstream import Toolkit, ToolMemory, needs_calibration, run_tool, tool_command
+
+# Flags of convert_checkpoint.py with which it does not hold the whole model.
+_LOADS_LESS = ("--load_by_shard", "--save_config_only")
 
 
 def upstream_command(model: Model, plan: Plan, folder: Path) -> Command:
@@ -98,6 +102,7 @@ def _produce(
     if plan.spec.quantize == "none":
         smaller = f"{smaller} --quantize int8 or int4 makes it smaller.".lstrip()
     require_disk(folder.parent, plan.total_bytes, "The checkpoint", smaller=smaller)
+    _require_memory(plan)
     command, box = _command(model, plan, folder)
     ranks = len(plan.sizes)
     config = run_tool(command, folder, world_size=ranks, memory=_memory(plan), log=log, progress=progress, box=box)
@@ -106,9 +111,34 @@ def _produce(
     return config, {"command": str(ran), "log": str(log), "bytes": _bytes_of(folder)}
 
 
+def _at_once(plan: Plan) -> int:
+    """How many ranks NVIDIA's converter makes at a time."""
+    return min(plan.spec.workers or 1, len(plan.sizes))
+
+
+def _require_memory(plan: Plan) -> None:
+    """MemoryLimitError before the tool is killed; what calibrates has the model on a GPU, and some flags load less."""
+    if needs_calibration(plan.spec) or any(flag in _LOADS_LESS for flag in plan.spec.converter_flags):
+        return
+    at_once, rank = _at_once(plan), plan.sizes[0]
+
+    def advice(free: int) -> str:
+        fitting = min(at_once, (free - plan.total_bytes) // rank) if rank else 0
+        fewer = f"--workers {fitting} fits. Else: " if 0 < fitting < at_once else ""
+        own = "--converter own takes one tensor at a time; " if plan.config["architecture"] in FAMILIES else ""
+        return f"{fewer}{own}--converter-flag=--load_by_shard, where the script has it, loads one file after another."
+
+    require_memory(
+        plan.total_bytes + at_once * rank,
+        f"NVIDIA's converter holds the whole model, {gibibytes(plan.total_bytes)}, and {at_once} of the ranks that it "
+        f"makes, {gibibytes(rank)} each: it needs",
+        advice,
+    )
+
+
 def _memory(plan: Plan) -> ToolMemory:
     """NVIDIA's converters load the whole model, and each worker has the rank that it makes beside it."""
-    at_once = min(plan.spec.workers or 1, len(plan.sizes))
+    at_once = _at_once(plan)
     rank = plan.sizes[0]
     sizes = f", {gibibytes(plan.total_bytes)}," if rank else ""
     each = f", {gibibytes(rank)} each, {at_once} at a time (estimates);" if rank else ";"

@@ -211,7 +211,8 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> TensorrtPlan:
     workers, memory_notes = _workers(made, spec)
     parallel = f"Ranks are those of the checkpoint: {made.parallel}."
     told = (parallel, *notes, *_foreign(config, release), *built.notes, *memory_notes)
-    return replace(made, workers=workers, notes=told)
+    # Ranks that are built at once are in memory at once.
+    return replace(made, workers=workers, memory_bytes=made.memory_bytes * workers, notes=told)
 
 
 def _builder(spec: BuildSpec) -> Installed:
