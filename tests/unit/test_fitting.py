@@ -48,6 +48,19 @@ def test_llama_2_7b_on_gpus() -> None:
     assert smallest_fit(config, BuildSpec(), Gpu(name="tiny", memory=2**30)) is None
 
 
+def test_sizes_that_are_no_power_of_two_are_tried() -> None:
+    """Weights that three or six GPUs hold need no fourth or eighth; ten key/value heads divide by 10, 5 and 2."""
+    sizes_of_phi = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 10}
+    config = llama_2_7b() | sizes_of_phi
+    found = {
+        (fit.tp_size, fit.pp_size)
+        for gib in range(3, 24)
+        if (fit := smallest_fit(config, BuildSpec(max_seq_len=512), Gpu(name="", memory=gib * 2**30))) is not None
+    }
+    assert {(1, 3), (2, 3)} <= found
+    assert all(10 % tp_size == 0 for tp_size, _ in found)
+
+
 @pytest.mark.parametrize(
     ("asked", "flags"),
     [

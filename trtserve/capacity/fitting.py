@@ -6,7 +6,6 @@ Estimates from shapes: nothing here was measured on a GPU. Weights and KV cache 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -31,7 +30,8 @@ _MAX_BATCH_SIZE = 2048
 _MAX_NUM_TOKENS = 8192
 _BLOCK = 32
 _GPUS_PER_NODE = 8
-_MOST_GPUS = 64
+# As many GPUs as machines have, and what divides the heads and layers of some models alone.
+_WORLDS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Compute capabilities (× 10) from which on GPUs multiply FP8 and bfloat16.
@@ -93,7 +93,8 @@ def smallest_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> GpuFit 
             _check_parallel_sizes(config, tp_size, pp_size)
         except UsageError:
             continue
-        mapping = {**config["mapping"], "tp_size": tp_size, "pp_size": pp_size, "world_size": tp_size * pp_size}
+        mapping = {**config["mapping"], **_experts(config, tp_size), "tp_size": tp_size, "pp_size": pp_size}
+        mapping["world_size"] = tp_size * pp_size
         fit = fit_gpu({**config, "mapping": mapping}, spec, gpu)
         if fit.fits:
             return fit
@@ -116,11 +117,18 @@ def shorter_fit(config: CheckpointConfig, spec: BuildSpec, gpu: Gpu) -> int | No
     return min(fit.tokens, fit.limits.max_seq_len) or None
 
 
+def _experts(config: CheckpointConfig, tp_size: int) -> dict[str, int]:
+    """How ranks share experts out: as asked for where `tp_size` allows it, else each expert is split."""
+    asked = int(config["mapping"].get("moe_ep_size") or 1)
+    shares = asked if tp_size % asked == 0 else 1
+    return {"moe_tp_size": tp_size // shares, "moe_ep_size": shares}
+
+
 def _parallel_sizes() -> Iterator[tuple[int, int]]:
-    worlds = [2**power for power in range(int(math.log2(_MOST_GPUS)) + 1)]
-    for world in worlds:
-        for tp_size in (size for size in reversed(worlds) if size <= min(world, _GPUS_PER_NODE)):
-            yield tp_size, world // tp_size
+    for world in _WORLDS:
+        for tp_size in range(min(world, _GPUS_PER_NODE), 0, -1):
+            if world % tp_size == 0:
+                yield tp_size, world // tp_size
 
 
 def unable(config: CheckpointConfig, gpu: Gpu) -> str | None:
