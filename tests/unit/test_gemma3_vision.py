@@ -13,6 +13,8 @@ from tests.support.tiny_vision import Spelling, write_tiny_vision_model
 from tests.support.told import Lines
 from trtserve import architectures
 from trtserve.artifacts import Checkpoint, Model
+from trtserve.capacity.needs import check_memory
+from trtserve.check.converted import numbers_beside
 from trtserve.convert import checkpoint_config, convert_model
 from trtserve.errors import ConversionError, UnsupportedModelError
 from trtserve.specs import ConvertSpec
@@ -78,6 +80,17 @@ def test_the_checkpoint_is_that_of_the_text_model(spelling: Spelling, tied: bool
     )
     assert _files(seen) == _files(alone)
     assert [line for line in lines.lines if line.startswith("The model's parts for images are left out (25 KiB)")]
+
+
+def test_the_check_counts_what_is_for_images_in(tmp_path: Path) -> None:
+    """The original is loaded whole, before its text model is taken out of it."""
+    config = checkpoint_config(GEMMA_3_4B, ConvertSpec())
+    assert check_memory(config, [9], beside=100).original - check_memory(config, [9]).original == 400
+    folder = write_tiny_vision_model(tmp_path / "vision")
+    stored = read_safetensors(folder / "model.safetensors")
+    images = sum(values.size for name, values in stored.items() if not name.startswith("language_model."))
+    assert numbers_beside(config, folder) == images > 10_000
+    assert numbers_beside(config, write_tiny_model(tmp_path / "text", "gemma3")) == 0
 
 
 def test_a_model_without_images_loses_nothing(tmp_path: Path) -> None:

@@ -136,10 +136,14 @@ def _equal(one: SourceTensor, other: SourceTensor) -> bool:
         )
 
 
+def vision_tensors(sources: Mapping[str, SourceTensor]) -> list[SourceTensor]:
+    """The tensors that are for images."""
+    return [tensor for name, tensor in sources.items() if any(fnmatch.fnmatchcase(name, kind) for kind in VISION)]
+
+
 def vision_bytes(sources: Mapping[str, SourceTensor]) -> int:
     """Bytes of the tensors that are for images."""
-    found = (tensor for name, tensor in sources.items() if any(fnmatch.fnmatchcase(name, kind) for kind in VISION))
-    return sum(tensor.entry.size for tensor in found)
+    return sum(tensor.entry.size for tensor in vision_tensors(sources))
 
 
 def _own_name(name: str) -> str:

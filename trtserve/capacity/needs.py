@@ -98,8 +98,10 @@ class CheckNeeds:
         return self.processes + max(self.original, self.converted) + self.logits
 
 
-def check_memory(config: CheckpointConfig, lengths: Sequence[int]) -> CheckNeeds:
+def check_memory(config: CheckpointConfig, lengths: Sequence[int], *, beside: int = 0) -> CheckNeeds:
     """What comparing a checkpoint with `config` takes over sequences of `lengths` tokens.
+
+    `beside` counts the numbers of the original that the checkpoint does not have: it is loaded whole.
 
     The original is float32, and one of its weights is there twice while it is read or rounded; all of them where codes
     are widened before transformers takes them. The checkpoint is run as it is stored, then as a runtime quantises it.
@@ -109,7 +111,7 @@ def check_memory(config: CheckpointConfig, lengths: Sequence[int]) -> CheckNeeds
     stored = {**config, "quantization": {}}
     return CheckNeeds(
         processes=BUILD_PROCESS + _TRANSFORMERS + TORCH,
-        original=4 * (sum(counts) + (sum(counts) if quant_algo(config) in (GPTQ, FP8) else max(counts))),
+        original=4 * (beside + sum(counts) + (sum(counts) if quant_algo(config) in (GPTQ, FP8) else max(counts))),
         converted=max(whole_model_bytes(each, longest) for each in (stored, config)),
         # Of the original, its rounded self and the checkpoint; those of one prompt as float64 while they are compared.
         logits=3 * sum(lengths) * row + 8 * longest * row,

@@ -181,7 +181,7 @@ def plan_check(
     converted.require_runtime()
     changes = changes_of(config, model)
     prompts = prompt_set(model, _vocabulary(config, spec), spec.prompts, progress=progress)
-    require_room(config, prompts, spec)
+    require_room(config, prompts, spec, beside=converted.numbers_beside(config, model))
     return CheckPlan(model=model, prompts=prompts, max_tokens=spec.max_tokens, changes=changes, config=config)
 
 
@@ -269,9 +269,9 @@ def _vocabulary(config: Mapping[str, Any], spec: CheckSpec) -> Vocabulary:
     return Vocabulary(size=int(config["vocab_size"]), longest=longest)
 
 
-def require_room(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: CheckSpec) -> None:
-    """MemoryLimitError, with the numbers, when a check does not fit the free memory."""
-    need = check_memory(config, [len(prompt) + spec.max_tokens for prompt in prompts])
+def require_room(config: Mapping[str, Any], prompts: Sequence[Tokens], spec: CheckSpec, *, beside: int) -> None:
+    """MemoryLimitError, with the numbers, when a check does not fit the free memory; see `check_memory`."""
+    need = check_memory(config, [len(prompt) + spec.max_tokens for prompt in prompts], beside=beside)
     require_memory(
         need.total,
         f"The check takes {gibibytes(need.original)} for the original in float32, then {gibibytes(need.converted)} for "

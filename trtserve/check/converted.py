@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.architectures.dequantized import float_types, quantised_names
 from trtserve.architectures.quantized import AWQ, FP8, GPTQ
 from trtserve.architectures.quantized_source import source_quantization
-from trtserve.architectures.source import SourceTensor, read_hf_config, read_source
+from trtserve.architectures.source import SourceTensor, read_hf_config, read_source, vision_tensors
 from trtserve.check.comparison import Answer, Precision
 from trtserve.check.original import Rounding
 from trtserve.errors import CheckError, MissingDependencyError, TrtserveError, UnsupportedModelError
@@ -152,15 +153,25 @@ def _kept(targets: Sequence[Target]) -> frozenset[str]:
 
 
 def _sources(config: Mapping[str, Any], model: Path, targets: Sequence[Target]) -> Mapping[str, SourceTensor]:
-    """The original's weights, without masks and position tables; none where they lie in no file that is read here."""
-    try:
-        sources = read_source(model, family(config["architecture"]).BASE_PREFIX)
-    except TrtserveError:
-        return {}
+    """The original's weights, without masks and position tables."""
+    sources = _stored(config, model)
     used = {name for target in targets for name in target.sources}
     used |= {target.factor.name for target in targets if target.factor}
     modules = {name.rpartition(".")[0] for name in used}
     return {name: tensor for name, tensor in sources.items() if name.rpartition(".")[0] in modules}
+
+
+def _stored(config: Mapping[str, Any], model: Path) -> Mapping[str, SourceTensor]:
+    """The original's tensors; none where they lie in no file that is read here."""
+    try:
+        return read_source(model, family(config["architecture"]).BASE_PREFIX)
+    except TrtserveError:
+        return {}
+
+
+def numbers_beside(config: Mapping[str, Any], model: Path) -> int:
+    """How many numbers of the original are for images."""
+    return sum(math.prod(tensor.entry.shape) for tensor in vision_tensors(_stored(config, model)))
 
 
 def _listed(kinds: set[str]) -> str:
