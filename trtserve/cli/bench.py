@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from trtserve.cli.endpoint import (
     ServerOption,
     find_endpoint,
 )
+from trtserve.cli.filled import filled
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.errors import BenchmarkError, UsageError
 from trtserve.specs import BenchSpec
@@ -124,25 +125,8 @@ def token_norm_dist(
     The core model gets random token ids, any other model texts of random words that have exactly as many tokens.
     Ctrl-C stops the requests in flight and prints what was measured.
     """
-    spec = BenchSpec(
-        input_mean=input_mean,
-        input_stdev=input_stdev,
-        output_mean=output_mean,
-        output_stdev=output_stdev,
-        num_requests=num_requests,
-        request_rate=request_rate,
-        concurrency=concurrency,
-        arrivals=cast(Literal["exponential", "constant"], arrivals),
-        seed=seed,
-        warmup_requests=warmup_requests,
-        model=model,
-        tokenizer=tokenizer,
-        ignore_eos=ignore_eos,
-        timeout=timeout,
-        vocab_size=vocab_size,
-        max_input_len=max_input_len,
-        max_seq_len=max_seq_len,
-    )
+    options = locals()  # before anything else has a name here
+    spec = filled(BenchSpec, options)
     endpoint = find_endpoint(
         server=server, host=host, http_port=None, grpc_port=grpc_port, url=url, connect_timeout=connect_timeout
     )
@@ -179,22 +163,8 @@ def dataset(
     An answer gets as many tokens as `output` has words, times --op-tokens-per-word. Prompts longer than
     --max-input-len are left out. Ctrl-C stops the requests in flight and prints what was measured.
     """
-    spec = BenchSpec(
-        dataset=dataset,
-        op_tokens_per_word=op_tokens_per_word,
-        num_requests=num_requests,
-        request_rate=request_rate,
-        concurrency=concurrency,
-        arrivals=cast(Literal["exponential", "constant"], arrivals),
-        seed=seed,
-        warmup_requests=warmup_requests,
-        model=model,
-        tokenizer=tokenizer,
-        ignore_eos=ignore_eos,
-        timeout=timeout,
-        max_input_len=max_input_len,
-        max_seq_len=max_seq_len,
-    )
+    options = locals()  # before anything else has a name here
+    spec = filled(BenchSpec, options)
     endpoint = find_endpoint(
         server=server, host=host, http_port=None, grpc_port=grpc_port, url=url, connect_timeout=connect_timeout
     )

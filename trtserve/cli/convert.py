@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtserve.cli.filled import filled
 from trtserve.cli.options import (
     CalibDatasetOption,
     CalibSizeOption,
@@ -36,7 +37,7 @@ from trtserve.cli.options import (
 from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json
 from trtserve.errors import UsageError
 from trtserve.machine import gibibytes
-from trtserve.specs import CALIBRATED, CheckSpec, Converter, ConvertSpec, DType, Quantization
+from trtserve.specs import CALIBRATED, CheckSpec, ConvertSpec
 
 if TYPE_CHECKING:
     from trtserve.convert import Plan
@@ -77,6 +78,7 @@ def convert(
     quiet: QuietOption = False,
 ) -> None:
     """Convert a Hugging Face model to a TensorRT-LLM checkpoint and print its path."""
+    options = locals()  # before anything else has a name here
     from trtserve.convert import convert_model, destination_of, find_model, plan_conversion
 
     if flags and converter == "own" and quantize not in CALIBRATED:
@@ -84,28 +86,7 @@ def convert(
             f"{' '.join(flags)} stands behind the model, which is for flags of NVIDIA's tools: none is run here.",
             hint="Give one model, and options by their names; add --converter upstream for NVIDIA's converter.",
         )
-    spec = ConvertSpec(
-        tp_size=tp_size,
-        pp_size=pp_size,
-        moe_tp_size=moe_tp_size,
-        moe_ep_size=moe_ep_size,
-        use_parallel_embedding=use_parallel_embedding,
-        embedding_sharding_dim=embedding_sharding_dim,
-        ignore_tensors=tuple(ignore_tensors or ()),
-        dtype=cast(DType, dtype),
-        quantize=cast(Quantization, quantize),
-        gpu_sm=gpu_sm,
-        trtllm_version=trtllm_version,
-        converter=cast(Converter, converter),
-        workers=workers,
-        calib_dataset=calib_dataset,
-        calib_size=calib_size,
-        trtllm_examples=trtllm_examples,
-        trtllm_script=trtllm_script,
-        converter_flags=(*(converter_flags or ()), *(flags or ())),
-        container=container,
-        container_flags=tuple(container_flags or ()),
-    )
+    spec = filled(ConvertSpec, {**options, "converter_flags": (*(converter_flags or ()), *(flags or ()))})
     if container is not None and not spec.upstream:
         raise UsageError("Our own converter runs here and needs no --container.", hint="Add --converter upstream.")
     progress = TerminalProgress(quiet=quiet)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,7 @@ from trtserve.cli.build_options import (
     TokensPerBlockOption,
     VerbosityOption,
 )
+from trtserve.cli.filled import filled
 from trtserve.cli.options import (
     AllLogitsOption,
     CalibDatasetOption,
@@ -105,7 +106,6 @@ from trtserve.store import Store
 if TYPE_CHECKING:
     from trtserve.pipeline import ImportSpec
 
-S = TypeVar("S", ConvertSpec, BuildSpec)
 
 _SOURCE_HELP = (
     "demo, an alias (llama-2-7b, llama-3-8b-instruct, gpt2 …), org/name or org/name@revision of the hub, or a folder."
@@ -232,17 +232,11 @@ def _import_spec(options: Mapping[str, Any]) -> ImportSpec:
     from trtserve.pipeline import ImportSpec, engine_destination
     from trtserve.runtimes import choose_runtime, openvino
 
-    lists = ("ignore_tensors", "converter_flags", "builder_flags", "container_flags")
-    given = {**options, **{name: tuple(options[name] or ()) for name in lists}}
-
-    def filled(spec: type[S]) -> S:
-        return spec(**{field.name: given[field.name] for field in fields(spec)})
-
     name = parse_source(options["source"], name=options["name"]).name
     tokenizer = options["tokenizer"]
     progress = TerminalProgress(quiet=options["quiet"])
     draft, draft_tokenizer = find_draft(options["draft_engine"], Store(), progress)
-    convert, build = filled(ConvertSpec), filled(BuildSpec)
+    convert, build = filled(ConvertSpec, options), filled(BuildSpec, options)
     if not convert.upstream and choose_runtime(build.runtime, container=build.container).NAME == openvino.NAME:
         # It may come from the environment of a whole machine, and means nothing to the embedded runtime.
         say_version_is_unused(convert.trtllm_version, progress)
