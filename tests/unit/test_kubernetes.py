@@ -154,8 +154,9 @@ def test_several_nodes_are_a_leader_worker_set(tmp_path: Path) -> None:
 
 def orchestrated(tmp_path: Path, devices: str = "0,1") -> ModelRepository:
     model = tmp_path / "repository" / "tensorrt_llm"
-    write_engine_folder(model / "1", tp=4)
-    given = {"gpu_device_ids": devices, "participant_ids": "1,2,3,4"}
+    write_engine_folder(model / "1", tp=4, container="25.05")
+    nodes = {} if devices.count(",") == 3 else {"num_nodes": "2"}
+    given = {"gpu_device_ids": devices, "participant_ids": "1,2,3,4", **nodes}
     (model / "config.pbtxt").write_text(core_config("tensorrt_llm", "tensorrt_llm/1", **given), encoding="utf-8")
     return ModelRepository(path=tmp_path / "repository")
 

@@ -238,7 +238,9 @@ def test_a_squashfs_file_is_an_image_of_slurm_alone(tmp_path: Path, monkeypatch:
     assert "--slurm" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("cluster", [["--slurm"], ["--kubernetes", "--claim", "c", "--mount-path", "/MOUNT"]])
+@pytest.mark.parametrize(
+    "cluster", [["--slurm"], ["--container", TAG], ["--kubernetes", "--claim", "c", "--mount-path", "/MOUNT"]]
+)
 @pytest.mark.parametrize("fault", ["rank", "steps", "config"])
 def test_faults_that_stop_a_start_stop_a_job(
     fault: str, cluster: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

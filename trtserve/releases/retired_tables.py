@@ -25,7 +25,7 @@ builder_force_num_profiles       0.14  Set the environment variable BUILDER_FORC
 lookup_plugin                    0.14  Leave it out: embeddings need no plugin.
 enable_xqa                       0.15  Leave it out: XQA kernels are always on.
 auto_parallel                    1.1   Choose the parallelism yourself: `trtserve convert --tp-size`, --pp-size.
-gpus_per_node                    1.1   It belonged to --auto_parallel, which is gone; leave it out.
+gpus_per_node                    1.1   Leave it out: `trtserve start` writes it into the engine's config.json.
 cluster_key                      1.1   It belonged to --auto_parallel, which is gone; leave it out.
 checkpoint_dir                   -     Here the checkpoint is the argument: `trtserve build CHECKPOINT`.
 output_dir                       -     Here it is --out.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trtserve.artifacts import ModelRepository
-from trtserve.check.repository import require_sound
 from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
 from trtserve.errors import (
     MissingDependencyError,
@@ -18,6 +17,7 @@ from trtserve.errors import (
 )
 from trtserve.launch.container import require_docker
 from trtserve.launch.gpus import count_gpus, describe_gpus, require_gpus
+from trtserve.launch.nodes import fit_engines
 from trtserve.machine import differences
 from trtserve.ports import is_free, owner
 from trtserve.process import arguments, program
@@ -26,6 +26,7 @@ from trtserve.releases.launcher import WORKER
 from trtserve.repo.again import remake_command
 from trtserve.servers import Server, list_servers, recorded_server
 from trtserve.specs import ServerSpec
+from trtserve.start.elsewhere import require_sound_elsewhere
 from trtserve.start.ending import end_server
 from trtserve.start.gpu_memory import require_gpu_memory
 from trtserve.start.plan import Plan
@@ -171,9 +172,9 @@ def rehearse(plan: Plan, repository: ModelRepository, spec: ServerSpec, progress
     RepositoryError as the start has it. GPUs, ports and the environment may be another machine's.
     """
     require_stub_path(plan.repository)
-    if spec.container is None:  # a container sees other paths
-        require_sound(repository, progress)
+    require_sound_elsewhere(repository, spec, progress)
     if plan.needs_gpus:
+        fit_engines(plan.repository, plan.served.core_models, progress)
         require_release(plan.served, spec, progress, repository=plan.repository)
         _announce_oversubscription(plan, spec, progress)
         _warn_of_this_machine(plan, spec, progress)

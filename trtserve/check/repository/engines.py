@@ -188,14 +188,9 @@ def wrong_groups(subject: Subject) -> Iterator[Fault]:
 
 
 def _fits(model: ModelFolder, key: str, count: int, ranks: int) -> bool:
-    """A number for each rank; GPUs: for each rank of one node, if num_nodes or started workers say that there are more.
-
-    TensorRT-LLM's own rule: numbers × nodes are the ranks, where num_nodes is set or there are fewer numbers.
-    """
+    """A number for each rank; GPUs: for each rank of one of num_nodes, as TensorRT-LLM counts where that is set."""
     nodes = model.parameters.get("num_nodes", "")
-    if key != "gpu_device_ids" or not (nodes.isdigit() or "participant_ids" in model.parameters):
-        return count == ranks
-    return count * int(nodes) == ranks if nodes.isdigit() else count in range(1, ranks + 1) and ranks % count == 0
+    return count * int(nodes) == ranks if key == "gpu_device_ids" and nodes.isdigit() else count == ranks
 
 
 def wrong_instances(subject: Subject) -> Iterator[Fault]:
