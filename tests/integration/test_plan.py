@@ -65,6 +65,23 @@ def test_the_hub_is_asked_for_headers_only(hub: Hub, tiny: Path, capsys: pytest.
     assert [stage["stage"] for stage in local["stages"]] == ["import", "convert", "build", "repo", "start"]
 
 
+def test_options_of_experts_and_embedding_change_the_sizes(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A split embedding makes ranks smaller; how experts are shared out is checked as `convert` checks it."""
+    asked = [
+        _plan(capsys, str(tiny), "--gpu", "h20", "--tp-size", "2", *wish)["gpu"]["asked"]["weights"]
+        for wish in ([], ["--use-parallel-embedding"], ["--use-parallel-embedding", "--embedding-sharding-dim", "1"])
+    ]
+    assert asked[0] - asked[1] == 8000 * 256 * 2 // 2
+    assert asked[1] == asked[2]
+    experts = write_tiny_model(tmp_path / "experts", "qwen3_moe")
+    shared = _plan(capsys, str(experts), "--gpu", "gb200", "--tp-size", "2", "--moe-ep-size", "2")["gpu"]
+    assert (shared["asked"]["fits"], shared["smallest"]["tp_size"]) == (True, 1)
+    assert run(["plan", str(experts), "--tp-size", "2", "--moe-ep-size", "4"]) == UsageError.code
+    assert run(["plan", str(tiny), "--tp-size", "2", "--moe-ep-size", "2"]) == UsageError.code
+
+
 def test_what_is_no_model_ends_alike_everywhere(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in tiny.iterdir():
         if path.suffix != ".safetensors" and "index" not in path.name:
