@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,7 @@ from trtserve.cli.endpoint import (
     find_endpoint,
     find_tls,
 )
+from trtserve.cli.filled import filled
 from trtserve.cli.options import DryRunOption, JsonOption
 from trtserve.cli.query_options import CHECKING, ENDING, PROMPTS, given_options, with_request_options
 from trtserve.cli.query_prompts import as_utf8, read_prompts
@@ -254,8 +255,8 @@ def query(
     The prompt and leading spaces are left out. Chat models get the prompt in their chat template.
     Ctrl-C stops the request in the engine too.
     """
+    given = locals()  # before anything else has a name here
     from trtserve.query.checking import expectation
-    from trtserve.query.values import split_input
 
     address = {"--server": server, "--host": host, "--http-port": http_port, "--grpc-port": grpc_port, "--url": url}
     found = None
@@ -264,42 +265,8 @@ def query(
     if found is not None and found.works_for_leader():
         _work_for_leader(found)
         return
-    texts, token_ids = read_prompts(prompt, prompts=prompts, file=input_file, tokens=input_tokens_csv)
-    spec = QuerySpec(
-        prompts=texts,
-        token_ids=token_ids,
-        model=model,
-        options=given_options(options),
-        inputs=tuple(split_input(as_utf8(text, "--input")) for text in input or ()),
-        outputs=tuple(requested_outputs or ()),
-        exclude_input=exclude_input,
-        stream=stream,
-        batch=batch,
-        raw=raw,
-        system=None if system is None else as_utf8(system, "--system"),
-        tokenizer=tokenizer if found is None else found.tokenizer,
-        protocol=cast(Literal["grpc", "http"], protocol),
-        compression=cast(Any, grpc_compression_algorithm),
-        request_id=request_id,
-        timeout=timeout,
-        stop_after_ms=stop_after_ms,
-        stop_via_cancel=stop_via_request_cancel,
-    )
-    place: AbstractContextManager[Endpoint]
-    if found is not None:
-        place = found.endpoint(timeout=timeout)
-    else:
-        remote = find_endpoint(
-            server=server,
-            host=host,
-            http_port=http_port,
-            grpc_port=grpc_port,
-            url=url,
-            protocol=spec.protocol,
-            tls=find_tls(ssl, root_certificates, private_key, certificate_chain),
-            connect_timeout=connect_timeout,
-        )
-        place = nullcontext(remote)
+    spec = _spec(given, found)
+    place = _remote(given) if found is None else found.endpoint(timeout=timeout)
     expected = expectation(check_output, output_tokens_csv, expected_output or (), correctness_threshold)
     sink = query_output.Sink(
         stream=stream and not json,
@@ -315,6 +282,33 @@ def query(
             return
         # Without a stream there is no first token whose time could be told.
         _ask(replace(spec, stream=stream or verbose), endpoint, sink, expected)
+
+
+def _spec(given: Mapping[str, Any], found: LocalEngine | None) -> QuerySpec:
+    """What is asked; most options have the name of the field that they fill."""
+    from trtserve.query.values import split_input
+
+    texts, token_ids = read_prompts(
+        given["prompt"], prompts=given["prompts"], file=given["input_file"], tokens=given["input_tokens_csv"]
+    )
+    others = {
+        "prompts": texts,
+        "token_ids": token_ids,
+        "options": given_options(given["options"]),
+        "inputs": tuple(split_input(as_utf8(text, "--input")) for text in given["input"] or ()),
+        "outputs": tuple(given["requested_outputs"] or ()),
+        "system": None if given["system"] is None else as_utf8(given["system"], "--system"),
+        "tokenizer": given["tokenizer"] if found is None else found.tokenizer,
+        "compression": given["grpc_compression_algorithm"],
+        "stop_via_cancel": given["stop_via_request_cancel"],
+    }
+    return filled(QuerySpec, {**given, **others})
+
+
+def _remote(given: Mapping[str, Any]) -> AbstractContextManager[Endpoint]:
+    names = ("server", "host", "http_port", "grpc_port", "url", "protocol", "connect_timeout")
+    tls = find_tls(*(given[name] for name in ("ssl", "root_certificates", "private_key", "certificate_chain")))
+    return nullcontext(find_endpoint(**{name: given[name] for name in names}, tls=tls))
 
 
 def _asks_locally(engine: str | None, local: bool, of_servers: Mapping[str, object]) -> bool:
@@ -369,7 +363,7 @@ def _folder(output_dir: Path | None, save: list[str] | None) -> Path | None:
     return folder
 
 
-def _ask(spec: QuerySpec, endpoint: Any, sink: query_output.Sink, expected: Expectation | None) -> None:
+def _ask(spec: QuerySpec, endpoint: Endpoint, sink: query_output.Sink, expected: Expectation | None) -> None:
     from trtserve.query import generate_each
 
     generations = []
