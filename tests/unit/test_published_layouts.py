@@ -17,6 +17,9 @@ from tests.support.published_models import PUBLISHED, Published
 from tests.support.tiny_models import FAMILIES, read_safetensors, write_safetensors, write_tiny_model
 from trtserve import architectures
 from trtserve.architectures.base import Decoder
+from trtserve.architectures.dequantized import dequantized
+from trtserve.architectures.quantized_source import SourceQuantization
+from trtserve.architectures.source import read_source
 from trtserve.artifacts import Model
 from trtserve.check.converted import changes_of
 from trtserve.convert import convert_model
@@ -72,6 +75,16 @@ def test_leftovers_do_not_count_as_weights_that_were_rounded(name: str, tmp_path
     folder = files_of(model, plain, tmp_path / "published")
     config = json.loads(converted(folder, tmp_path / "out", dtype=model.dtype)["config.json"])
     assert changes_of(config, folder) == changes_of(config, plain)
+
+
+def test_masks_are_no_weights_of_a_quantised_model_either(tmp_path: Path) -> None:
+    """The check calculates such a model with the floats that its tensors stand for."""
+    model = PUBLISHED["gpt-neox-20b"]
+    plain = write_tiny_model(tmp_path / "plain", model.family, dtype=model.dtype, **model.plain)
+    sources = read_source(files_of(model, plain, tmp_path / "published"), "gpt_neox.")
+    floats = dict(dequantized(sources, SourceQuantization(method="gptq", group_size=32)))
+    masks = {f"gpt_neox.layers.{layer}.attention.bias" for layer in range(2)}
+    assert floats.keys() == sources.keys() - masks
 
 
 def described(hf: Mapping[str, Any]) -> tuple[dict[str, Any], Decoder, bool]:

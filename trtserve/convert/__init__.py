@@ -6,9 +6,10 @@ Streams: every source tensor is read once, cut for all ranks, and written to its
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trtserve.architectures.quantized import AWQ, FP8, GPTQ
 from trtserve.architectures.streaming import carry_out, created, load_types
@@ -25,6 +26,9 @@ from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, RELEASES
 from trtserve.specs import CheckSpec, ConvertSpec
 from trtserve.store import Store, publish
+
+if TYPE_CHECKING:
+    from trtserve.convert.proof import Proof
 
 __all__ = [
     "Destination",
@@ -63,15 +67,56 @@ def convert_model(
     ConversionError, CorruptFileError, MemoryLimitError, DiskSpaceError, UsageError (sizes that do not divide), or what
     `plan_check` and `require_passed` raise; nothing is left behind then.
     """
-    plan = plan or plan_conversion(model, spec)
-    name = name or model.name
+    plan, name = plan or plan_conversion(model, spec), name or model.name
     place = destination_of(plan, name, out=out, store=store)
-    if spec.gpu_sm != ConvertSpec().gpu_sm and (plan.toolkit is not None or "trtserve" not in plan.config):
-        progress.step("--gpu-sm makes no difference: it orders 4-bit weights (AWQ, GPTQ), and none are converted here")
+    _tell_useless_order(plan, spec, progress)
     if plan.toolkit is not None:
         from trtserve.convert.upstream import convert_upstream  # loads what launches processes and containers
 
         return convert_upstream(model, plan, plan.toolkit, name, place, store or Store(), verify, progress)
+    _tell(plan, spec, place, progress)
+    manifest = _manifest(model, plan, name)
+
+    def write(folder: Path) -> None:
+        _write(plan, folder, store or Store(), progress)
+
+    if verify is None:
+        return publish(Checkpoint, place.path, manifest, write)
+    from trtserve.convert.proof import planned_proof  # the check loads the runtimes, a conversion without it does not
+
+    return _proven(planned_proof(plan.config, model, verify, place, progress), place, manifest, write)
+
+
+def _proven(proof: Proof, place: Destination, manifest: Manifest, write: Callable[[Path], None]) -> Checkpoint:
+    """Publish what `write` writes when it passes, with what the check said in its manifest."""
+
+    def prove(folder: Path) -> Manifest:
+        write(folder)
+        return replace(manifest, facts={**manifest.facts, "check": proof.require(folder)})
+
+    return proof.of_published(publish(Checkpoint, place.path, manifest, prove))
+
+
+def _manifest(model: Model, plan: Plan, name: str) -> Manifest:
+    facts = {"model": str(model.path.absolute()), "bytes": plan.total_bytes, "largest_tensor": plan.largest_tensor}
+    return Manifest(
+        kind="checkpoint",
+        name=name,
+        fingerprint=plan.fingerprint,
+        inputs={model.name: model.fingerprint},
+        spec=own_wishes(plan.spec),
+        tools={"checkpoint format": f"TensorRT-LLM {plan.spec.trtllm_version or _ANY_RELEASE}"},
+        facts={**facts, **({"left_out": list(plan.left_out)} if plan.left_out else {})},
+    )
+
+
+def _tell_useless_order(plan: Plan, spec: ConvertSpec, progress: Progress) -> None:
+    if spec.gpu_sm != ConvertSpec().gpu_sm and (plan.toolkit is not None or "trtserve" not in plan.config):
+        progress.step("--gpu-sm makes no difference: it orders 4-bit weights (AWQ, GPTQ), and none are converted here")
+
+
+def _tell(plan: Plan, spec: ConvertSpec, place: Destination, progress: Progress) -> None:
+    """Say what a user may not expect."""
     if place.reused:
         progress.step(f"Checkpoint {place.path} is reused")
     elif spec.dtype == "auto":
@@ -82,34 +127,6 @@ def convert_model(
         progress.step(f"The model's parts for images are left out ({gibibytes(plan.vision_bytes)}): it reads text only")
     if plan.narrow_cache:
         progress.step(f"The model's 8-bit KV cache is left out: keys and values of a GPU engine are {plan.spec.dtype}")
-    manifest = Manifest(
-        kind="checkpoint",
-        name=name,
-        fingerprint=plan.fingerprint,
-        inputs={model.name: model.fingerprint},
-        spec=own_wishes(plan.spec),
-        tools={"checkpoint format": f"TensorRT-LLM {plan.spec.trtllm_version or _ANY_RELEASE}"},
-        facts=_facts(model, plan),
-    )
-    if verify is None:
-        return publish(
-            Checkpoint, place.path, manifest, lambda folder: _write(plan, folder, store or Store(), progress)
-        )
-    from trtserve.convert.proof import planned_proof  # the check loads the runtimes, a conversion without it does not
-
-    proof = planned_proof(plan.config, model, verify, place, progress)
-
-    def produce(folder: Path) -> Manifest:
-        _write(plan, folder, store or Store(), progress)
-        return replace(manifest, facts={**manifest.facts, "check": proof.require(folder)})
-
-    return proof.of_published(publish(Checkpoint, place.path, manifest, produce))
-
-
-def _facts(model: Model, plan: Plan) -> dict[str, Any]:
-    """What the manifest keeps of a conversion."""
-    facts = {"model": str(model.path.absolute()), "bytes": plan.total_bytes, "largest_tensor": plan.largest_tensor}
-    return {**facts, **({"left_out": list(plan.left_out)} if plan.left_out else {})}
 
 
 def _tell_types(plan: Plan, progress: Progress) -> None:

@@ -34,6 +34,7 @@ from trtserve.store import Store, require_name, reusable
 if TYPE_CHECKING:
     from trtserve.architectures.base import Target
     from trtserve.architectures.repacking import Repack
+    from trtserve.architectures.source import SourceTensor
     from trtserve.upstream import Toolkit
 
 SCHEMA = 4
@@ -108,34 +109,22 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
     spec = _resolved(spec, hf, stored)
     config = checkpoint_config(hf, spec)
     sources = read_source(model.path, family.BASE_PREFIX)
-    images = vision_bytes(sources)
-    narrow_cache = stored is not None and (stored.narrow_cache or any(map(is_cache_scale, sources)))
     described = architectures.described(hf, config)
-    targets, packed = family.targets(described), list[Packed]()
-    if config.get("share_embedding_table"):
-        targets = [target for target in targets if target.name != HEAD]
-    if stored is not None:
-        targets, repacks, sources = split_targets(
-            targets, sources, stored, gpu_sm=spec.gpu_sm, headers_only=headers_only
-        )
-        packed += repacks
-        config = _quantised_config(config, spec, stored, targets, repacks)
-    targets, products, sources = split_products(targets, sources)
-    packed += products
+    wanted = family.targets(described)
+    targets, packed, moved, config = _divided(wanted, sources, config, spec, stored, headers_only=headers_only)
     placement = _placement(targets, packed, config, spec)
     unused = family.unused(described)
-    sources, left_out = without_leftovers(targets, sources, unused, spec.ignore_tensors)
-    uses = match(targets, sources, unused)
+    moved, left_out = without_leftovers(targets, moved, unused, spec.ignore_tensors)
     return Plan(
         spec=spec,
         config=config,
-        moves=moves(uses, placement, sources),
+        moves=moves(match(targets, moved, unused), placement, moved),
         headers=placement.headers,
         sizes=placement.sizes,
         packed=packed,
         placement=placement,
-        vision_bytes=images,
-        narrow_cache=narrow_cache,
+        vision_bytes=vision_bytes(sources),
+        narrow_cache=stored is not None and (stored.narrow_cache or any(map(is_cache_scale, sources))),
         left_out=left_out,
         fingerprint=fingerprint(stage="convert", schema=SCHEMA, spec=own_wishes(spec), model=model.fingerprint),
     )
@@ -148,6 +137,29 @@ def _resolved(spec: ConvertSpec, hf: Mapping[str, Any], stored: SourceQuantizati
         # Only 4-bit weights are put into an order of some GPU: a checkpoint without them is the same for all.
         spec = replace(spec, gpu_sm=ConvertSpec().gpu_sm)
     return spec
+
+
+def _divided(
+    targets: Sequence[Target],
+    sources: Mapping[str, SourceTensor],
+    config: dict[str, Any],
+    spec: ConvertSpec,
+    stored: SourceQuantization | None,
+    *,
+    headers_only: bool,
+) -> tuple[list[Target], list[Packed], Mapping[str, SourceTensor], dict[str, Any]]:
+    """Targets that are mere moves, those that are more, the sources of the former, and the config that follows."""
+    packed = list[Packed]()
+    if config.get("share_embedding_table"):
+        targets = [target for target in targets if target.name != HEAD]
+    if stored is not None:
+        targets, repacks, sources = split_targets(
+            targets, sources, stored, gpu_sm=spec.gpu_sm, headers_only=headers_only
+        )
+        packed += repacks
+        config = _quantised_config(config, spec, stored, targets, repacks)
+    targets, products, sources = split_products(targets, sources)
+    return targets, [*packed, *products], sources, config
 
 
 def _placement(
