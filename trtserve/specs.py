@@ -215,8 +215,8 @@ class RepositorySpec:
     models, keyed `parameter` (core model) or `model.parameter`; the fields from `batching_strategy` to
     `max_queue_size` are another way to give the common ones, None leaves them alone. `lora` maps names to folders.
 
-    `triton_backend`, `trtllm_version`, `gpu_device_ids` and the paths are for engines of TensorRT-LLM: None takes the
-    C++ backend, the release of the engine, every visible GPU. `suffix` ends the names of all models but the alias.
+    `triton_backend`, `trtllm_version` and the paths are for engines of TensorRT-LLM: None takes the C++ backend, the
+    release of the engine. `suffix` ends the names of all models but the alias.
     Paths in the configurations are relative to the repository, unless `absolute_paths`, or `container_paths` says
     where a container will see the repository. `bls_instance_count` None follows from the engine.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +67,7 @@ def _lines(found: Description) -> list[tuple[str, str]]:
     return [(label, text) for label, text in lines if text]
 
 
-def _model(model: Any) -> str:
+def _model(model: Mapping[str, Any]) -> str:
     words = [
         str(model.get("architecture")),
         *([f"{count(model['parameters'])} parameters"] if model.get("parameters") else []),
@@ -77,7 +78,7 @@ def _model(model: Any) -> str:
     return ", ".join(words)
 
 
-def _limits(limits: Any) -> str:
+def _limits(limits: Mapping[str, Any] | None) -> str:
     if not limits:
         return ""
     return f"{limits.get('max_batch_size')} requests, {limits.get('max_num_tokens')} tokens per step, " + counted(
@@ -85,7 +86,7 @@ def _limits(limits: Any) -> str:
     )
 
 
-def _lengths(limits: Any) -> str:
+def _lengths(limits: Mapping[str, Any] | None) -> str:
     if not limits:
         return ""
     return f"prompts up to {limits.get('max_input_len')} tokens, prompt and answer up to {limits.get('max_seq_len')}"
@@ -99,5 +100,5 @@ def _built_on(found: Description) -> str:
     return "unknown: no manifest of trtserve" if found.kind == "engine" else ""
 
 
-def _pairs(values: Any) -> str:
+def _pairs(values: Mapping[str, Any]) -> str:
     return ", ".join(name if value is True else f"{name} {value}" for name, value in values.items())

@@ -16,11 +16,10 @@ from trtserve.errors import UsageError
 from trtserve.machine import gibibytes
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from trtserve.metrics import Reading, Source
     from trtserve.triton.metrics import CoreMetrics, ModelMetrics
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _CORE_COLUMNS = ("model", "family", "value of", "value")
 _MODEL_COLUMNS = ("model", "requests", "failed", "inferences", "executions", "pending", "request ms", "queue ms")
