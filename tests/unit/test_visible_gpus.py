@@ -12,7 +12,7 @@ from tests.support.doubles import Doubles
 from tests.support.servers import free_spec
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import MachineError
-from trtserve.launch.gpus import count_gpus, describe_gpus, require_gpus, visible_devices, visible_gpu
+from trtserve.launch.gpus import count_gpus, describe_gpus, gpu_memory, require_gpus, visible_devices, visible_gpu
 from trtserve.launch.visible import shown_devices
 from trtserve.start import plan_server
 from trtserve.store import Store
@@ -122,3 +122,8 @@ def test_instances_divide_the_gpus_that_are_shown(
     spec = replace(free_spec(), instances=2)
     plan = plan_server(repository, spec, store=Store(tmp_path / "home"))
     assert [each.launch.command.env["CUDA_VISIBLE_DEVICES"] for each in plan.instances] == devices
+
+
+def test_a_gpu_without_memory_has_none_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.launch.gpus._answer", lambda _: ["0, 0, 0", "1, 10, 20", "2, [N/A], [N/A]"])
+    assert [(gpu.index, gpu.total) for gpu in gpu_memory()] == [(1, 20 * 2**20)]

@@ -84,7 +84,7 @@ def gpu_memory() -> list[GpuMemory]:
     return [
         GpuMemory(index=int(row[0]), free=int(row[1]) * 2**20, total=int(row[2]) * 2**20)
         for row in rows
-        if len(row) == 3 and all(part.isdigit() for part in row)
+        if len(row) == 3 and all(part.isdigit() for part in row) and int(row[2]) > 0
     ]
 
 
