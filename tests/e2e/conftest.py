@@ -57,8 +57,9 @@ def features_engine(features_root: Path, features_checkpoint: Checkpoint) -> Eng
 
 @pytest.fixture(scope="session")
 def logits_engine(features_root: Path, features_checkpoint: Checkpoint) -> Engine:
-    """Context logits: TensorRT-LLM builds them into no engine that takes drafts."""
-    spec = BuildSpec(**LIMITS, gather_context_logits=True, gather_generation_logits=True)
+    """Context logits, which TensorRT-LLM builds into no engine that takes drafts, and prompt tables."""
+    gathered: dict[str, Any] = {"gather_context_logits": True, "gather_generation_logits": True}
+    spec = BuildSpec(**LIMITS, **gathered, max_prompt_embedding_table_size=64)
     return build_engine(features_checkpoint, spec, out=features_root / "logits-engine")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,9 +14,11 @@ import numpy as np
 import pytest
 
 from tests.support.in_process import InProcess
-from tests.support.model_server import ModelServer, Tensors, serving
-from tests.support.release_client import KV_CACHE_OUTPUTS, PERF_OUTPUTS, ReleaseClient
+from tests.support.model_server import ModelServer, Tensors, integers, serving, texts
+from tests.support.release_client import KV_CACHE_OUTPUTS, PERF_OUTPUTS, ReleaseClient, long_integers
 from trtserve.artifacts import Engine
+from trtserve.cli import run
+from trtserve.executor import api
 from trtserve.releases import RELEASES, order
 from trtserve.repo import assemble_repository
 from trtserve.specs import RepositorySpec
@@ -23,7 +27,7 @@ pytestmark = pytest.mark.triton
 
 PROMPT = [1, 90, 91, 92]
 TEXT = "Releases"
-VOCABULARY = 320
+VOCABULARY, HIDDEN, ROWS = 320, 64, 4
 # Release → whether its repository is decoupled; NVIDIA's guides show both.
 SERVED = {"0.12": True, "0.14": True, "0.16": False, "0.17": False, "0.19": True, "1.2": False}
 
@@ -53,9 +57,23 @@ class Served:
         return order(self.release) < order(release)
 
 
+@pytest.fixture(scope="module")
+def tuned_tokenizer(features_root: Path, features_model: Path) -> Path:
+    """The tokenizer with words for the first ids behind the engine's vocabulary: rows of a prompt table."""
+    from tokenizers import AddedToken, Tokenizer
+
+    folder = Path(shutil.copytree(features_model, features_root / "tuned-tokenizer"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    unused = [f"<unused {number}>" for number in range(tokenizer.get_vocab_size(), VOCABULARY)]
+    words = [*unused, *(f"<row {number}>" for number in range(ROWS))]
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @pytest.fixture(scope="module", params=SERVED)
 def own(
-    request: pytest.FixtureRequest, features_root: Path, logits_engine: Engine, features_model: Path
+    request: pytest.FixtureRequest, features_root: Path, logits_engine: Engine, tuned_tokenizer: Path
 ) -> Iterator[Served]:
     """The exact repository of a release; logits are FP16 where the release lets them be."""
     release: str = request.param
@@ -63,7 +81,7 @@ def own(
     spec = RepositorySpec(name="tiny", release=release, streaming=SERVED[release], settings=settings)
     with ExitStack() as stack:
         root = features_root / f"release-{release}"
-        repository = assemble_repository(logits_engine, features_model, spec, out=root / "repository")
+        repository = assemble_repository(logits_engine, tuned_tokenizer, spec, out=root / "repository")
         server = stack.enter_context(serving(repository.path, root / "server"))
         yield Served(server, ReleaseClient(release), release, SERVED[release])
 
@@ -137,9 +155,9 @@ def check_text(served: Served, model: str, tokens: list[int], tokenizer: Any) ->
     if served.decoupled:
         two = client.text([TEXT, "Two"], 8)
         answers = served.ask(model, two, stream=True, outputs=client.text_outputs(rows=2))
-        texts = {each["batch_index"].item(): each["text_output"].item().decode() for each in answers}
-        assert texts[0] == expected
-        assert set(texts) == {0, 1}
+        rows = {each["batch_index"].item(): each["text_output"].item().decode() for each in answers}
+        assert rows[0] == expected
+        assert set(rows) == {0, 1}
         if client.has("num_return_sequences", text=True):
             several = client.text(TEXT, 4, num_return_sequences=2)
             answers = served.ask(model, several, stream=True, outputs=client.text_outputs(sequences=2))
@@ -225,3 +243,62 @@ def test_requested_outputs_of_the_core_model(own: Served) -> None:
         without = [name for name in names if name != missing]
         with pytest.raises(InferenceServerException, match=f"{missing} must be among the requested outputs"):
             own.ask("tensorrt_llm", tensors, stream=False, outputs=without)
+
+
+def table(seed: int) -> Any:
+    """FP16 embeddings of the virtual tokens."""
+    return np.random.default_rng(seed).normal(0, 0.5, (ROWS, HIDDEN)).astype(np.float16)
+
+
+def tuned_request(served: Served, text: str, count: int, number: int, **more: Any) -> Tensors:
+    """A request with table `number`, which says so from the release on that can use blocks of tables again."""
+    tensors: Tensors = {"prompt_embedding_table": table(number)[np.newaxis], "prompt_vocab_size": integers(ROWS)}
+    if not served.before("0.13"):
+        tensors["prompt_table_extra_id"] = long_integers(number)
+    return {**served.client.text(text, count, **more), **tensors}
+
+
+TUNED = "<row 0><row 1><row 3>" + TEXT
+MODELS = ("ensemble", "tensorrt_llm_bls", "tiny")
+
+
+def reused_blocks(served: Served, model: str, number: int) -> int:
+    """Blocks of a prompt of 131 tokens, all but the first rows of table `number`, that were there already."""
+    tensors = tuned_request(served, "<row 2>" * 130, 2, number, return_perf_metrics=True)
+    (answer,) = served.ask(model, tensors, stream=True)
+    return int(answer["kv_cache_reused_blocks"].item())
+
+
+@pytest.mark.parametrize("number", [5, 6])
+def test_prompt_tables_of_texts(own: Served, oracle: InProcess, tuned_tokenizer: Path, number: int) -> None:
+    """Words of the tokenizer that the engine does not know stand for rows of the request's table."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tuned_tokenizer))
+    ids = tokenizer.encode(TUNED)
+    assert ids[:4] == [1, VOCABULARY, VOCABULARY + 1, VOCABULARY + 3]
+    tokens = oracle.tokens(ids, 8, prompt_tuning_config=api.PromptTuningConfig(table(number), [number] * len(ids)))
+    expected = tokenizer.decode([*ids, *tokens], skip_special_tokens=True)
+    for model in MODELS:
+        (answer,) = own.ask(model, tuned_request(own, TUNED, 8, number), stream=True)
+        assert answer["text_output"].item().decode() == expected
+    if not own.before("0.13"):
+        query = {"QUERY": texts(TUNED), "REQUEST_OUTPUT_LEN": integers(8)}
+        query["PROMPT_TABLE_EXTRA_ID"] = long_integers(number)
+        made = own.server.infer("preprocessing", query)
+        assert made["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[0, number, number, number] + [0] * len(TEXT)]
+    if not own.before("0.19"):  # from here on blocks are used again by default, and the client can ask how many were
+        for place, model in enumerate(MODELS):
+            other = 100 * number + place
+            # Another table's block begins with the same first token, which no table makes.
+            assert reused_blocks(own, model, other) <= 1
+            assert reused_blocks(own, model, other) >= 4
+
+
+def test_query_returns_context_logits(own: Served, tuned_tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["query", TEXT, "--tokenizer", str(tuned_tokenizer), "-u", f"127.0.0.1:{own.server.address.grpc_port}"]
+    for model in ("tensorrt_llm", "ensemble", "tiny"):
+        assert run([*asked, "--model", model, "--max-tokens", "4", "--return-context-logits", "--json"]) == 0
+        outputs = json.loads(capsys.readouterr().out)["result"]["outputs"]
+        (found,) = (output for output in outputs if output["name"] == "context_logits")
+        assert found["shape"] == [1, len(TEXT) + 1, VOCABULARY]
