@@ -58,6 +58,12 @@ SAMPLING = {
 }
 
 
+# Neither may change what a request says: only when it is computed, and whose blocks go first.
+UNSEEN = st.fixed_dictionaries(
+    {}, optional={"priority": st.sampled_from((0.0, 0.9)), "retention": st.sampled_from((1, 90))}
+)
+
+
 @st.composite
 def recipes(draw: st.DrawFn, *, context_logits: bool) -> Recipe:
     """Any request that the executor must be able to mix with any other."""
@@ -79,6 +85,7 @@ def recipes(draw: st.DrawFn, *, context_logits: bool) -> Recipe:
             chosen[name] = True
     if context_logits and draw(st.integers(0, 3)) == 0:
         chosen["context_logits"] = True
+    chosen |= draw(UNSEEN)
     special = draw(st.sampled_from((None, None, "table", "adapter 1", "adapter 2")))
     if special is not None:
         chosen[special.split()[0]] = special
@@ -111,6 +118,11 @@ def request_of(recipe: Recipe, lora: LoraShape) -> api.Request:
     if "guided" in wanted:
         guide = api.GuidedDecodingParams
         keywords["guided_decoding_params"] = guide(guide.GuideType.REGEX, GUIDE)
+    if "priority" in wanted:
+        keywords["priority"] = wanted["priority"]
+    if "retention" in wanted:
+        ranges = [api.KvCacheRetentionConfig.TokenRangeRetentionConfig(0, None, wanted["retention"])]
+        keywords["kv_cache_retention_config"] = api.KvCacheRetentionConfig(ranges, wanted["retention"])
     if "bias" in wanted:
         keywords["embedding_bias"] = np.where(np.arange(VOCAB) % 3 == 0, -2.0, 0.5).astype(np.float32)
     if "bad_words" in wanted:
