@@ -128,6 +128,21 @@ def test_leftovers_are_named_with_file_and_line(models: Path) -> None:
     assert "--drop-unset" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("value", "left"), [("a#${tag}", True), (r"a\"#${tag}", True), ("a", False)], ids=["quoted", "escaped", "comment"]
+)
+def test_a_placeholder_behind_a_hash_in_quotes_is_seen(value: str, left: bool, tmp_path: Path) -> None:
+    config = tmp_path / "bls" / "config.pbtxt"
+    config.parent.mkdir()
+    config.write_text(f'name: "bls"\nbackend: "python"\ndefault_model_filename: "{value}"  # of ${{nobody}}\n')
+    if left:
+        with pytest.raises(RepositoryError, match=r"line 3: \$\{tag\}") as caught:
+            fill_templates(tmp_path, "", release="0.19")
+        assert "nobody" not in str(caught.value)
+    else:
+        assert fill_templates(tmp_path, "", release="0.19")
+
+
 def test_a_bare_leftover_cannot_be_dropped(models: Path) -> None:
     with pytest.raises(RepositoryError) as caught:
         fill_templates(models, "triton_max_batch_size:4,decoupled_mode:true", release="0.18", drop_unset=True)

@@ -24,6 +24,8 @@ from trtserve.triton.profiles import CORE, profile
 
 _CONFIG = "config.pbtxt"
 _PLACEHOLDER = re.compile(r"\$\{([^}]*)\}")
+# A line up to its comment: "#" within quotes is text.
+_CODE = re.compile(r"""(?:[^"'#]|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?)*""")
 _BLOCK = re.compile(
     r'^parameters\s*:?\s*\{\s*key\s*:\s*"(?P<key>[^"]*)"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"'
     r'(?P<text>\$\{[^}]*\})"\s*,?\s*\}\s*\}\s*\n?',
@@ -190,9 +192,10 @@ def _without_unset(text: str, release: str) -> str:
 def _leftovers(text: str) -> Iterator[tuple[int, str, bool]]:
     """Line, placeholder, and whether it stands within quotes."""
     for number, line in enumerate(text.splitlines(), start=1):
-        code = line.split("#", 1)[0]
+        code = _CODE.findall(line)[0]
         for found in _PLACEHOLDER.finditer(code):
-            yield number, found[0], code[: found.start()].count('"') % 2 == 1
+            before = re.sub(r"\\.", "", code[: found.start()])
+            yield number, found[0], before.count('"') % 2 == 1
 
 
 def _require_filled(texts: Mapping[Path, str]) -> None:
