@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trtserve.architectures import family
 from trtserve.architectures.checkpoint import CheckpointReader, require_files
-from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, ModelRepository, looks_like
+from trtserve.artifacts import KINDS, Artifact, Checkpoint, Model, ModelRepository, load_artifact, looks_like
 from trtserve.capacity.needs import check_memory
 from trtserve.capacity.room import require_memory, to_be_mapped
 from trtserve.check import constants, converted, original, rows
@@ -159,13 +159,17 @@ def find_original(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckPlan:
-    """A check before a model is loaded: what both are asked, what the conversion changes, the checkpoint's config."""
+    """A check before a model is loaded: what both are asked, what the conversion changes, the checkpoint's config.
+
+    `windows` is False for checkpoints of NVIDIA's converters, which leave sliding windows to be given at start.
+    """
 
     model: Path
     prompts: Sequence[Tokens]
     max_tokens: int
     changes: Changes
     config: Mapping[str, Any]
+    windows: bool = True
 
 
 def plan_check(
@@ -197,7 +201,13 @@ def check_checkpoint(
     config = CheckpointReader(checkpoint).config
     require_files(checkpoint, config)
     plan = plan_check(config, model, spec, progress=progress)
-    return run_check(plan, checkpoint, progress=progress)
+    return run_check(replace(plan, windows=not _of_nvidia(checkpoint)), checkpoint, progress=progress)
+
+
+def _of_nvidia(checkpoint: Path) -> bool:
+    """Whether the manifest says that a converter of TensorRT-LLM made the checkpoint."""
+    manifest = load_artifact(Checkpoint, checkpoint).manifest
+    return manifest is not None and "tensorrt_llm" in manifest.tools
 
 
 def run_check(plan: CheckPlan, checkpoint: Path, *, progress: Progress = SILENT) -> CheckReport:
@@ -255,7 +265,7 @@ def _beside_logits(plan: CheckPlan, said: Original, checkpoint: Path) -> list[Ve
     reader = CheckpointReader(checkpoint)
     decoder = family(reader.config["architecture"]).decoder(reader.config)
     return [
-        *constants.judged(reader.config, decoder, said.constants),
+        *constants.judged(reader.config, decoder, said.constants, windows=plan.windows),
         *rows.judged(reader, said.products, plan.changes.rows),
     ]
 

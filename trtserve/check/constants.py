@@ -130,13 +130,16 @@ def _angles(sine: Any, cosine: Any) -> tuple[float, ...]:
     return tuple(torch.atan2(sine.double(), cosine.double()).tolist())
 
 
-def judged(config: Mapping[str, Any], decoder: Decoder, original: Constants) -> list[Verdict]:
-    """The constants of the checkpoint with `config`, which makes `decoder`, beside the original's."""
+def judged(config: Mapping[str, Any], decoder: Decoder, original: Constants, *, windows: bool = True) -> list[Verdict]:
+    """The constants of the checkpoint with `config`, which makes `decoder`, beside the original's.
+
+    Without `windows` a checkpoint that has none at all is not held to the original's.
+    """
     return [
         *_judged_epsilon(config, original),
         *_judged_rotation("rotary", _own(decoder, decoder.rope_inv_freq), original.rotation),
         *_judged_local(decoder, original),
-        *_judged_windows(config, decoder, original),
+        *(_judged_windows(config, decoder, original) if windows or any(decoder.windows) else ()),
         *_judged_cap("attention soft-cap", decoder.attention_softcap, original.attention_softcap),
         *_judged_cap("logits soft-cap", decoder.logits_softcap, original.logits_softcap),
     ]

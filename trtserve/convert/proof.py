@@ -47,10 +47,19 @@ class Proof:
 
 
 def planned_proof(
-    config: Mapping[str, Any], model: Model, verify: CheckSpec, place: Destination, progress: Progress
+    config: Mapping[str, Any],
+    model: Model,
+    verify: CheckSpec,
+    place: Destination,
+    progress: Progress,
+    *,
+    windows: bool = True,
 ) -> Proof:
-    """The check of a checkpoint with `config` made of `model`; raises what `plan_check` does when that cannot be."""
-    return Proof(plan_check(config, model.path, verify, progress=progress), place, progress)
+    """The check of a checkpoint with `config` made of `model`; raises what `plan_check` does when that cannot be.
+
+    `windows`: see CheckPlan.
+    """
+    return Proof(replace(plan_check(config, model.path, verify, progress=progress), windows=windows), place, progress)
 
 
 def _outcome(stage: Stage) -> str:

@@ -84,14 +84,15 @@ def convert_upstream(
         log = store.root / "logs" / f"convert-{place.path.name}.log"
         config, facts = _produce(model, plan, folder, log, progress)
         if verify is not None:
-            proven.append(planned_proof(config, model, verify, place, progress))
+            proven.append(planned_proof(config, model, verify, place, progress, windows=False))
             facts["check"] = proven[0].require(folder)
         return replace(manifest, facts={**manifest.facts, **facts})
 
     checkpoint = publish(Checkpoint, place.path, manifest, produce)
     if verify is None or proven:
         return checkpoint
-    return planned_proof(read_config(checkpoint.path), model, verify, place, progress).of_published(checkpoint)
+    config = read_config(checkpoint.path)
+    return planned_proof(config, model, verify, place, progress, windows=False).of_published(checkpoint)
 
 
 def _produce(
