@@ -1,85 +1,63 @@
-"""Repositories in the shape of NVIDIA's templates, written from the tables and filled by the rules of its tool.
+"""Repositories in the shape of NVIDIA's templates after they were filled, from the fact tables of tests/doubles.
 
-No text of NVIDIA's is here: names, types and dims are facts, and programs are one line that imports what theirs import.
+Nothing of the product is here, so what its tables have wrong is an alarm on a good repository. No text of NVIDIA's is
+here either: names, types and dims are facts, and programs are one line that imports what theirs import.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from string import Template
 
-from trtserve.repo.templates import fill_templates, write_filled
-from trtserve.triton.profiles import (
-    BLS,
-    CORE,
-    ENSEMBLE,
-    POSTPROCESSING,
-    PREPROCESSING,
-    ModelProfile,
-    Tensor,
-    llmapi_model,
-    profile,
-)
+from tests.doubles.flags import Release
+from tests.doubles.model_tables import MODELS, TensorRow, parameters, parse_release, steps, tensors
 
-# Variables of the tool where they have another name than the parameter, and texts that are no variables.
-_VARIABLES = {"gpt_model_type": "batching_strategy", "gpt_model_path": "engine_dir"}
-_TYPES = {
-    "$logits": "${logits_datatype}",
-    "$encoder": "${encoder_input_features_data_type}",
-    "$prompt": "${prompt_embedding_table_data_type}",
-    "$lora": "TYPE_FP16",
-}
-_OWN = {"lora_name"}
+CORE, ENSEMBLE, BLS = "tensorrt_llm", "ensemble", "tensorrt_llm_bls"
 _PROGRAMS = {BLS: "from lib.decode import Decoder\n", CORE: "import tensorrt_llm.bindings.executor\n"}
-_COUNTS = {PREPROCESSING: "preprocessing", POSTPROCESSING: "postprocessing", BLS: "bls"}
+_TYPES = {"LOGITS": "TYPE_FP32", "FEATURES": "TYPE_FP16", "TABLE": "TYPE_FP16"}
+# Keys that have to stand there although they have no value (triton-models.md, sections 1 and 2).
+_KEYS = {"multimodal_model_path", "guided_decoding_backend", "xgrammar_tokenizer_info_path"}
+_COUNTS = {"preprocessing": 2, CORE: 1, "postprocessing": 2, BLS: 8}
+_BATCHING = (
+    "dynamic_batching {\n    preferred_batch_size: [ 8 ]\n    max_queue_delay_microseconds: 0\n"
+    "    default_queue_policy: { max_queue_size: 0 }\n}\n"
+)
+_QUEUES_IN_PREPROCESSING: Release = (0, 19)
+_BATCHES_IN_POSTPROCESSING: Release = (0, 13)
 
 
 def write_upstream(
     folder: Path, release: str, *, engine: Path, tokenizer: Path, streaming: bool = True, backend: str = "tensorrtllm"
 ) -> Path:
     """The five models of `release` in `folder`, whose engine and tokenizer lie outside."""
-    templates = folder.with_name(f"{folder.name}.templates")
-    for model, table in profile(release).models.items():
-        version = templates / model / "1"
-        version.mkdir(parents=True)
-        (templates / model / "config.pbtxt").write_text(_template(table, release))
-        if model == ENSEMBLE:
-            (version / ".tmp").touch()
-        elif model != CORE or backend == "python":
-            (version / "model.py").write_text(_PROGRAMS.get(model, "import json\n"))
-    (templates / BLS / "1" / "lib").mkdir()
-    (templates / BLS / "1" / "lib" / "decode.py").write_text("class Decoder: ...\n")
     values = {
-        "triton_backend": backend,
-        "triton_max_batch_size": "8",
-        "decoupled_mode": str(streaming),
-        "preprocessing_instance_count": "2",
-        "postprocessing_instance_count": "2",
-        "bls_instance_count": "8",
-        "max_queue_delay_microseconds": "0",
-        "max_queue_size": "0",
         "batching_strategy": "inflight_fused_batching",
         "engine_dir": str(engine),
         "tokenizer_dir": str(tokenizer),
         "max_beam_width": "1",
         "kv_cache_free_gpu_mem_fraction": "0.5",
         "exclude_input_in_output": "True",
-        "logits_datatype": "TYPE_FP32",
-        "encoder_input_features_data_type": "TYPE_FP16",
-        "prompt_embedding_table_data_type": "TYPE_FP16",
     }
-    everything = "".join(path.read_text() for path in templates.glob("*/config.pbtxt"))
-    given = ",".join(f"{key}:{value}" for key, value in values.items() if f"${{{key}}}" in everything)
-    write_filled(templates, fill_templates(templates, given, release=release, drop_unset=True), folder)
+    for model in MODELS:
+        version = folder / model / "1"
+        version.mkdir(parents=True)
+        text = _config(model, parse_release(release), values, streaming=streaming, backend=backend)
+        (folder / model / "config.pbtxt").write_text(text)
+        if model == ENSEMBLE:
+            (version / ".tmp").touch()
+        elif model != CORE or backend == "python":
+            (version / "model.py").write_text(_PROGRAMS.get(model, "import json\n"))
+    (folder / BLS / "1" / "lib").mkdir()
+    (folder / BLS / "1" / "lib" / "decode.py").write_text("class Decoder: ...\n")
     return folder
 
 
 def write_upstream_llmapi(folder: Path, release: str, model: str) -> Path:
     """The model of the LLM API: transaction policy and batches stand in model.yaml alone."""
     (folder / CORE / "1").mkdir(parents=True)
-    table = llmapi_model(release)
-    tensors = [_tensor("input", each) for each in table.inputs] + [_tensor("output", each) for each in table.outputs]
     head = f'name: "{CORE}"\nbackend: "python"\ninstance_group [\n  {{\n    count: 1\n    kind : KIND_CPU\n  }}\n]\n'
-    (folder / CORE / "config.pbtxt").write_text(head + "".join(tensors))
+    rows = "".join(_tensor(row) for row in tensors("llmapi", parse_release(release)))
+    (folder / CORE / "config.pbtxt").write_text(head + rows)
     (folder / CORE / "1" / "model.py").write_text("from helpers import get_input\n")
     (folder / CORE / "1" / "helpers.py").write_text("def get_input(): ...\n")
     (folder / CORE / "1" / "model.yaml").write_text(
@@ -89,50 +67,45 @@ def write_upstream_llmapi(folder: Path, release: str, model: str) -> Path:
     return folder
 
 
-def _template(table: ModelProfile, release: str) -> str:
-    parts = [f'name: "{table.name}"\n', _kind(table.name), "max_batch_size: ${triton_max_batch_size}\n"]
-    if table.name in (CORE, BLS):
-        parts.append("model_transaction_policy {\n  decoupled: ${decoupled_mode}\n}\n")
-    if table.name == CORE:
-        parts.append(
-            "dynamic_batching {\n    preferred_batch_size: [ ${triton_max_batch_size} ]\n"
-            "    max_queue_delay_microseconds: ${max_queue_delay_microseconds}\n"
-            "    default_queue_policy: { max_queue_size: ${max_queue_size} }\n}\n"
-        )
-    parts += [_tensor("input", tensor) for tensor in table.inputs if tensor.name not in _OWN]
-    parts += [_tensor("output", tensor) for tensor in table.outputs]
-    if table.name == ENSEMBLE:
-        return "".join([*parts, _steps(table)])
-    for row in table.parameters:
-        text = row.text or f"${{{_VARIABLES.get(row.name, row.name)}}}"
-        parts.append(f'parameters: {{\n  key: "{row.name}"\n  value: {{\n    string_value: "{text}"\n  }}\n}}\n')
-    count = f"${{{_COUNTS[table.name]}_instance_count}}" if table.name in _COUNTS else "1"
-    parts.append(f"instance_group [\n  {{\n    count: {count}\n    kind : KIND_CPU\n  }}\n]\n")
-    return "".join([f"# Release {release}, with a ${{comment}}\n", *parts])
-
-
-def _kind(model: str) -> str:
+def _config(model: str, release: Release, values: dict[str, str], *, streaming: bool, backend: str) -> str:
+    """config.pbtxt in the order of the template's fields; the comment has a placeholder, as some of NVIDIA's have."""
+    kind = 'platform: "ensemble"' if model == ENSEMBLE else f'backend: "{backend if model == CORE else "python"}"'
+    parts = [f'# A ${{comment}}\nname: "{model}"\n{kind}\nmax_batch_size: 8\n']
+    if model in (CORE, BLS):
+        parts.append(f"model_transaction_policy {{\n  decoupled: {streaming}\n}}\n")
+    if model == CORE or (model == "preprocessing" and release >= _QUEUES_IN_PREPROCESSING):
+        parts.append(_BATCHING)
+    if model == "postprocessing" and release >= _BATCHES_IN_POSTPROCESSING:
+        parts.append("dynamic_batching {}\n")
+    parts += [_tensor(row) for row in tensors(model, release)]
     if model == ENSEMBLE:
-        return 'platform: "ensemble"\n'
-    return f'backend: "{"${triton_backend}" if model == CORE else "python"}"\n'
+        return "".join([*parts, _steps(release)])
+    for key, text in parameters(model, release).items():
+        filled = Template(text).safe_substitute(values)
+        if "${" not in filled or key in _KEYS:
+            value = "" if "${" in filled else filled
+            parts.append(f'parameters: {{\n  key: "{key}"\n  value: {{\n    string_value: "{value}"\n  }}\n}}\n')
+    parts.append(f"instance_group [\n  {{\n    count: {_COUNTS[model]}\n    kind : KIND_CPU\n  }}\n]\n")
+    return "".join(parts)
 
 
-def _tensor(direction: str, tensor: Tensor) -> str:
-    kind = _TYPES.get(tensor.type, f"TYPE_{tensor.type}")
-    lines = [f'name: "{tensor.name}"', f"data_type: {kind}", f"dims: [ {', '.join(map(str, tensor.dims))} ]"]
-    lines += ["reshape: { shape: [ ] }"] if tensor.scalar else []
-    lines += ["optional: true"] if tensor.optional else []
-    lines += ["allow_ragged_batch: true"] if tensor.ragged else []
-    return f"{direction} [\n  {{\n    " + "\n    ".join(lines) + "\n  }\n]\n"
+def _tensor(row: TensorRow) -> str:
+    kind = _TYPES.get(row.kind, f"TYPE_{row.kind}")
+    lines = [f'name: "{row.name}"', f"data_type: {kind}", f"dims: [ {row.dims.replace('x', ', ')} ]"]
+    lines += ["reshape: { shape: [ ] }"] if "s" in row.flags else []
+    lines += ["optional: true"] if "o" in row.flags else []
+    lines += ["allow_ragged_batch: true"] if "r" in row.flags else []
+    return f"{row.direction}put [\n  {{\n    " + "\n    ".join(lines) + "\n  }\n]\n"
 
 
-def _steps(table: ModelProfile) -> str:
-    steps = []
-    for step in table.steps:
+def _steps(release: Release) -> str:
+    rows, texts = steps(release), []
+    for model in dict.fromkeys(row.model for row in rows):
         maps = [
-            f'      {kind} {{\n        key: "{link.name}"\n        value: "{link.ensemble_tensor}"\n      }}\n'
-            for kind, links in (("input_map", step.inputs), ("output_map", step.outputs))
-            for link in links
+            f'      {row.direction}put_map {{\n        key: "{row.tensor}"\n        value: "{row.ensemble_tensor}"\n'
+            "      }\n"
+            for row in rows
+            if row.model == model
         ]
-        steps.append(f'    {{\n      model_name: "{step.model}"\n      model_version: -1\n{"".join(maps)}    }}')
-    return "ensemble_scheduling {\n  step [\n" + ",\n".join(steps) + "\n  ]\n}\n"
+        texts.append(f'    {{\n      model_name: "{model}"\n      model_version: -1\n{"".join(maps)}    }}')
+    return "ensemble_scheduling {\n  step [\n" + ",\n".join(texts) + "\n  ]\n}\n"
