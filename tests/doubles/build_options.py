@@ -10,9 +10,10 @@ import argparse
 
 from tests.doubles.flags import DTYPES, END, FIRST, SWITCHES, Flag, Release, add_flag, choice, flag
 
-# The column "late" of the reference is made of single files after 0.16. What is dated by a source stands with its
-# release below (development snapshots of 0.12 – 0.17 and pull requests, found by the helper `releases` of issue 5 and
-# told with their commits); what is not, counts from 1.0.
+# Dates are those of the reference's snapshots of tensorrt_llm/commands/build.py and plugin/plugin.py: be9cd719
+# (0.12-dev), 0.13-dev of 2024-08-13, 0.14-dev of 2024-09-24, 0.15-dev of 2024-10-15 and 2024-11-12, aaacc9bd
+# (0.16-dev). Its column "late" is made of single files after them (build.py 65f1d153 and 008b2b8d, plugin.py c20322ff):
+# what those have and no snapshot, build log or pull request dates counts from 1.0.
 LATE: Release = (1, 0)
 SPRING: Release = (0, 19)  # a build log of April 2025 shows the new defaults and two new flags
 
@@ -143,6 +144,7 @@ _PLUGINS = (
     _feature("--streamingllm", "disable"),
     _feature("--enable_xqa", "enable", until=(0, 16)),
     _feature("--reduce_fusion", "disable"),
+    # On by default in the release notes of 0.13 (versions.md, section 2), which the switch of 0.13-dev cannot be.
     _feature("--use_fused_mlp", "enable", since=(0, 13)),
     _feature("--pp_reduce_scatter", "disable", since=(0, 15)),
     _feature("--user_buffer", "disable", since=(0, 16)),

@@ -4,6 +4,9 @@ Source: tensorrt_llm/commands/build.py and tensorrt_llm/plugin/plugin.py. Read i
 before 0.12 … 0.16 left it, the start of 0.17, 1.0 and 1.2. Release 0.18 is 0.17 with newer dependencies, by its release
 notes. Which of 0.17, 0.19 and 0.20 first had a flag that 0.17's start lacks and 1.0 has is taken from logs and release
 notes. A flag whose form or default changed has one row for each.
+
+use_fused_mlp: a snapshot before 0.13 (2024-08-13) still has the switch, the next one (2024-09-24, before 0.14) the
+value. 0.13 counts as the latter: its release notes say that it is on by default, which a switch cannot be.
 """
 
 from __future__ import annotations
