@@ -44,8 +44,8 @@ class Bounds:
 # docs/check.md says where these come from.
 BOUNDS: Mapping[Precision, Bounds] = {
     "float32": Bounds(difference=5e-4, largest=1e-2, divergence=1e-5, top1=1.0, greedy=1.0, far_beyond=1e-3, far=0.0),
-    "float16": Bounds(difference=0.04, largest=1.0, divergence=0.01, top1=0.98, greedy=0.93, far_beyond=0.2, far=0.03),
-    "bfloat16": Bounds(difference=0.12, largest=3.0, divergence=0.06, top1=0.95, greedy=0.85, far_beyond=0.4, far=0.1),
+    "float16": Bounds(difference=0.04, largest=0.6, divergence=0.01, top1=0.98, greedy=0.93, far_beyond=0.2, far=0.03),
+    "bfloat16": Bounds(difference=0.06, largest=0.8, divergence=0.03, top1=0.97, greedy=0.9, far_beyond=0.4, far=0.1),
     "int8": Bounds(difference=0.2, largest=4.0, divergence=0.15, top1=0.93, greedy=0.75, far_beyond=0.4, far=0.15),
     "int4": Bounds(difference=0.6, largest=8.0, divergence=0.7, top1=0.8, greedy=0.5, far_beyond=1.0, far=0.2),
 }
