@@ -164,6 +164,18 @@ def test_orchestrator_with_workers_of_its_own(tmp_path: Path, store: Store, doub
         }
 
 
+def test_an_orchestrator_with_several_instances_of_a_model(tmp_path: Path, store: Store, doubles: Doubles) -> None:
+    repository = repository_of(tmp_path, a=f"gpu_device_ids=0,1;2,3 executor_worker_path={doubles.worker}")
+    config = repository.path / "a" / "config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1 ", "count: 2 "))
+    with started(repository, store, multi_model=True) as server:
+        assert len(doubles.calls("tritonserver")) == 1
+        # A worker for each GPU of each instance.
+        assert (
+            len([each for each in family(server, store) if f"{doubles.worker.name} a" in " ".join(each.cmdline())]) == 4
+        )
+
+
 def test_models_that_claim_the_same_gpu(tmp_path: Path, store: Store, doubles: Doubles) -> None:
     repository = repository_of(tmp_path, a="gpu_device_ids=0,1", b="gpu_device_ids=1,2")
     with pytest.raises(RepositoryError, match="GPU 1 is claimed by both a and b"):

@@ -123,7 +123,8 @@ _STALE = (
     "TRT_VERSION,\nTRITON_SERVER_REPO_TAG, TENSORRTLLM_BACKEND_REPO_TAG and PYTHON_BACKEND_REPO_TAG."
 )
 
-# Release, tag of the base images.
+# Release, tag of the base images by the release notes. Of 0.14 they do not tell (inferred): its container has the CUDA
+# 12.5.1 and the PyTorch of 24.07, as those of 0.12 and 0.13 have.
 _BASES = {
     "0.12": "24.07",
     "0.13": "24.07",
