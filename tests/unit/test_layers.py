@@ -50,7 +50,7 @@ CONFINED = {
     "openvino": ("executor", "runtimes/openvino.py", "doctor"),
     "tritonclient": ("triton", "query", "bench"),
     "huggingface_hub": ("import_", "hub"),
-    "torch": ("check/original.py", "architectures/pickled_files.py"),
+    "torch": ("check/original.py", "check/constants.py", "check/rows.py", "architectures/pickled_files.py"),
     "pynvml": ("doctor/nvidia.py",),
 }
 

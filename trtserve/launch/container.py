@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from trtserve.errors import MachineError, MissingDependencyError, TrtserveError, UsageError
 from trtserve.launch.end_script import END_SCRIPT
-from trtserve.process import Command, run
+from trtserve.process import Command, Identity, run, spawn
 from trtserve.releases.containers import Container, container
 from trtserve.releases.installed import OPTION, Installed, installed
 
@@ -263,14 +262,12 @@ def explained(text: str) -> TrtserveError | None:
     return None
 
 
-def ask_container(name: str) -> subprocess.Popen[bytes]:
+def ask_container(name: str) -> Identity:
     """Ask the tritonserver of a container to end in order; the process ends when that has ended.
 
     What docker itself hands on reaches mpirun, which kills its ranks.
     """
-    line = (DOCKER, "exec", name, "bash", "-c", END_SCRIPT)
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(line, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    return spawn(Command(argv=(DOCKER, "exec", name, "bash", "-c", END_SCRIPT)), log=Path(os.devnull))
 
 
 def remove_container(name: str) -> None:

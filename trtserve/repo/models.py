@@ -15,11 +15,19 @@ _SOURCES = Path(__file__).parents[1] / "triton" / "models"
 _SHARED = {
     PREPROCESSING: ("hf_tokenizer", "lora_names", "model_parameters", "parameter_classes"),
     POSTPROCESSING: ("hf_tokenizer", "model_parameters"),
-    CORE: ("core_pulls", "guarded_sender", "model_parameters", "parameter_classes"),
-    BLS: ("guarded_sender", "inner_models", "lora_names", "model_parameters", "parameter_classes", "text_model"),
+    CORE: ("core_pulls", "guarded_sender", "model_parameters", "parameter_classes", "periodic"),
+    BLS: (
+        "guarded_sender",
+        "inner_models",
+        "lora_names",
+        "model_parameters",
+        "parameter_classes",
+        "periodic",
+        "text_model",
+    ),
     ENSEMBLE: (),
-    LLMAPI: ("core_pulls", "guarded_sender"),
-    LLMAPI_BLS: ("guarded_sender", "inner_models", "model_parameters", "text_model"),
+    LLMAPI: ("core_pulls", "guarded_sender", "periodic"),
+    LLMAPI_BLS: ("guarded_sender", "inner_models", "model_parameters", "periodic", "text_model"),
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from trtserve.launch.container import DOCKER, ask_container, remove_container
 from trtserve.launch.ranks import serving_process, sweep_session
-from trtserve.process import program
+from trtserve.process import exit_code, program, stop
 from trtserve.progress import SILENT, Progress
 from trtserve.servers import Server, find_server, forget, recorded_server, write_state
 from trtserve.store import Store
@@ -65,10 +65,9 @@ def _ask_containers(server: Server, urgent: Callable[[], bool], grace: float) ->
     deadline = time.monotonic() + grace
     try:
         while any(each.identity.alive() for each in alive) and time.monotonic() < deadline and not urgent():
-            if all(process.poll() not in (None, 0) for process in asking):
+            if all(exit_code(process) not in (None, 0) for process in asking):
                 return  # docker refused, or is not there any more
             time.sleep(_PAUSE)
     finally:
         for process in asking:
-            process.terminate()
-            process.wait()
+            stop(process, grace=_PAUSE)

@@ -14,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 from guarded_sender import GuardedSender
 from inner_models import InnerModelError, Tensors, finished_calls, forget_calls
 from model_parameters import ModelParameters, check_request_type
+from periodic import repeat
 
 # Threads only wait for other models; as many requests as this are in work at once, the next ones wait in line.
 _MOST_AT_ONCE = 256
@@ -53,7 +54,13 @@ class TextModel:
         self._active: dict[str, tuple[GuardedSender, threading.Event, Tensors]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._watcher = threading.Thread(target=self._watch_cancellation, daemon=True, name="cancellation")
+        self._stopped: set[str] = set()
+        self._watcher = threading.Thread(
+            target=repeat,
+            args=(self._stopping, _CANCEL_PERIOD, self._watch_cancellation),
+            daemon=True,
+            name="cancellation",
+        )
         self._watcher.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -105,23 +112,21 @@ class TextModel:
 
     def _watch_cancellation(self) -> None:
         """Pass the cancellation of a client on to the model behind."""
-        stopped: set[str] = set()
-        while not self._stopping.wait(_CANCEL_PERIOD):
-            with self._lock:
-                active = dict(self._active)
-            stopped &= active.keys()
-            finished, asked = finished_calls(), False
-            for inner_id, (sender, cancelled, inputs) in active.items():
-                if inner_id in stopped:
-                    continue
-                if sender.is_cancelled():
-                    stopped.add(inner_id)
-                    cancelled.set()
-                    self.stop(inner_id, inputs)
-                elif not sender.ended:
-                    asked = True  # the question went to the server, behind the end of every finished call
-            if asked:
-                forget_calls(finished)
+        with self._lock:
+            active = dict(self._active)
+        self._stopped &= active.keys()
+        finished, asked = finished_calls(), False
+        for inner_id, (sender, cancelled, inputs) in active.items():
+            if inner_id in self._stopped:
+                continue
+            if sender.is_cancelled():
+                self._stopped.add(inner_id)
+                cancelled.set()
+                self.stop(inner_id, inputs)
+            elif not sender.ended:
+                asked = True  # the question went to the server, behind the end of every finished call
+        if asked:
+            forget_calls(finished)
 
     def finalize(self) -> None:
         """Wait for the requests in work; Triton unloads a model only when it has answered."""

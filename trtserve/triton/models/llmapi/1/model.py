@@ -16,6 +16,7 @@ from guarded_sender import GuardedSender
 from llm_engine import LlmEngine, choose_gpus, read_settings
 from llm_requests import LlmRequest, read_request
 from llm_responses import output_arrays
+from periodic import repeat
 
 _CANCEL_PERIOD_MS = 100
 _CANCELLED = "Request cancelled by client"
@@ -57,7 +58,9 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(f"The model cannot be loaded: {error}") from error
         if self._engine.leads:
             period = (settings.get("triton_config") or {}).get("cancellation_check_period_ms", _CANCEL_PERIOD_MS)
-            self._watcher = threading.Thread(target=self._watch_cancellation, args=(period / 1000,), daemon=True)
+            self._watcher = threading.Thread(
+                target=repeat, args=(self._stopping, period / 1000, self._watch_cancellation), daemon=True
+            )
             self._watcher.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
@@ -138,14 +141,13 @@ class TritonPythonModel:
         if running.result is not None:
             self._engine.loop.call_soon_threadsafe(running.result.abort)
 
-    def _watch_cancellation(self, period: float) -> None:
+    def _watch_cancellation(self) -> None:
         """Cancel what clients gave up."""
-        while not self._stopping.wait(period):
-            with self._lock:
-                waiting = [running for running in self._running if not running.cancelled]
-            for running in waiting:
-                if running.sender.is_cancelled():
-                    self._cancel(running)
+        with self._lock:
+            waiting = [running for running in self._running if not running.cancelled]
+        for running in waiting:
+            if running.sender.is_cancelled():
+                self._cancel(running)
 
     def finalize(self) -> None:
         """End open requests, then the model."""

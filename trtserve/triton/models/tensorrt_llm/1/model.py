@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from guarded_sender import GuardedSender
 from model_parameters import ModelParameters, check_request_type
 from numpy.typing import NDArray
 from parameter_classes import check_classes
+from periodic import repeat
 
 # How long the awaiting thread sleeps at most before it looks whether the model is being unloaded. It wakes up for
 # every response at once, so this is no polling period.
@@ -81,8 +82,8 @@ class TritonPythonModel:
         self._metrics.report(self._executor.get_latest_iteration_stats())
         for target, arguments in (
             (self._await_responses, ()),
-            (self._repeat, (cancel_period / 1000, self._watch_cancellation)),
-            (self._repeat, (stats_period / 1000, self._watch_statistics)),
+            (repeat, (self._stopping, cancel_period / 1000, self._watch_cancellation)),
+            (repeat, (self._stopping, stats_period / 1000, self._watch_statistics)),
         ):
             thread = threading.Thread(target=target, args=arguments, daemon=True)
             thread.start()
@@ -207,14 +208,6 @@ class TritonPythonModel:
         pending.send(outputs, parameters=response_parameters(result, wanted, pending.generated[sequence]))
         if final:
             self._metrics.observe_request(wanted.prompt_length, pending.total(answer.request_id))
-
-    def _repeat(self, period: float, action: Callable[[], None]) -> None:
-        """Run `action` every `period` seconds; one that fails is told and tried again."""
-        while not self._stopping.wait(period):
-            try:
-                action()
-            except Exception as error:  # noqa: BLE001, PERF203 - the thread must outlive what one round hits
-                pb_utils.Logger.log_error(f"{action.__name__} failed with {type(error).__name__}: {error}")
 
     def _watch_cancellation(self) -> None:
         """Cancel in the executor what clients gave up (gRPC cancel, HTTP disconnect)."""
