@@ -161,6 +161,9 @@ def others(kitchen: Kitchen) -> dict[str, Path]:
     for version in VERSIONS:
         found[f"cpp {version}"] = own(f"cpp{version}", made(version=version), streaming=version < "0.15")
         found[f"upstream {version}"] = kitchen.upstream(f"upstream{version}", version, streaming=version > "0.15")
+    for release in ("0.19", "0.20", "1.0"):
+        folder = kitchen.folder / "repositories" / f"up-llmapi-{release}"
+        found[f"upstream llmapi {release}"] = write_upstream_llmapi(folder, release, str(kitchen.hf))
     gathered = {"gather_context_logits": True, "gather_generation_logits": True}
     logits = made(version="1.2.0", build=gathered, model={"logits_dtype": "float16"})
     found |= {

@@ -22,6 +22,8 @@ from trtserve.errors import CheckError, RepositoryError
 from trtserve.progress import SilentProgress
 from trtserve.triton.engine_match import Installation
 
+# The numbers that the documents tell are those of these tests.
+TOLD = Path(__file__).parents[2].joinpath("docs", "check.md").read_text(encoding="utf-8")
 LOADED = {rule.name for rule in RULES if rule.needs == "tokenizer"}
 
 
@@ -60,6 +62,7 @@ def test_every_fault_is_found_by_name(fault: Fault, good: dict[str, Path], tmp_p
 
 def test_there_are_enough_faults() -> None:
     assert len({(fault.base, fault.what) for fault in FAULTS}) == len(FAULTS) >= 60
+    assert f" {len(FAULTS)} single faults in {len({fault.base for fault in FAULTS})} good repositories " in TOLD
     machine_rules = {rule.name for rule in RULES if rule.needs == "machine"}
     assert {rule.name for rule in RULES} - {fault.rule for fault in FAULTS} == machine_rules | {"no-model"}
 
@@ -67,6 +70,7 @@ def test_there_are_enough_faults() -> None:
 def test_no_alarm_on_good_repositories(kitchen: Kitchen, good: dict[str, Path]) -> None:
     found = {**good, **others(kitchen)}
     assert len(found) >= 20
+    assert f" {len(found)} good repositories (" in TOLD
     reports = {name: report_of(path, tokenizers=name in good) for name, path in found.items()}
     assert {name: report.findings for name, report in reports.items() if report.findings} == {}
 

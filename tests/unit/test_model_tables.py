@@ -13,18 +13,6 @@ from trtserve.triton.profiles import Tensor, llmapi_model, profile
 COUNTERS = {"return_num_input_tokens", "return_num_output_tokens", "num_input_tokens", "num_output_tokens"}
 # Types that are chosen when a repository is filled.
 CHOSEN = {"$logits": "LOGITS", "$encoder": "FEATURES", "$prompt": "TABLE", "$lora": "FP16"}
-# What trtserve's own model of the LLM API has beyond NVIDIA's.
-OWN_OF_THE_LLM_API = {
-    "sampling_param_repetition_penalty",
-    "sampling_param_length_penalty",
-    "sampling_param_min_tokens",
-    "sampling_param_end_id",
-    "sampling_param_pad_id",
-    "sampling_param_bad",
-    "sampling_param_include_stop_str_in_output",
-    "stop",
-    *COUNTERS,
-}
 Facts = tuple[str, str, str, str, str]
 
 
@@ -68,12 +56,10 @@ def test_tensors(release: str, model: str) -> None:
 
 @pytest.mark.parametrize("release", [each for each in RELEASES if parse_release(each) >= (0, 19)])
 def test_tensors_of_the_llm_api(release: str) -> None:
-    own = llmapi_model(release)
+    own = llmapi_model(release, own=False)
     found = {facts_of_product("in", tensor) for tensor in own.inputs}
     found |= {facts_of_product("out", tensor) for tensor in own.outputs}
-    upstream = facts_of_double("llmapi", release)
-    assert upstream <= found
-    assert {name for _, name, *_ in found - upstream} <= OWN_OF_THE_LLM_API
+    assert found == facts_of_double("llmapi", release)
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "ensemble"])

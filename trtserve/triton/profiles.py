@@ -224,17 +224,21 @@ _MAPS = (
 )
 
 
-def llmapi_model(release: str) -> ModelProfile:
-    """The model of the LLM API; releases after the newest of the tables have its tensors."""
+def llmapi_model(release: str, *, own: bool = True) -> ModelProfile:
+    """The model of the LLM API, with trtserve's `own` tensors or as NVIDIA has it.
+
+    Releases after the newest of the tables have its tensors; UsageError for one that has no such model.
+    """
     chosen = NEWEST if order(release) > order(NEWEST) else normalize_release(release)
     if order(chosen) < order(LLMAPI_SINCE):
         raise UsageError(
             f"Release {chosen} has no model for the LLM API; {LLMAPI_SINCE} was the first.",
             hint="Serve an engine of that release, or name the newer one that is installed: --trtllm-version",
         )
-    inputs = _of_release(_tensors(llmapi.INPUTS + llmapi.OWN_INPUTS), chosen)
+    inputs = llmapi.INPUTS + (llmapi.OWN_INPUTS if own else "")
+    outputs = llmapi.OUTPUTS + (llmapi.OWN_OUTPUTS if own else "")
     return ModelProfile(
-        name=CORE, inputs=inputs, outputs=_of_release(_tensors(llmapi.OUTPUTS + llmapi.OWN_OUTPUTS), chosen)
+        name=CORE, inputs=_of_release(_tensors(inputs), chosen), outputs=_of_release(_tensors(outputs), chosen)
     )
 
 

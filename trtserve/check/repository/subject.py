@@ -215,7 +215,7 @@ class Subject:
             return None
         releases = [each for each in RELEASES if model.role == CORE or order(each) >= order(LLMAPI_SINCE)]
         own = _tensor_names(model.config)
-        return min(reversed(releases), key=lambda each: len(own ^ _table_names(model.role, each)))
+        return min(reversed(releases), key=lambda each: len(own ^ _upstream_names(model.role, each)))
 
 
 def read_subject(repository: ModelRepository, here: MachineFacts | None = None) -> Subject:
@@ -319,4 +319,11 @@ def _tensor_names(config: Any) -> frozenset[str]:
 @cache
 def _table_names(role: str, release: str) -> frozenset[str]:
     table = model_table(role, release)
+    return frozenset(tensor.name for tensor in (*table.inputs, *table.outputs))
+
+
+@cache
+def _upstream_names(role: str, release: str) -> frozenset[str]:
+    """Names of NVIDIA's tensors: trtserve's own in the LLM API's model come with other releases, and tell nothing."""
+    table = llmapi_model(release, own=False) if role == LLMAPI else model_table(role, release)
     return frozenset(tensor.name for tensor in (*table.inputs, *table.outputs))
