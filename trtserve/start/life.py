@@ -46,7 +46,7 @@ from trtserve.start.ending import end_server
 from trtserve.start.gpu_memory import require_gpu_memory
 from trtserve.start.plan import InstancePlan, Plan, plan_server, with_free_ports
 from trtserve.start.proxy import start_proxy, write_proxy
-from trtserve.start.readiness import wait_for_all
+from trtserve.start.readiness import require_ranks, wait_for_all
 from trtserve.store import Store
 from trtserve.triton import rank_log, server_log
 from trtserve.triton.preflight import Served
@@ -156,6 +156,7 @@ def _launch_once(
             with timed(store, "start", plan.served.engine_bytes):
                 wait_for_all(server, plan, timeout=spec.ready_timeout, interrupted=interrupted)
             _require_proxy(server)
+            require_ranks(server, plan)
             ready = _with_members(replace(server, phase="running"))
             write_state(ready, store)
             # The gauges know what memory left of the cache, which no file does.

@@ -17,6 +17,7 @@ from trtserve.triton.launch import came_up, opened_all_ports, pause, start_error
 # mpirun ends a job within a moment of a rank that fails; one that ends with code 0 it lets go.
 _RANK_INTERVAL = 1.0
 _LET_GO = 3.0
+_PAUSE = 0.1
 # Triton opens its ports within a moment, and that of the metrics last.
 _LAST_PORT = 2.0
 _GIVEN_UP = "error: creating server: "
@@ -38,6 +39,30 @@ def wait_for_all(server: Server, plan: Plan, *, timeout: float, interrupted: Cal
         pause(interrupted)
         if time.monotonic() > deadline:
             raise waiting[0].timeout_error(timeout)
+
+
+def require_ranks(server: Server, plan: Plan) -> None:
+    """ServerStartError when a rank ended as the server became ready and mpirun goes on: nobody would miss it later.
+
+    A server whose mpirun ends for it has died like any other. Of ranks in a container nothing is seen here.
+    """
+    for instance, planned in zip(server.instances, plan.instances, strict=True):
+        found, ranks = rank_processes(instance.identity), planned.launch.ranks
+        missing = [rank for rank in range(ranks) if rank not in found]
+        if ranks > 1 and found and missing and _goes_on(instance.identity):
+            raise ServerStartError(
+                f"Rank {missing[0]} of {ranks} has ended as the server became ready.\n"
+                f"{describe_ranks(found, ranks, server_log.read(planned.log))}",
+                log=planned.log,
+            )
+
+
+def _goes_on(root: Identity) -> bool:
+    """Whether a process is there after the moment within which mpirun ends a job."""
+    deadline = time.monotonic() + _LET_GO
+    while root.alive() and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+    return root.alive()
 
 
 class _Waiting:
