@@ -162,7 +162,7 @@ def _require_room(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], fo
 
 
 def _advice(engine: EnginePlan, spec: BuildSpec, runtime: Runtime[Any], free: int) -> str:
-    """Fewer ranks at once; else narrower weights, and more ranks where each is built by itself: both when converting."""
+    """Fewer ranks at once; else narrower weights, and more ranks where each is built alone: both when converting."""
     alone = replace(spec, build_workers=1)
     if spec.build_workers not in (None, 1) and runtime.plan(engine.config, alone).memory_bytes <= free:
         return "Build one rank after another: --workers 1 (of import: --build-workers 1)."
