@@ -16,7 +16,8 @@ def test_a_round_that_fails_is_told_and_not_the_last(monkeypatch: pytest.MonkeyP
     backend = SimpleNamespace(Logger=SimpleNamespace(log_error=told.append))
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
     periodic = load(monkeypatch, "tensorrt_llm_bls", "periodic")
-    stopping, rounds = threading.Event(), []
+    stopping = threading.Event()
+    rounds: list[int] = []
 
     def look() -> None:
         rounds.append(len(rounds))
