@@ -117,8 +117,9 @@ def test_run_is_bounded_in_time(server: Endpoint) -> None:
         server, model="core_slow", output_mean=500, output_stdev=0, concurrency=2, timeout=1.0, warmup_requests=0
     )
     counts = report.statistics.counts
-    assert (counts.offered, counts.sent, counts.completed, counts.unsent) == (12, 2, 0, 10)
-    assert counts.failed == 2
+    assert (counts.offered, counts.completed) == (12, 0)
+    # A request that gives up a moment before the run does leaves its place to another one.
+    assert 2 <= counts.sent == counts.failed == 12 - counts.unsent <= 4
     assert "were over" in str(report.records[0].error) or "time allowed" in str(report.records[0].error)
 
 

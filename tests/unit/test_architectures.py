@@ -305,13 +305,15 @@ def test_decoders_say_what_the_graph_needs(tmp_path: Path) -> None:
         ("GPTBigCodeForCausalLM", r"takes it from TensorRT-LLM 0\.12 on: --converter upstream"),
         (
             "Gemma3nForConditionalGeneration",
-            r"nearest is Gemma3ForCausalLM; no convert_checkpoint\.py .* --runtime llmapi",
+            r"nearest is Gemma3ForCausalLM; if TensorRT-LLM has a .* --trtllm-script FOLDER; .* --runtime llmapi",
         ),
-        ("MambaForCausalLM", r"Choose a model of one of these .*; no convert_checkpoint\.py"),
+        ("MambaForCausalLM", r"Choose a model of one of these .* from TensorRT-LLM 0\.12 on: --converter upstream"),
+        ("RwkvForCausalLM", r"Choose a model of one of these .*; if TensorRT-LLM has a .* --trtllm-script FOLDER"),
     ],
 )
 def test_advice_names_what_takes_the_architecture(architecture: str, advice: str) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         architectures.family(architecture)
     assert re.search(advice, str(caught.value.hint))
-    assert ("--converter upstream" in str(caught.value.hint)) is (architecture == "GPTBigCodeForCausalLM")
+    # A folder has to be named of what no table here has.
+    assert ("--trtllm-script" in str(caught.value.hint)) is (architecture[:4] in ("Gemm", "Rwkv"))

@@ -104,9 +104,9 @@ def test_a_choice_between_equals_is_a_tie_for_the_precision_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"relative": 0.02}, "difference"),
-        ({"relative_maximum": 0.3}, "largest difference"),
-        ({"divergence": 0.01}, "KL divergence"),
+        ({"relative": 0.05}, "difference"),
+        ({"relative_maximum": 0.7}, "largest difference"),
+        ({"divergence": 0.02}, "KL divergence"),
         ({"top1_ties": 0.9}, "top-1 agreement"),
         ({"greedy_ties": 0.5}, "greedy match"),
         ({"relative": float("nan")}, "difference"),
