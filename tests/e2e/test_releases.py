@@ -28,8 +28,9 @@ pytestmark = pytest.mark.triton
 PROMPT = [1, 90, 91, 92]
 TEXT = "Releases"
 VOCABULARY, HIDDEN, ROWS = 320, 64, 4
-# Release → whether its repository is decoupled; NVIDIA's guides show both.
-SERVED = {"0.12": True, "0.14": True, "0.16": False, "0.17": False, "0.19": True, "1.2": False}
+# Every release → whether its repository is decoupled; NVIDIA's guides show both.
+DECOUPLED = ("0.12", "0.13", "0.14", "0.18", "0.19", "0.21", "1.1")
+SERVED = {release: release in DECOUPLED for release in RELEASES}
 
 
 @dataclass(frozen=True)
