@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +24,7 @@ from trtserve.launch.kubernetes import KubernetesSpec
 from trtserve.ports import free_ports
 from trtserve.specs import ServerSpec
 from trtserve.start.jobs import plan_manifest, write_manifest
-from trtserve.triton.server import Address, is_ready, shared_memory_regions
+from trtserve.triton.server import Address, is_ready, shared_memory_regions, sweep_shared_memory
 
 HOST = "127.0.0.1"
 
@@ -243,14 +244,95 @@ def test_the_leader_of_a_leader_worker_set_starts_all_ranks(
     assert local == ["0", "1", "0", "1"]  # two on each node, in their order
     assert set((tmp_path / "ssh.log").read_text().split()) == {"repository-0-1.repository.default"}
     assert {rank.environment["OMPI_MCA_orte_keep_fqdn_hostnames"] for rank in ranks.values()} == {"1"}
-    # What Kubernetes runs before it asks mpirun: here it sees the processes of this launch alone.
-    lifecycle = next(each for each in manifest.objects if each["kind"] == "LeaderWorkerSet")["spec"]
-    container = lifecycle["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"][0]
-    words = container["lifecycle"]["preStop"]["exec"]["command"]
-    inside = [leader.pid, *(each.pid for each in psutil.Process(leader.pid).children(recursive=True))]
-    seen = " ".join(f"/proc/{pid}" for pid in inside)
-    subprocess.run([word.replace("/proc/[0-9]*", seen) for word in words], check=True, timeout=60)
+    workers = next(each for each in manifest.objects if each["kind"] == "LeaderWorkerSet")["spec"]
+    (container,) = workers["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
+    stop_first(container, leader.pid)
     assert not psutil.pid_exists(ranks[0].pid)
     assert leader.wait(60) == 0
     assert "Waiting for in-flight requests to complete." in log.read_text()
     assert oct((tmp_path / "home" / ".ssh" / "id").stat().st_mode)[-3:] == "600"
+
+
+def stop_first(container: Mapping[str, Any], launcher: int) -> None:
+    """What Kubernetes runs before it asks a pod's first process to end: here it sees this launch alone."""
+    inside = [launcher, *(each.pid for each in psutil.Process(launcher).children(recursive=True))]
+    seen = " ".join(f"/proc/{pid}" for pid in inside)
+    words = container["lifecycle"]["preStop"]["exec"]["command"]
+    subprocess.run([word.replace("/proc/[0-9]*", seen) for word in words], check=True, timeout=60)
+
+
+class Pod:
+    """The one container of a Deployment on this machine: its command, folder and variables with the real mpirun."""
+
+    def __init__(self, doubles: Doubles, repository: ModelRepository, log: Path) -> None:
+        http, grpc, metrics = free_ports(HOST, 3)
+        self.address = Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)
+        # This machine may have fewer cores than the pod has ranks.
+        spec = ServerSpec(http_port=http, grpc_port=grpc, metrics_port=metrics, oversubscribe=True)
+        mount = str(repository.path.parent)
+        manifest = plan_manifest(
+            repository, spec, lambda image: KubernetesSpec(image=image, claim="models", mount_path=mount)
+        )
+        write_manifest(manifest, log.with_name("server.yaml"))
+        deployment = next(each for each in manifest.objects if each["kind"] == "Deployment")
+        (self.container,) = deployment["spec"]["template"]["spec"]["containers"]
+        # The image's own server, which this machine does not have at that place.
+        there, here = "/opt/tritonserver/bin/tritonserver", str(doubles.bin / "tritonserver")
+        command = [here if word == there else word for word in self.container["command"]]
+        assert here in command
+        paths = [str(doubles.bin), str(Path(sys.prefix) / "bin"), os.environ["PATH"]]
+        given = {each["name"]: each["value"] for each in self.container.get("env", [])}
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "PATH": os.pathsep.join(paths), **given},
+                cwd=self.container["workingDir"],
+                stdout=file,
+                stderr=file,
+            )
+
+
+@pytest.fixture
+def start_pod(doubles: Doubles, tmp_path: Path) -> Iterator[Callable[[ModelRepository], Pod]]:
+    started = []
+
+    def start(repository: ModelRepository) -> Pod:
+        started.append(Pod(doubles, repository, tmp_path / "pod.log"))
+        return started[-1]
+
+    yield start
+    for pod in started:
+        pod.process.terminate()  # nothing where it has ended
+        pod.process.wait(60)
+    # A pod has shared memory of its own, which ends with it.
+    sweep_shared_memory("trtserve_repository_r")
+
+
+def test_the_pod_of_a_deployment_starts_all_ranks(
+    doubles: Doubles, tmp_path: Path, start_pod: Callable[[ModelRepository], Pod]
+) -> None:
+    doubles.configure(container="25.04", gpus=4)
+    pod = start_pod(repository_of(tmp_path))
+    wait_until(lambda: is_ready(pod.address))
+    ranks = sorted(doubles.calls("tritonserver"), key=lambda call: call.rank)
+    assert [call.rank for call in ranks] == [0, 1, 2, 3]
+    assert {call.environment["OMPI_COMM_WORLD_SIZE"] for call in ranks} == {"4"}
+    given = [argument for call in ranks for argument in call.arguments if "shm-region" in argument]
+    prefixes = {argument.rpartition("=")[2] for argument in given}
+    assert sum(len(shared_memory_regions(prefix)) for prefix in prefixes) == 4
+    stop_first(pod.container, pod.process.pid)
+    assert pod.process.wait(60) == 0
+    wait_until(lambda: not any(psutil.pid_exists(call.pid) for call in ranks))
+    assert not any(shared_memory_regions(prefix) for prefix in prefixes)
+    assert "Waiting for in-flight requests to complete." in (tmp_path / "pod.log").read_text()
+
+
+def test_a_rank_of_a_pod_that_dies_ends_the_pod(
+    doubles: Doubles, tmp_path: Path, start_pod: Callable[[ModelRepository], Pod]
+) -> None:
+    """With a code other than 0 and the rank's last lines, and the cluster starts it anew."""
+    doubles.configure(container="25.04", gpus=2, die_rank=1, die_when="ready", die_after=0.2)
+    pod = start_pod(repository_of(tmp_path, tp=2))
+    assert pod.process.wait(60) != 0
+    wait_until(lambda: not any(psutil.pid_exists(call.pid) for call in doubles.calls("tritonserver")))
+    assert "out of memory" in (tmp_path / "pod.log").read_text()
