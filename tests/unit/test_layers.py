@@ -39,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"architectures", "runtimes", "triton", "executor", "launch"}),
     frozenset({"releases", "artifacts", "store", "files", "process", "ports", "interrupts"}),
-    frozenset({"specs", "spec_fields", "wording", "progress", "errors", "machine", "orphans", "__init__"}),
+    frozenset({"specs", "wording", "progress", "errors", "machine", "orphans", "__init__"}),
 )
 
 # Third-party modules and the only parts of the package that may import them.

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from typing import Any
 
-from trtserve.architectures import (
-    bloom,
-    falcon,
-    gemma,
-    gemma2,
-    gemma3,
-    gpt2,
-    gpt_neox,
-    gptj,
-    llama,
-    mistral,
-    mixtral,
-    opt,
-    phi,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-    starcoder2,
-)
 from trtserve.architectures.base import (
     Architecture,
     CheckpointConfig,
@@ -53,15 +33,33 @@ __all__ = [
     "tied",
 ]
 
-_MODULES: tuple[Architecture, ...] = (
-    *(llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma, gemma2, gemma3),
-    *(phi, phi3, gpt2, gptj, gpt_neox, opt, starcoder2, bloom, falcon),
-)
-
-FAMILIES: dict[str, Architecture] = {name: module for module in _MODULES for name in module.HF_ARCHITECTURES}
+# Architecture in config.json → module of this package, which is loaded when it is asked for.
+FAMILIES: dict[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma3ForCausalLM": "gemma3",
+    "PhiForCausalLM": "phi",
+    "Phi3ForCausalLM": "phi3",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTJForCausalLM": "gptj",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "OPTForCausalLM": "opt",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "BloomForCausalLM": "bloom",
+    "FalconForCausalLM": "falcon",
+    "RWForCausalLM": "falcon",
+}
 
 # Names in checkpoints of TensorRT-LLM ≤ 0.11, which did not copy the Hugging Face architecture.
-_CHECKPOINT_NAMES: dict[str, Architecture] = {"GPTForCausalLM": gpt2}
+_CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2"}
 
 # What the first exports of Llama call it; transformers goes by their model_type.
 _RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
@@ -76,12 +74,13 @@ _NUMBERS = (
 
 def family(architecture: str) -> Architecture:
     """The family of an architecture name; UnsupportedModelError naming it and those that work."""
-    module = FAMILIES.get(architecture) or _CHECKPOINT_NAMES.get(architecture)
-    if module is None:
+    name = FAMILIES.get(architecture) or _CHECKPOINT_NAMES.get(architecture)
+    if name is None:
         raise UnsupportedModelError(
             f"Architecture {architecture} cannot be converted; these can: {', '.join(FAMILIES)}.",
             hint=_advice(architecture),
         )
+    module: Architecture = importlib.import_module(f"{__name__}.{name}")
     return module
 
 
@@ -128,8 +127,10 @@ def text_model(hf: HfConfig) -> HfConfig:
     Its architecture has the name that transformers and TensorRT-LLM know.
     """
     architecture = architecture_of(hf)
-    if architecture == gemma3.WITH_VISION:
-        return gemma3.text_config(hf)
+    if FAMILIES.get(architecture) == "gemma3":
+        from trtserve.architectures import gemma3
+
+        return gemma3.text_config(hf) if architecture == gemma3.WITH_VISION else hf
     return {**hf, "architectures": [_RENAMED[architecture]]} if architecture in _RENAMED else hf
 
 

@@ -155,8 +155,6 @@ class Decoder:
 class Architecture(Protocol):
     """One module per model family."""
 
-    HF_ARCHITECTURES: tuple[str, ...]
-
     # Prefix of all source names but the head's; files of a model saved without its head lack it.
     BASE_PREFIX: str
 

@@ -11,7 +11,6 @@ from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Tar
 from trtserve.architectures.named_tensors import SourceNames, named_targets
 from trtserve.errors import UnsupportedModelError
 
-HF_ARCHITECTURES: tuple[str, ...] = ("BloomForCausalLM",)
 BASE_PREFIX = "transformer."
 TIED = True
 

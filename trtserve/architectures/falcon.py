@@ -13,7 +13,6 @@ from trtserve.architectures.named_tensors import Part, SourceNames, named_target
 from trtserve.architectures.rope import inverse_frequencies, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
-HF_ARCHITECTURES: tuple[str, ...] = ("FalconForCausalLM", "RWForCausalLM")
 BASE_PREFIX = "transformer."
 TIED = True
 

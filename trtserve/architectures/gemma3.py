@@ -28,7 +28,6 @@ from trtserve.errors import UnsupportedModelError
 
 WITH_VISION = "Gemma3ForConditionalGeneration"
 _TEXT = "Gemma3ForCausalLM"
-HF_ARCHITECTURES: tuple[str, ...] = (WITH_VISION, _TEXT)
 BASE_PREFIX = "model."
 TIED = True
 
@@ -151,7 +150,7 @@ def engine_problem(config: CheckpointConfig) -> str | None:
 
     It makes the rotary tables of layers with and without a window by one scaling (Attention.register_rope_params).
     """
-    if config["architecture"] not in HF_ARCHITECTURES or not (scaling := full_attention_scaling(config)):
+    if config["architecture"] not in (WITH_VISION, _TEXT) or not (scaling := full_attention_scaling(config)):
         return None
     return (
         f"this Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) of its layers without a window only, and "

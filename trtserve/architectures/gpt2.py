@@ -19,7 +19,6 @@ from trtserve.architectures.base import (
 )
 from trtserve.errors import UnsupportedModelError
 
-HF_ARCHITECTURES: tuple[str, ...] = ("GPT2LMHeadModel",)
 BASE_PREFIX = "transformer."
 TIED = True
 

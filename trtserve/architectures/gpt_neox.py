@@ -12,7 +12,6 @@ from trtserve.architectures.named_tensors import SourceNames, named_targets
 from trtserve.architectures.rope import inverse_frequencies, rotary_fraction, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
-HF_ARCHITECTURES: tuple[str, ...] = ("GPTNeoXForCausalLM",)
 BASE_PREFIX = "gpt_neox."
 TIED = False
 

@@ -12,7 +12,6 @@ from trtserve.architectures.named_tensors import SourceNames, named_targets
 from trtserve.architectures.rope import inverse_frequencies
 from trtserve.errors import UnsupportedModelError
 
-HF_ARCHITECTURES: tuple[str, ...] = ("GPTJForCausalLM",)
 BASE_PREFIX = "transformer."
 TIED = False
 

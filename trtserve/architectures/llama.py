@@ -20,9 +20,8 @@ from trtserve.architectures.rope import inverse_frequencies, require_whole_heads
 from trtserve.architectures.windows import attention_windows
 from trtserve.errors import UnsupportedModelError
 
-__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
-HF_ARCHITECTURES: tuple[str, ...] = ("LlamaForCausalLM",)
 BASE_PREFIX = "model."
 TIED = False
 

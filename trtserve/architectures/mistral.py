@@ -9,9 +9,8 @@ from trtserve.architectures.base import HfConfig
 from trtserve.architectures.llama import decoder, targets, unused
 from trtserve.architectures.windows import window_keys
 
-__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
-HF_ARCHITECTURES: tuple[str, ...] = ("MistralForCausalLM",)
 BASE_PREFIX = llama.BASE_PREFIX
 TIED = llama.TIED
 

@@ -13,9 +13,8 @@ from trtserve.architectures.llama import unused
 from trtserve.architectures.llama_tensors import Parts, llama_targets
 from trtserve.architectures.windows import window_keys
 
-__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
-HF_ARCHITECTURES: tuple[str, ...] = ("MixtralForCausalLM",)
 BASE_PREFIX = llama.BASE_PREFIX
 TIED = False
 

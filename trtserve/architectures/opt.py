@@ -15,7 +15,6 @@ from trtserve.architectures.base import CheckpointConfig, Decoder, Factor, HfCon
 from trtserve.architectures.named_tensors import SourceNames, named_targets
 from trtserve.errors import UnsupportedModelError
 
-HF_ARCHITECTURES: tuple[str, ...] = ("OPTForCausalLM",)
 BASE_PREFIX = "model."
 TIED = True
 

@@ -19,7 +19,6 @@ from trtserve.architectures.rope import (
 from trtserve.architectures.windows import attention_windows, window_keys
 from trtserve.errors import UnsupportedModelError
 
-HF_ARCHITECTURES: tuple[str, ...] = ("Phi3ForCausalLM",)
 BASE_PREFIX = "model."
 TIED = False
 

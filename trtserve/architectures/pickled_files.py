@@ -18,11 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from trtserve.architectures.source import PICKLED_SINGLE
 from trtserve.architectures.tensor_files import Entry, TensorFile
 from trtserve.errors import CorruptFileError, MissingDependencyError, UnsupportedModelError
-
-SINGLE = "pytorch_model.bin"
-INDEX = "pytorch_model.bin.index.json"
 
 _LOCAL_HEADER = 30
 _AGAIN = "Fetch the file again, or choose a revision with safetensors."
@@ -48,13 +46,15 @@ def require_torch() -> None:
     """MissingDependencyError when PyTorch, which reads these files, is not installed."""
     if find_spec("torch") is None:
         raise MissingDependencyError(
-            f"The weights are .bin files ({SINGLE}), which only PyTorch can read, and it is not installed.",
+            f"The weights are .bin files ({PICKLED_SINGLE}), which only PyTorch can read, and it is not installed.",
             hint="pip install 'trtserve[oracle]' (or torch), or choose a revision with safetensors.",
         )
 
 
 class PickledFile(TensorFile):
     """A file of `torch.save`, seen as a safetensors file; its storages lie in it as they are in memory."""
+
+    libraries = ("numpy", "torch")
 
     def __init__(self, path: Path) -> None:
         require_torch()

@@ -13,9 +13,8 @@ from trtserve.architectures.llama_tensors import Parts, llama_targets
 from trtserve.architectures.rope import require_whole_heads, rotary
 from trtserve.architectures.windows import layer_kinds, window_keys, windows_of
 
-__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
-HF_ARCHITECTURES: tuple[str, ...] = ("Qwen2ForCausalLM",)
 BASE_PREFIX = "model."
 TIED = False
 

@@ -12,9 +12,8 @@ from trtserve.architectures.llama_tensors import Parts, llama_targets
 from trtserve.architectures.qwen2 import qwen_config
 from trtserve.errors import UnsupportedModelError
 
-__all__ = ["BASE_PREFIX", "HF_ARCHITECTURES", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
+__all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
-HF_ARCHITECTURES: tuple[str, ...] = ("Qwen3ForCausalLM",)
 BASE_PREFIX = "model."
 TIED = False
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.architectures import pickled_files
 from trtserve.architectures.tensor_files import Entry, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Those that torch.save wrote.
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+PICKLED_SINGLE = "pytorch_model.bin"
 # Older exports of ModelOpt and AutoGPTQ describe the quantisation in a file of its own and not in config.json.
 _QUANTISATION_BESIDE = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"))
 
@@ -162,7 +164,11 @@ def _tensors(folder: Path) -> Iterator[SourceTensor]:
 
 
 def _opened(path: Path) -> TensorFile:
-    return TensorFile(path) if path.suffix == ".safetensors" else pickled_files.PickledFile(path)
+    if path.suffix == ".safetensors":
+        return TensorFile(path)
+    from trtserve.architectures.pickled_files import PickledFile
+
+    return PickledFile(path)
 
 
 def _weight_files(folder: Path) -> dict[Path, frozenset[str] | None]:
@@ -176,18 +182,18 @@ def _weight_files(folder: Path) -> dict[Path, frozenset[str] | None]:
             f"{folder / SINGLE} refers to {(folder / SINGLE).readlink()}, which is gone.",
             hint="Put the file back, or import the model again from where it is now.",
         )
-    if (folder / pickled_files.INDEX).is_file():
-        return _indexed_files(folder, pickled_files.INDEX)
-    if (folder / pickled_files.SINGLE).is_file():
-        return {folder / pickled_files.SINGLE: None}
+    if (folder / PICKLED_INDEX).is_file():
+        return _indexed_files(folder, PICKLED_INDEX)
+    if (folder / PICKLED_SINGLE).is_file():
+        return {folder / PICKLED_SINGLE: None}
     if foreign := sorted(path.name for pattern in _FOREIGN for path in folder.glob(pattern) if path.is_file()):
         raise UnsupportedModelError(
             f"{folder} has its weights in files that are not read here: {listing(foreign)}; expected {SINGLE} or "
-            f"{pickled_files.SINGLE}, or an index of several.",
+            f"{PICKLED_SINGLE}, or an index of several.",
             hint=_hint_of_foreign(foreign),
         )
     raise ModelNotFoundError(
-        f"{folder} has no weights: neither {SINGLE} nor {INDEX}, nor {pickled_files.SINGLE}.",
+        f"{folder} has no weights: neither {SINGLE} nor {INDEX}, nor {PICKLED_SINGLE}.",
         hint="Import the model again.",
     )
 

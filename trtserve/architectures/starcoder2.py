@@ -13,7 +13,6 @@ from trtserve.architectures.named_tensors import SourceNames, named_targets
 from trtserve.architectures.rope import inverse_frequencies, unscaled_base
 from trtserve.architectures.windows import attention_windows, window_keys
 
-HF_ARCHITECTURES: tuple[str, ...] = ("Starcoder2ForCausalLM",)
 BASE_PREFIX = "model."
 TIED = True
 

@@ -70,8 +70,11 @@ def stored_dtype(code: str) -> np.dtype[Any]:
 class TensorFile:
     """A safetensors file; CorruptFileError when header, sizes and file do not agree.
 
-    Only the header is kept. Each read opens the file anew, so that nothing has to be closed.
+    Only the header is kept. Each read opens the file anew, so that nothing has to be closed. `libraries` are what
+    reading it loads.
     """
+
+    libraries: tuple[str, ...] = ("numpy",)
 
     def __init__(self, path: Path) -> None:
         self.path = path

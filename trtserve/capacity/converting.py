@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtserve.architectures.pickled_files import PickledFile
 from trtserve.architectures.streaming import Move, buffered_bytes
 
 # Anonymous memory, measured (Python 3.11, PyTorch 2.13).
@@ -14,7 +13,7 @@ TORCH = 215 * 2**20
 
 def convert_libraries(moves: Sequence[Move]) -> tuple[str, ...]:
     """What a conversion loads: PyTorch where it reads pickled files."""
-    return ("numpy", "torch") if any(isinstance(move.source.file, PickledFile) for move in moves) else ("numpy",)
+    return max((move.source.file.libraries for move in moves), key=len, default=("numpy",))
 
 
 def convert_memory(moves: Sequence[Move], dtype: str, *, repacking: Sequence[int] = ()) -> int:

@@ -1,0 +1,57 @@
+"""What each stage is asked to do: frozen values, checked when they are made, hashed into fingerprints.
+
+A spec is loaded when somebody names it: Python takes milliseconds to make a dataclass of thirty fields, and a command
+needs few of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtserve.specs.bench import BenchSpec
+    from trtserve.specs.build import BUILDER_FIELDS, BuildSpec, KvPrecision, RuntimeName
+    from trtserve.specs.check import CheckSpec
+    from trtserve.specs.convert import CALIBRATED, Converter, ConvertSpec, DType, Quantization
+    from trtserve.specs.repository import RepositorySpec
+    from trtserve.specs.server import ServerSpec
+
+__all__ = [
+    "BUILDER_FIELDS",
+    "CALIBRATED",
+    "BenchSpec",
+    "BuildSpec",
+    "CheckSpec",
+    "ConvertSpec",
+    "Converter",
+    "DType",
+    "KvPrecision",
+    "Quantization",
+    "RepositorySpec",
+    "RuntimeName",
+    "ServerSpec",
+]
+
+_MODULES = {
+    "CALIBRATED": "convert",
+    "Converter": "convert",
+    "ConvertSpec": "convert",
+    "DType": "convert",
+    "Quantization": "convert",
+    "CheckSpec": "check",
+    "BUILDER_FIELDS": "build",
+    "BuildSpec": "build",
+    "KvPrecision": "build",
+    "RuntimeName": "build",
+    "RepositorySpec": "repository",
+    "ServerSpec": "server",
+    "BenchSpec": "bench",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found
