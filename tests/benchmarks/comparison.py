@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ def compare(
             if number:
                 found[ours].append(value)
     ratios = [mine / other for mine, other in zip(found[True], found[False], strict=True)]
+    # A benchmark of many rows may be ended before it prints its table.
+    print(f"{case}: {' '.join(f'{ratio:.2f}' for ratio in ratios)}", file=sys.stderr, flush=True)
     return Comparison(
         case=case,
         unit=unit,

@@ -18,7 +18,6 @@ from trtserve.architectures.base import (
 )
 from trtserve.architectures.quantized_source import source_quantization
 from trtserve.errors import UnsupportedModelError
-from trtserve.releases.converters import CONVERTERS
 
 __all__ = [
     "FAMILIES",
@@ -89,6 +88,8 @@ def _advice(architecture: str) -> str:
     stems = {_stem(name): name for name in FAMILIES}
     near = max((stem for stem in stems if _stem(architecture).startswith(stem)), key=len, default=None)
     choice = f"The nearest is {stems[near]}" if near else "Choose a model of one of these (see its config.json)"
+    from trtserve.releases.converters import CONVERTERS
+
     converter = CONVERTERS.get(architecture)
     if converter is not None:
         return f"{choice}; NVIDIA's converter takes it from TensorRT-LLM {converter.since} on: --converter upstream."

@@ -13,10 +13,6 @@ from trtserve.architectures.quantized import GPTQ
 from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
 from trtserve.architectures.sharding import check_parallel_sizes, moe_parallel_sizes
 from trtserve.errors import UnsupportedModelError, UsageError
-from trtserve.releases.checkpoint_config import require_stages
-from trtserve.releases.converters import CONVERTERS, converter_script
-from trtserve.releases.installed import require_engine_path
-from trtserve.releases.weight_only import require_loader_quantises, require_quantised_experts
 from trtserve.specs import ConvertSpec
 
 # Weight-only quantisation is recorded, the weights stay floats: TensorRT-LLM's loader (preprocess_weights →
@@ -51,7 +47,11 @@ def own_dtype(hf: Mapping[str, Any]) -> str:
 
 def resolve_release(spec: ConvertSpec) -> str | None:
     """The release that the checkpoint is for; UsageError for one that has no engines or that the tables lack."""
-    return None if spec.trtllm_version is None else require_engine_path(spec.trtllm_version)
+    if spec.trtllm_version is None:
+        return None
+    from trtserve.releases.installed import require_engine_path
+
+    return require_engine_path(spec.trtllm_version)
 
 
 def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
@@ -65,10 +65,7 @@ def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any
     quantization = _quantization(stored, spec, hf)
     architecture = architectures.architecture_of(hf)
     if release is not None:
-        _require_loadable(release, own.get("architecture", architecture), own["num_hidden_layers"], spec)
-        require_loader_quantises(release, quantization["quant_algo"])
-        if (own.get("moe") or {}).get("num_experts") and quantization["quant_algo"] == GPTQ:
-            require_quantised_experts(release)
+        _require_loadable(release, {"architecture": architecture, **own}, quantization["quant_algo"], spec)
     config = complete_config(
         own,
         architecture=architecture,
@@ -88,11 +85,19 @@ def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any
     return config
 
 
-def _require_loadable(release: str, architecture: str, layers: int, spec: ConvertSpec) -> None:
+def _require_loadable(release: str, config: Mapping[str, Any], quant_algo: str | None, spec: ConvertSpec) -> None:
     """UnsupportedModelError or UsageError when the loader of a release does not know the model, or splits it other."""
+    from trtserve.releases.checkpoint_config import require_stages
+    from trtserve.releases.converters import CONVERTERS, converter_script
+    from trtserve.releases.weight_only import require_loader_quantises, require_quantised_experts
+
+    architecture = config["architecture"]
     if architecture in CONVERTERS:
         converter_script(architecture, release)
-    require_stages(release, architecture, layers, spec.pp_size)
+    require_stages(release, architecture, config["num_hidden_layers"], spec.pp_size)
+    require_loader_quantises(release, quant_algo)
+    if (config.get("moe") or {}).get("num_experts") and quant_algo == GPTQ:
+        require_quantised_experts(release)
 
 
 def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: Mapping[str, Any]) -> dict[str, Any]:
