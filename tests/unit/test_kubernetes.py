@@ -241,6 +241,14 @@ def test_several_ranks_are_ended_through_rank_0(tmp_path: Path) -> None:
     assert "lifecycle" not in single["Deployment"]["spec"]["template"]["spec"]["containers"][0]
 
 
+def test_a_worker_that_ends_waits_for_its_ranks(tmp_path: Path) -> None:
+    found = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys"))
+    worker = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]
+    bash, flag, script = worker["lifecycle"]["preStop"]["exec"]["command"]
+    assert (bash, flag) == ("bash", "-c")
+    shellchecked(tmp_path, {"end.sh": f"#!/bin/bash\n{script}"})
+
+
 def test_an_orchestrator_that_spawns_is_on_one_node(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="this server is one process") as caught:
         planned(orchestrated(tmp_path), ServerSpec(multi_model=True), nodes=2, ssh_secret="keys")

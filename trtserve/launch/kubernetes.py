@@ -15,7 +15,7 @@ from typing import Any
 from trtserve.errors import UsageError
 from trtserve.launch.base import Launch, Setup
 from trtserve.launch.end_script import END_SCRIPT
-from trtserve.launch.kubernetes_scripts import SSH_PORT, leader_script, worker_script
+from trtserve.launch.kubernetes_scripts import SSH_PORT, WORKER_END, leader_script, worker_script
 
 Object = dict[str, Any]
 
@@ -149,6 +149,7 @@ def _worker_set(setup: Setup, launch: Launch, spec: KubernetesSpec, name: str, e
         "name": "worker",
         "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
         "readinessProbe": {"tcpSocket": {"port": "ssh"}, "periodSeconds": _READY_PERIOD},
+        "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", WORKER_END]}}},
     }
     pods = {"leaderTemplate": leader, "workerTemplate": worker}
     return {

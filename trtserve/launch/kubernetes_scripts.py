@@ -30,14 +30,27 @@ if ! command -v /usr/sbin/sshd > /dev/null; then
     exit 1
 fi
 {keys}ssh-keygen -q -t ed25519 -N '' -f "${{HOME}}/.ssh/host" <<< y > /dev/null
-# What the image and the cluster have set: sshd starts with an empty environment.
-while IFS= read -r -d '' entry; do
-    case "${{entry}}" in *$'\\n'*) ;; *) printf '%s\\n' "${{entry}}" ;; esac
-done < /proc/self/environ > "${{HOME}}/.ssh/environment"
-mkdir -p /run/sshd
-exec /usr/sbin/sshd -D -e -p {port} -h "${{HOME}}/.ssh/host" \\
-    -o PermitUserEnvironment=yes -o PasswordAuthentication=no -o PermitRootLogin=prohibit-password
+# A login has what the image and the cluster have set, as the leader has: sshd drops it, and PAM sets a PATH of its own.
+cat /proc/self/environ > "${{HOME}}/.ssh/environment"
+cat > "${{HOME}}/.ssh/session" << 'END'
+mapfile -d '' -t entries < "${{0%/*}}/environment"
+exec env "${{entries[@]}}" bash -c "${{SSH_ORIGINAL_COMMAND:-}}"
+END
+if ((EUID == 0)); then
+    mkdir -p /run/sshd
+fi
+# Whole paths: by itself sshd takes the home of /etc/passwd, where an image's own may be another. StrictModes would
+# refuse a home that others may write to, which an emptyDir is; in a pod there are no others.
+exec /usr/sbin/sshd -D -e -p {port} -h "${{HOME}}/.ssh/host" -o PidFile=none -o StrictModes=no \\
+    -o AuthenticationMethods=publickey -o AuthorizedKeysFile="${{HOME}}/.ssh/authorized_keys" \\
+    -o PermitRootLogin=prohibit-password -o ForceCommand="bash ${{HOME}}/.ssh/session"
 """
+
+WORKER_END = """\
+# A worker that is asked to end waits for the leader's daemon here: its ranks answer what is in flight.
+while grep -qsE '^[0-9]+ \\((prted|orted)\\) [^Z]' /proc/[0-9]*/stat; do sleep 0.5; done
+"""
+"""A script for bash: the cluster ends all pods of a group at once, and with sshd a pod's ranks would go at once."""
 
 _LEADER = """\
 #!/bin/bash
@@ -47,7 +60,7 @@ if ! command -v ssh > /dev/null; then
     echo "{sshd}" >&2
     exit 1
 fi
-{keys}printf '%s\\n' 'Host *' 'Port {port}' 'IdentityFile ~/.ssh/id' 'StrictHostKeyChecking no' \\
+{keys}printf '%s\\n' 'Host *' 'Port {port}' "IdentityFile ${{HOME}}/.ssh/id" 'StrictHostKeyChecking no' \\
     'UserKnownHostsFile /dev/null' 'LogLevel ERROR' 'ConnectTimeout 5' > "${{HOME}}/.ssh/config"
 pod="${{LWS_LEADER_ADDRESS%%.*}}"
 domain="${{LWS_LEADER_ADDRESS#*.}}"
@@ -56,7 +69,7 @@ for ((index = 1; index < LWS_GROUP_SIZE; index++)); do
     hosts+=("${{pod}}-${{index}}.${{domain}}")
 done
 for host in "${{hosts[@]:1}}"; do
-    until ssh "${{host}}" true; do
+    until ssh -F"${{HOME}}/.ssh/config" "${{host}}" true; do
         if ((SECONDS > {wait})); then
             echo "${{host}} does not answer" >&2
             exit 1
@@ -66,6 +79,8 @@ for host in "${{hosts[@]:1}}"; do
 done
 # Pods have addresses under their whole names alone, which Open MPI cuts at the first dot (4) or may cut (5).
 export OMPI_MCA_orte_keep_fqdn_hostnames=1 PRTE_MCA_prte_keep_fqdn_hostnames=1
+# By itself ssh takes the home of /etc/passwd, where an image's own may be another.
+export PRTE_MCA_plm_ssh_args="-F${{HOME}}/.ssh/config" OMPI_MCA_plm_rsh_args="-F${{HOME}}/.ssh/config"
 # Called by its whole path, mpirun finds its daemon at the same place on the other nodes.
 exec "$(command -v mpirun)" --allow-run-as-root --tag-output \\
 {ranks}
