@@ -28,8 +28,9 @@ def _shown() -> list[str]:
 
 
 def _shape(line: str) -> str:
-    """A line without what differs from run to run: numbers, hashes, folders, tree branches and spaces."""
+    """A line without what differs from run to run: numbers, hashes, folders, tree branches, spaces and the CPU."""
     line = re.sub(r"\S*/repositories/demo-\w+", "REPOSITORY", line)
+    line = re.sub(r"\b(bf16|f32) arithmetic", "arithmetic", line)
     return re.sub(r"[\d.,]+|[│├└─\s]+", " ", line).strip()
 
 

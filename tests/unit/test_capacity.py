@@ -32,6 +32,12 @@ FREE = "trtserve.capacity.room.free_memory"
 GIB = 2**30
 
 
+@pytest.fixture(autouse=True)
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers here are those of a CPU that multiplies bfloat16; one that does not holds 16-bit weights twice."""
+    monkeypatch.setattr("trtserve.machine.has_bfloat16", lambda: True)
+
+
 def _wish(**changes: Any) -> Wish:
     convert = ConvertSpec(dtype=changes.pop("dtype", "auto"), quantize=changes.pop("quantize", "none"))
     kv_tokens = changes.pop("kv_tokens", None)
