@@ -64,8 +64,10 @@ def _warn_of_variables() -> None:
 
 
 def _named(arguments: Sequence[str]) -> Collection[str]:
-    """The one command that a command line names; all commands where it does not begin with one."""
+    """The command that a command line names; none for the version, all where it begins with something else."""
     first = next((word for word in arguments if word != "--debug"), "")
+    if first == "--version":
+        return ()
     return (first,) if first in COMMANDS else tuple(COMMANDS)
 
 

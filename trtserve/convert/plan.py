@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trtserve import architectures
 from trtserve.architectures.checkpoint import HEAD
 from trtserve.architectures.placement import Packed, Placement, match, moves
-from trtserve.architectures.products import split_products
 from trtserve.architectures.quantized_source import SourceQuantization, source_quantization
-from trtserve.architectures.quantized_tensors import (
-    excluded_modules,
-    is_cache_scale,
-    require_divisible,
-    split_targets,
-)
 from trtserve.architectures.source import read_hf_config, read_source, vision_bytes
 from trtserve.architectures.streaming import Move
 from trtserve.architectures.tensor_files import CODES, numpy_dtype
@@ -124,10 +117,17 @@ def plan_conversion(model: Model, spec: ConvertSpec, *, headers_only: bool = Fal
         packed=packed,
         placement=placement,
         vision_bytes=vision_bytes(sources),
-        narrow_cache=stored is not None and (stored.narrow_cache or any(map(is_cache_scale, sources))),
+        narrow_cache=stored is not None and _narrow_cache(stored, sources),
         left_out=left_out,
         fingerprint=fingerprint(stage="convert", schema=SCHEMA, spec=own_wishes(spec), model=model.fingerprint),
     )
+
+
+def _narrow_cache(stored: SourceQuantization, sources: Iterable[str]) -> bool:
+    """Whether the model was calibrated for a KV cache of 8 bits."""
+    from trtserve.architectures.quantized_tensors import is_cache_scale
+
+    return stored.narrow_cache or any(map(is_cache_scale, sources))
 
 
 def _resolved(spec: ConvertSpec, hf: Mapping[str, Any], stored: SourceQuantization | None) -> ConvertSpec:
@@ -152,14 +152,21 @@ def _divided(
     packed = list[Packed]()
     if config.get("share_embedding_table"):
         targets = [target for target in targets if target.name != HEAD]
+    # Few models have any of these, and their modules take longer to load than the plan of another one.
     if stored is not None:
+        from trtserve.architectures.quantized_tensors import split_targets
+
         targets, repacks, sources = split_targets(
             targets, sources, stored, gpu_sm=spec.gpu_sm, headers_only=headers_only
         )
         packed += repacks
         config = _quantised_config(config, spec, stored, targets, repacks)
-    targets, products, sources = split_products(targets, sources)
-    return targets, [*packed, *products], sources, config
+    if any(target.factor is not None for target in targets):
+        from trtserve.architectures.products import split_products
+
+        targets, products, sources = split_products(targets, sources)
+        packed += products
+    return list(targets), packed, sources, config
 
 
 def _placement(
@@ -184,6 +191,8 @@ def _quantised_config(
     repacks: Sequence[Repack],
 ) -> dict[str, Any]:
     """`config` with the modules that stay floats; UsageError where tensor or pipeline ranks do not go with it."""
+    from trtserve.architectures.quantized_tensors import excluded_modules, require_divisible
+
     excluded = excluded_modules(targets, config["num_hidden_layers"], spec.pp_size)
     if stored.method != "fp8":
         sizes = spec.tp_size, config["mapping"]["moe_ep_size"]

@@ -15,6 +15,7 @@ SSH_PORT = 2222
 _SSHD = "this image has no sshd: make one of it with apt-get install openssh-server (docs/clusters.md)"
 
 _KEYS = """\
+mask="$(umask)"
 umask 077
 mkdir -p "${{HOME}}/.ssh"
 cp {ssh}/ssh-privatekey "${{HOME}}/.ssh/id"
@@ -36,6 +37,7 @@ cat > "${{HOME}}/.ssh/session" << 'END'
 mapfile -d '' -t entries < "${{0%/*}}/environment"
 exec env "${{entries[@]}}" bash -c "${{SSH_ORIGINAL_COMMAND:-}}"
 END
+umask "${{mask}}"
 if ((EUID == 0)); then
     mkdir -p /run/sshd
 fi
@@ -62,6 +64,7 @@ if ! command -v ssh > /dev/null; then
 fi
 {keys}printf '%s\\n' 'Host *' 'Port {port}' "IdentityFile ${{HOME}}/.ssh/id" 'StrictHostKeyChecking no' \\
     'UserKnownHostsFile /dev/null' 'LogLevel ERROR' 'ConnectTimeout 5' > "${{HOME}}/.ssh/config"
+umask "${{mask}}"
 pod="${{LWS_LEADER_ADDRESS%%.*}}"
 domain="${{LWS_LEADER_ADDRESS#*.}}"
 hosts=("$(hostname)")
