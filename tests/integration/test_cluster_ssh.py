@@ -196,4 +196,6 @@ def test_a_worker_that_is_gone_ends_the_leader(group_of: Callable[..., Group]) -
     for process in (*group.processes("worker"), psutil.Process(worker.pid)):
         process.kill()
     leader.wait(60)
-    assert "lost communication with a remote daemon" in group.log("leader")
+    # Which of the two mpirun says depends on what it hears of first: the connection's end, or that of ssh.
+    said = ("lost communication with a remote daemon", "A daemon failed to report back")
+    assert any(words in group.log("leader") for words in said)

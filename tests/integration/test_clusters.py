@@ -100,6 +100,7 @@ def test_gpus_of_a_node_by_their_numbers(doubles: Doubles, tmp_path: Path) -> No
     repository = repository_of(tmp_path, container="25.05", gpu_device_ids="1,0", num_nodes="2")
     number, address = submit(repository.path, tmp_path / "job", "--nodes", "2")
     wait_until(lambda: is_ready(address))
+    assert sorted(call.rank for call in doubles.calls("tritonserver")) == [0, 1, 2, 3]
     subprocess.run(["scancel", number], check=True, timeout=60)
 
 

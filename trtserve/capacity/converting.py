@@ -13,7 +13,7 @@ TORCH = 215 * 2**20
 
 def convert_libraries(moves: Sequence[Move]) -> tuple[str, ...]:
     """What a conversion loads: PyTorch where it reads pickled files."""
-    return max((move.source.file.libraries for move in moves), key=len, default=("numpy",))
+    return tuple(sorted({"numpy"}.union(*(move.source.file.libraries for move in moves))))
 
 
 def convert_memory(moves: Sequence[Move], dtype: str, *, repacking: Sequence[int] = ()) -> int:
