@@ -9,6 +9,8 @@ READY := $(VENV)/.ready
 BENCH_WORK ?= .bench
 # Arguments for pytest, for example: make test ARGS="-k sampling"
 ARGS ?=
+# Processes that run tests; 0 runs them all in one (for --pdb).
+JOBS ?= 2
 
 .PHONY: help demo test lint bench soak kills launches docs golden clean
 
@@ -19,7 +21,7 @@ demo: $(READY) ## a real model from import to a measured answer, on a real Trito
 	PATH="$(abspath $(BIN)):$$PATH" TRTSERVE_HOME="$(abspath .demo)" bash examples/demo.sh
 
 test: $(READY) ## all tests; those marked `oracle` need PyTorch in .venv
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
 lint: $(READY) ## style and types
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,12 +22,15 @@ from tests.benchmarks.conversions import (
     TIMEOUT,
     Case,
     clean,
+    convert_command,
     converted,
     converted_as_usual,
     copied,
     model_folder,
     require_same,
+    watched,
 )
+from tests.benchmarks.memory_group import memory_group
 from tests.benchmarks.results import Figure, finish
 
 CASES = {
@@ -79,18 +83,18 @@ class UsualRow:
 
 
 def beside_cp(name: str, work: Path, pairs: int) -> Row:
-    """Alternate conversion and cp; the first pair warms both up and does not count."""
+    """Alternate conversion and cp; the first pair warms both up and tells the memory, its times do not count."""
     case = CASES[name]
     model = model_folder(work, case.source)
     ours, copy, home = work / "converted", work / "copied", work / "convert-home"
     runs, copies = [], []
-    for _ in range(pairs + 1):
+    for number in range(pairs + 1):
         clean(ours, copy)
-        runs.append(converted(model, ours, case, home))
+        runs.append(converted(model, ours, case, home, sample=number == 0))
         clean(ours)
         copies.append(copied(model, copy))
     clean(ours, copy, home)
-    runs, copies = runs[1:], copies[1:]
+    sampled, runs, copies = runs[0].sampled, runs[1:], copies[1:]
     ratios = sorted(copy / run.seconds for run, copy in zip(runs, copies, strict=True))
     return Row(
         case=name,
@@ -103,27 +107,30 @@ def beside_cp(name: str, work: Path, pairs: int) -> Row:
         speed_lowest=ratios[0],
         speed_highest=ratios[-1],
         writing_speed=statistics.median(copy / run.writing for run, copy in zip(runs, copies, strict=True)),
-        sampled_peak=max(run.sampled for run in runs),
+        sampled_peak=sampled,
         maxrss_peak=max(run.maxrss for run in runs),
     )
 
 
 def beside_usual(name: str, work: Path, pairs: int) -> UsualRow:
-    """Alternate conversion and the usual way; the first pair warms both up, and its results must be the same."""
+    """Alternate conversion and the usual way.
+
+    The first pair warms both up and tells their memory, and its results must be the same; its times do not count.
+    """
     case = CASES[name]
     model = model_folder(work, case.source)
     ours, theirs, home = work / "converted", work / "usual", work / "convert-home"
     runs, usual = [], []
     for number in range(pairs + 1):
         clean(ours, theirs)
-        runs.append(converted(model, ours, case, home))
-        usual.append(converted_as_usual(model, theirs, case))
+        runs.append(converted(model, ours, case, home, sample=number == 0))
+        usual.append(converted_as_usual(model, theirs, case, sample=number == 0))
         if number == 0:
             require_same(ours, theirs)
     clean(ours, theirs, home)
+    peak, usual_peak = runs[0].sampled, usual[0].sampled
     runs, usual = runs[1:], usual[1:]
     ratios = sorted(their.seconds / our.seconds for our, their in zip(runs, usual, strict=True))
-    peak, usual_peak = max(run.sampled for run in runs), min(run.sampled for run in usual)
     return UsualRow(
         case=name,
         pairs=pairs,
@@ -155,6 +162,32 @@ def under_limit(name: str, work: Path) -> dict[str, Any]:
     return {"case": name, **json.loads(result.stdout)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class GroupRow:
+    """A conversion in a cgroup of `limit` bytes, Python and the page cache included."""
+
+    case: str
+    limit: int
+    seconds: float
+    sampled_peak: int
+    kills: int
+
+
+def under_cgroup(name: str, work: Path, largest_tensor: int) -> GroupRow | None:
+    """Convert in a cgroup that allows the largest tensor and 250 MB; None where no cgroup can be made."""
+    case = CASES[name]
+    model, out, limit = model_folder(work, case.source), work / "limited" / "made", largest_tensor + ALLOWANCE
+    clean(out.parent)
+    with memory_group(limit) as group:
+        if group is None:
+            return None
+        environment = {**os.environ, "TRTSERVE_HOME": str(out.parent / "home")}
+        run = watched(convert_command(model, out, case), environment, sample=True, before=group.enter)
+        row = GroupRow(case=name, limit=limit, seconds=run.seconds, sampled_peak=run.sampled, kills=group.kills())
+    clean(out.parent)
+    return row
+
+
 _HEADS = "Convert 1.1 B; Whole command, s; Writing, s; `cp`, s; Speed ÷ `cp` (lowest – highest); Reach; Writing ÷ `cp`"
 _PEAKS = "RssAnon + RssShmem, MB; ru_maxrss, MB; Pairs"
 _USUAL_HEADS = "Whole processes; trtserve, s; Usual way, s; Times faster (lowest – highest); Reach"
@@ -162,6 +195,7 @@ _LIMITED_HEADS = (
     "Under RLIMIT_AS; Python and libraries before, MB; Largest tensor, MB; "
     f"Limit (sum and {ALLOWANCE // 10**6}), MB; ru_maxrss, MB; Whole model, MB"
 )
+_GROUP_HEADS = "In a cgroup; Limit (largest tensor and 250), MB; RssAnon + RssShmem, MB; Killed; Whole command, s"
 _USUAL_PEAKS = "trtserve, MB; Usual way, MB; Memory ratio; Reach; Pairs"
 
 
@@ -198,6 +232,15 @@ def limited_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return _markdown(_LIMITED_HEADS, lines)
 
 
+def group_table(rows: Sequence[GroupRow]) -> str:
+    """The conversions in a cgroup as Markdown; memory in MB."""
+    lines = [
+        f"{row.case}; {row.limit / 1e6:.0f}; {row.sampled_peak / 1e6:.0f}; {row.kills}; {row.seconds:.1f}"
+        for row in rows
+    ]
+    return _markdown(_GROUP_HEADS, lines)
+
+
 def _markdown(heads: str, rows: Sequence[str]) -> str:
     """A table of lines whose cells are separated by semicolons."""
     lines = [heads, "; ".join(["---", *["--:"] * heads.count(";")]), *rows]
@@ -230,7 +273,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         limited = [under_limit(name, work) for name in cases if name in LIMITED]
         report["limited"] = limited
         print(f"\n{limited_table(limited)}", flush=True)
+        report["groups"] = _group_part(limited, work)
     finish(options.out or work, "convert", report, figures)
+
+
+def _group_part(limited: Sequence[Mapping[str, Any]], work: Path) -> list[GroupRow]:
+    rows = [under_cgroup(row["case"], work, row["largest_tensor"]) for row in limited]
+    made = [row for row in rows if row is not None]
+    if made:
+        print(f"\n{group_table(made)}", flush=True)
+    else:
+        print("\nNo cgroup can be made here (root can): nothing is measured in one.")
+    return made
 
 
 def _usual_part(cases: Sequence[str], work: Path, pairs: int) -> list[UsualRow]:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.memory import anonymous_bytes
 from tests.benchmarks.results import Figure, finish
 
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
@@ -104,7 +105,7 @@ class Watched:
 
     def sample(self) -> None:
         """Read the memory of all processes once."""
-        self.peak = max(self.peak, sum(map(_private_bytes, _tree(self._process.pid))))
+        self.peak = max(self.peak, anonymous_bytes(self._process.pid))
         if time.monotonic() - self._began > TIMEOUT:
             self._process.kill()
             raise SystemExit("a stage did not come to its end")
@@ -137,26 +138,6 @@ def _run_at(priority: int) -> None:
     """A peak lasts a moment: on a busy machine a sampler that has to wait for its turn does not see it."""
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, priority)
-
-
-def _tree(pid: int) -> list[int]:
-    """A process and its descendants, without those that are copies of their parent for a moment (fork before exec)."""
-    import psutil
-
-    try:
-        root = psutil.Process(pid)
-        children = root.children(recursive=True)
-        return [pid, *(child.pid for child in children if child.cmdline() != psutil.Process(child.ppid()).cmdline())]
-    except psutil.Error:
-        return [pid]
-
-
-def _private_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 def _size(folder: Path) -> int:

@@ -13,10 +13,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.benchmarks.memory import anonymous_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +53,8 @@ class Case:
 class Run:
     """One process: seconds from start to end, of them those of writing, and peaks in bytes.
 
-    `sampled` is RssAnon + RssShmem as read every 4 ms; `maxrss` is ru_maxrss, which includes pages of files.
+    `sampled` is RssAnon + RssShmem of all its processes as read every 4 ms, 0 when it was not: that takes its share of
+    the cores. `maxrss` is ru_maxrss, which includes pages of files, of the largest process.
     """
 
     seconds: float
@@ -76,28 +79,45 @@ def convert_command(model: Path, out: Path, case: Case) -> list[str]:
     return [sys.executable, "-m", "trtserve", "convert", str(model), "--out", str(out), *sizes, "--quiet"]
 
 
-def converted(model: Path, out: Path, case: Case, home: Path) -> Run:
+def converted(model: Path, out: Path, case: Case, home: Path, *, sample: bool) -> Run:
     """Convert in a fresh process; seconds of writing come from the rates that it leaves in `home`."""
-    run = watched(convert_command(model, out, case), {**os.environ, "TRTSERVE_HOME": str(home)})
+    environment = {**os.environ, "TRTSERVE_HOME": str(home)}
+    run = watched(convert_command(model, out, case), environment, sample=sample)
     rates = json.loads((home / "rates.json").read_text(encoding="utf-8"))
     return Run(seconds=run.seconds, writing=rates["convert"][-1]["seconds"], sampled=run.sampled, maxrss=run.maxrss)
 
 
-def converted_as_usual(model: Path, out: Path, case: Case) -> Run:
+def converted_as_usual(model: Path, out: Path, case: Case, *, sample: bool) -> Run:
     """Convert the usual way in a fresh process."""
-    return watched([*_CALL, "usual", str(model), str(out), str(case.tp_size), str(case.pp_size), case.dtype])
+    sizes = [str(case.tp_size), str(case.pp_size)]
+    return watched([*_CALL, "usual", str(model), str(out), *sizes, case.dtype], sample=sample)
 
 
-def watched(command: Sequence[str], environment: dict[str, str] | None = None) -> Run:
-    """Run a command to its end and watch its memory; SystemExit when it fails."""
+def watched(
+    command: Sequence[str],
+    environment: dict[str, str] | None = None,
+    *,
+    sample: bool,
+    before: Callable[[], None] | None = None,
+) -> Run:
+    """Run a command to its end, and `sample` its memory; SystemExit when it fails.
+
+    `before` runs in its process first.
+    """
     start, peak = time.perf_counter(), 0
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        preexec_fn=before,  # noqa: PLW1509 - a benchmark has one thread
+    )
     while True:
         pid, status, usage = os.wait4(process.pid, os.WNOHANG)
         seconds = time.perf_counter() - start
         if pid:
             break
-        peak = max(peak, _private_bytes(process.pid))
+        if sample:
+            peak = max(peak, anonymous_bytes(process.pid))
         if seconds > TIMEOUT:
             process.kill()
         time.sleep(SAMPLE_SECONDS)
@@ -105,15 +125,6 @@ def watched(command: Sequence[str], environment: dict[str, str] | None = None) -
     if status:
         raise SystemExit(f"{' '.join(command)} ended with code {process.returncode}")
     return Run(seconds=seconds, writing=seconds, sampled=peak, maxrss=usage.ru_maxrss * 1024)
-
-
-def _private_bytes(pid: int) -> int:
-    """RssAnon + RssShmem of a process; 0 when it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 def copied(model: Path, out: Path) -> float:

@@ -19,7 +19,7 @@ from trtserve.convert import convert_model
 from trtserve.errors import MemoryLimitError
 from trtserve.specs import ConvertSpec
 
-# Stacks of four threads (8 MB each) and their buffers.
+# What a conversion says that it needs, in four processes.
 ALLOWANCE = 56 << 20
 
 

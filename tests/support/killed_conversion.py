@@ -1,7 +1,8 @@
 """Conversions that are killed at chosen moments, each in a process of its own: `python -m ... MODEL FOLDER KILLS`.
 
-A moment is a call that touches the file system (as Python's audit events tell) or a report of progress, while other
-threads read and write. One process imports everything and forks for each moment, which takes milliseconds.
+A moment is a call that touches the file system (as Python's audit events tell) or a report of progress, while another
+process of the conversion reads and writes. One process imports everything and forks for each moment, which takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -94,13 +95,18 @@ def _count_moments(model: Path, folder: Path) -> tuple[int, int]:
 
 
 def _killed(model: Path, folder: Path, moment: int) -> bool:
-    """Whether a conversion was killed at that moment (it may have had fewer)."""
+    """Whether a conversion was killed at that moment, its own or its helper's (it may have had fewer)."""
 
-    def at(count: int) -> None:
-        if count == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def work() -> None:
+        conversion = os.getpid()
 
-    status = _in_child(lambda: _convert(model, folder, SPEC, _Moments(at)))
+        def at(count: int) -> None:
+            if count == moment:
+                os.kill(conversion, signal.SIGKILL)
+
+        _convert(model, folder, SPEC, _Moments(at))
+
+    status = _in_child(work)
     assert status in (0, signal.SIGKILL), f"moment {moment}: status {status}"
     return status != 0
 
@@ -162,7 +168,7 @@ def _chosen(count: int, kills: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    streaming.CHUNK = 4 << 10  # more moments, and threads that are all at work
+    streaming.CHUNK, streaming.WORTH = 4 << 10, 1  # more moments, and processes that are all at work
     os.environ.pop("TRTSERVE_HOME", None)
     source, work, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     results = [run(source, work / str(replace), replace=replace, kills=number) for replace in (False, True)]

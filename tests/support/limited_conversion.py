@@ -1,8 +1,8 @@
 """A conversion under a hard limit of memory: `python -m ... MODEL OUT TP_SIZE DTYPE ALLOWANCE`.
 
-RLIMIT_AS bounds the address space, which is more than what a process holds: stacks of threads and what the allocator
-sets aside count in full. The limit is the space that the interpreter and its libraries take before the conversion,
-plus the largest tensor, plus ALLOWANCE bytes; whatever goes beyond it fails with MemoryError.
+RLIMIT_AS bounds the address space of each process, which is more than what it holds: stacks of threads and what the
+allocator sets aside count in full. The limit is the space that the interpreter and its libraries take before the
+conversion, plus the largest tensor, plus ALLOWANCE bytes; whatever goes beyond it fails with MemoryError.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from trtserve.artifacts import Model
 from trtserve.convert import convert_model, plan_conversion
 from trtserve.specs import ConvertSpec, DType
 from trtserve.store import Store
+
+# This one, and those that it has waited for.
+_PROCESSES = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
 
 def limit_memory(allowance: int) -> int:
@@ -46,7 +49,7 @@ def run(model: Path, out: Path, tp_size: int, dtype: DType, allowance: int) -> d
         "limit": base + plan.largest_tensor + allowance,
         "largest_tensor": plan.largest_tensor,
         "model_bytes": plan.source_bytes,
-        "maxrss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "maxrss": max(resource.getrusage(who).ru_maxrss for who in _PROCESSES) * 1024,
         "whole_model_fits": whole_model_fits,
     }
 

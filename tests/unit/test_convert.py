@@ -137,7 +137,7 @@ def test_a_value_that_float16_cannot_hold_names_its_tensor(tmp_path: Path, value
     tensors = {name: values.copy() for name, values in read_safetensors(folder / "model.safetensors").items()}
     tensors["model.layers.1.mlp.up_proj.weight"][5, 7] = value
     write_safetensors(folder / "model.safetensors", tensors)
-    with pytest.raises(ConversionError, match=r"model\.layers\.1\.mlp\.up_proj\.weight .* 1 values .* float16"):
+    with pytest.raises(ConversionError, match=r"model\.layers\.1\.mlp\.up_proj\.weight .* 1 of \d+ numbers .* float16"):
         convert(folder, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""Streaming of weights: each source is read once, memory is a chunk, neither chunks nor threads show in the files."""
+"""Streaming of weights: each source is read once, memory is a chunk, neither chunks nor processes show in the files."""
 
 from __future__ import annotations
 
@@ -83,17 +83,28 @@ def test_reads_and_writes_that_stop_short_are_continued(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama", "float16"), ("llama", "bfloat16"), ("gpt2", "bfloat16")])
 @pytest.mark.parametrize("source", ["float16", "bfloat16"])
-def test_the_number_of_threads_does_not_show(
+def test_the_number_of_processes_does_not_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, source: str
 ) -> None:
     folder = write_tiny_model(tmp_path / "hf", family, vocab_size=4001, dtype=source)
     monkeypatch.setattr(streaming, "CHUNK", 5000)
+    monkeypatch.setattr(streaming, "WORTH", 1)
     contents = []
     for cores in (1, 2, 64):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         made = convert(folder, tmp_path / str(cores), tp_size=2, pp_size=2, dtype=dtype).path
         contents.append([(made / f"rank{rank}.safetensors").read_bytes() for rank in range(4)])
     assert contents[0] == contents[1] == contents[2]
+
+
+def test_a_small_model_is_converted_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    plan = plan_conversion(Model(path=write_tiny_model(tmp_path / "hf")), ConvertSpec())
+    assert streaming.process_count(plan.moves) == 1
+    monkeypatch.setattr(streaming, "WORTH", plan.source_bytes)
+    assert streaming.process_count(plan.moves) == 2
+    monkeypatch.setattr(streaming, "WORTH", 1)
+    assert streaming.process_count(plan.moves) == 4
 
 
 @pytest.mark.parametrize("cores", [1, 4])
@@ -108,5 +119,6 @@ def test_of_several_values_that_do_not_fit_the_first_of_the_file_is_named(
     first = min(TensorFile(folder / "model.safetensors").entries.items(), key=lambda item: item[1].begin)[0]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(streaming, "CHUNK", 1000)
+    monkeypatch.setattr(streaming, "WORTH", 1)
     with pytest.raises(ConversionError, match=f"^{re.escape(first)} in"):
         convert(folder, tmp_path / "out", dtype="float16")

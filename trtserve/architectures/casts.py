@@ -12,21 +12,17 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from trtserve.architectures.tensor_files import numpy_dtype
+from trtserve.architectures.tensor_files import CODES, item_size, numpy_dtype
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# Numbers that are looked up at a time; as indices of 8 bytes they stay in the cache of a core.
-_LOOKED_UP = 1 << 16
-# Numbers whose exponents are biased anew at a time, and the part of them that may need the table.
-_REBIASED = 1 << 18
+# Numbers that are looked up at a time, and those whose exponents are biased anew: with fewer the calls themselves take
+# their time, more leave the cache of a core. _FEW: the part of the latter that may need the table.
+_LOOKED_UP = 1 << 17
+_REBIASED = 1 << 17
 _FEW = 16
-# Bytes that a Cast holds: indices, and a table of 65,536 numbers of up to 4 bytes; of numbers that are biased anew two
-# bytes and a truth value each, and four times the places (8 bytes) of those few that are looked up.
-CAST_BYTES = 12 * _LOOKED_UP + 3 * _REBIASED + 4 * 8 * _REBIASED // _FEW
-
 # The bits of a bfloat16 times 8, less its sign, are those of a float16 that is 2^112 times too large: the exponents are
 # biased by 127 and by 15. The difference is taken modulo 2^16, as the multiplication was.
 _DIGITS = 8
@@ -39,14 +35,12 @@ _RANGE = (14 + 16) << 8
 
 
 class Cast:
-    """The cast from one floating-point type of safetensors to another, with buffers for one thread."""
+    """The cast from one floating-point type of safetensors to another, with buffers that it keeps."""
 
     def __init__(self, source: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-        bfloat16, float16 = numpy_dtype("BF16"), numpy_dtype("F16")
-        # From bfloat16 to float32 is a shift, which is faster than a lookup.
-        plain = source.itemsize == 4 or (source == bfloat16 and wanted.itemsize == 4)
-        self._table = None if plain else _table(source, wanted)
-        self._rebias = _Rebias() if (source, wanted) == (bfloat16, float16) else None
+        codes = CODES[source.name], CODES[wanted.name]
+        self._table = None if _is_plain(*codes) else _table(source, wanted)
+        self._rebias = _Rebias() if _is_rebiased(*codes) else None
         self._indices: npt.NDArray[np.intp] | None = None
 
     def into(self, values: npt.NDArray[Any], out: npt.NDArray[Any]) -> bool:
@@ -97,13 +91,17 @@ class Cast:
 
 
 class _Rebias:
-    """New exponents for bfloat16 as float16, with buffers for one thread."""
+    """New exponents for bfloat16 as float16, with buffers that it keeps."""
 
     def __init__(self) -> None:
         import numpy as np
 
         self._words: npt.NDArray[np.uint16] = np.empty(_REBIASED, np.uint16)
         self._flags: npt.NDArray[np.bool_] = np.empty(_REBIASED, np.bool_)
+        # As arrays: a number of Python is made one at each call.
+        self._lowest, self._range, self._digits, self._bias, self._sign = (
+            np.array(number, np.uint16) for number in (_LOWEST, _RANGE, _DIGITS, _BIAS, _SIGN)
+        )
 
     def into(self, bits: npt.NDArray[np.uint16], out: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp] | None:
         """Make `out` of at most _REBIASED numbers; returns the places of those for which it is wrong.
@@ -113,16 +111,36 @@ class _Rebias:
         import numpy as np
 
         words, flags = self._words[: len(bits)], self._flags[: len(bits)]
-        np.multiply(bits, 2, out=words)
-        np.subtract(words, _LOWEST, out=words)
-        np.greater_equal(words, _RANGE, out=flags)
-        if np.count_nonzero(flags) * _FEW > len(bits):
+        np.add(bits, bits, out=words)
+        np.subtract(words, self._lowest, out=words)
+        np.greater_equal(words, self._range, out=flags)
+        places = np.flatnonzero(flags)
+        if len(places) * _FEW > len(bits):
             return None
-        np.multiply(bits, _DIGITS, out=out)
-        np.add(out, _BIAS, out=out)
-        np.bitwise_and(bits, _SIGN, out=words)
+        np.multiply(bits, self._digits, out=out)
+        np.add(out, self._bias, out=out)
+        np.bitwise_and(bits, self._sign, out=words)
         np.bitwise_or(out, words, out=out)
-        return np.flatnonzero(flags)
+        return places
+
+
+def cast_bytes(source: str, wanted: str) -> int:
+    """Bytes that a Cast between two types of safetensors (their codes) holds while few numbers need the table.
+
+    Indices and the table, or what is needed for new exponents: two bytes and a truth value for each number.
+    """
+    if source == wanted or _is_plain(source, wanted):
+        return 0
+    return (3 * _REBIASED if _is_rebiased(source, wanted) else 8 * _LOOKED_UP) + (item_size(wanted) << 16)
+
+
+def _is_plain(source: str, wanted: str) -> bool:
+    """Whether the types' own cast is the fastest; from bfloat16 to float32 it is a shift."""
+    return source == "F32" or (source, wanted) == ("BF16", "F32")
+
+
+def _is_rebiased(source: str, wanted: str) -> bool:
+    return (source, wanted) == ("BF16", "F16")
 
 
 @functools.cache

@@ -1,38 +1,40 @@
 """Moving tensors from source files into rank files: one pass over each source, memory bounded by a chunk.
 
-The work is cut into jobs that threads share, so that one reads or casts while another writes. All bytes pass through
-buffers of about `CHUNK` bytes, which every thread keeps; only a transposed tensor (Conv1D) is held whole.
+The work is cut into jobs that processes share, so that one reads or casts while another writes. All bytes pass through
+buffers of about `CHUNK` bytes, which every process keeps; only a transposed tensor (Conv1D) is held whole.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.architectures.casts import CAST_BYTES, Cast, not_finite_exponent
+from trtserve.architectures.casts import Cast, cast_bytes, not_finite_exponent
 from trtserve.architectures.source import SourceTensor
-from trtserve.architectures.tensor_files import CODES, TensorFile, numpy_dtype, read_into
-from trtserve.architectures.threads import run_all, worker_count
-from trtserve.errors import ConversionError, CorruptFileError
+from trtserve.architectures.tensor_files import CODES, TensorFile, item_size, numpy_dtype, read_bytes, read_into
+from trtserve.architectures.workers import run_all, worker_count
+from trtserve.errors import ConversionError
 from trtserve.interrupts import held_back
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# Small enough for a core's cache.
-CHUNK = 512 << 10
+# Small enough for a core's cache, together with what is made of it.
+CHUNK = 256 << 10
 # The page cache takes folios as large as a write. This size is faster than copy_file_range, which moves 64 KiB at a
 # time; larger ones took up to six times the CPU time in a virtual machine that hands free memory back to its host in
 # pieces of 2 MiB, because large folios come from such pieces (2.2 GB: 0.51 s of 128 KiB, 2.5 s of 512 KiB, cp 0.56 s).
 _WRITTEN = 128 << 10
-_CHUNKS_OF_JOB = 8
+_CHUNKS_OF_JOB = 16
+# Bytes of sources that are worth a further process, which takes some milliseconds.
+WORTH = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,22 +93,23 @@ def created(folder: Path, headers: Sequence[bytes], sizes: Sequence[int]) -> Ite
 
 @dataclass(frozen=True, kw_only=True)
 class _Copy:
-    """Bytes of a source tensor that go to one place of a rank file as they are; `begin` counts from the file's start.
+    """Numbers of a source tensor that go to one place of a rank file in their order, as they are or changed.
 
-    `done` bytes of sources are behind us when it is carried out.
+    `begin` and `offset` are in bytes from the start of the source's and of the rank's file. `done` bytes of sources are
+    behind us when it is carried out.
     """
 
-    source: SourceTensor
+    move: Move
     rank: int
     begin: int
     offset: int
-    size: int
+    numbers: int
     done: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """Rows of a source tensor that are changed, or cut by columns, for `blocks`; `done` is as in _Copy."""
+    """Rows of a source tensor that are cut by columns, or changed for several `blocks`; `done` is as in _Copy."""
 
     move: Move
     blocks: Sequence[Block]
@@ -126,41 +129,76 @@ def carry_out(
     `advance` is called with bytes of source tensors that are done. ConversionError names the tensor when a value is
     not finite in `dtype`.
     """
-    whole = threading.Lock()
 
     @contextmanager
     def worker() -> Iterator[Callable[[_Job], int]]:
-        with _Hands(files, dtype, whole) as hands:
+        with _Hands(files, dtype) as hands:
             yield hands.carry_out
 
-    run_all(_jobs(moves, dtype), worker, advance)
+    run_all(_jobs(moves, dtype), worker, advance, count=process_count(moves), alone=_holds_a_tensor)
+
+
+def process_count(moves: Sequence[Move]) -> int:
+    """Processes that carry out `moves`, the calling one among them."""
+    return min(worker_count(), 1 + sum(move.source.entry.size for move in moves) // WORTH)
 
 
 def load_types(moves: Sequence[Move], dtype: str) -> None:
-    """Load what changed numbers need, before any thread does.
+    """Load what tensors that are cut or changed need once, before there are several processes."""
+    with held_back():  # NumPy prints an interrupt
+        for code in {code for move in moves if needs_numpy(move, dtype) for code in _codes(move, dtype)}:
+            numpy_dtype(code)
 
-    An interrupted import leaves its lock taken (CPython 3.11), and another thread would wait for it for ever. NumPy
-    prints the interrupt as well.
+
+def needs_numpy(move: Move, dtype: str) -> bool:
+    """Whether a tensor is changed or cut by columns; its bytes are only copied otherwise."""
+    return not _unchanged(move, move.dtype or dtype) or _has_columns(move)
+
+
+def _codes(move: Move, dtype: str) -> tuple[str, str]:
+    """The types of a tensor before and after, as the format names them."""
+    return move.source.entry.code, CODES[move.dtype or dtype]
+
+
+def buffered_bytes(move: Move, dtype: str, processes: int) -> int:
+    """Bytes of memory that `carry_out` holds for such a tensor, in all processes together.
+
+    Each has a chunk as it was read, as it becomes where it does (up to twice the size), and a part of that where it is
+    cut by columns; a transposed tensor is held once.
     """
-    if any(not _unchanged(move, move.dtype or dtype) for move in moves):
-        with held_back():
-            numpy_dtype(CODES[dtype])
-
-
-def buffered_bytes(move: Move, dtype: str) -> int:
-    """Bytes of memory that `carry_out` holds at most for such a tensor, in all threads together.
-
-    Each has a chunk as it was read, as it becomes (up to twice the size), and a part of that; a transposed tensor is
-    held once.
-    """
-    if _unchanged(move, move.dtype or dtype):
-        return worker_count() * 2 * CHUNK
+    if not needs_numpy(move, dtype):
+        return processes * CHUNK
+    before, after = _codes(move, dtype)
+    widths = item_size(before), item_size(after)
+    read = CHUNK * widths[0] // widths[1] if _copied(move, move.dtype or dtype) else CHUNK
+    changed = read * widths[1] // widths[0]
+    casts = 0 if before == after else changed + cast_bytes(before, after)
+    part = changed if _has_columns(move) else 0
     whole = move.source.entry.size if move.transpose else 0
-    return whole + worker_count() * (6 * CHUNK + CAST_BYTES)
+    return whole + processes * (read + casts + part)
 
 
 def _unchanged(move: Move, dtype: str) -> bool:
     return move.source.entry.code == CODES[dtype] and not move.transpose and not move.offset
+
+
+def _has_columns(move: Move) -> bool:
+    return any(block.columns != move.shape[1] for block in move.blocks)
+
+
+def _copied(move: Move, dtype: str) -> list[Block]:
+    """Blocks whose numbers follow each other in the source as they will in the rank file.
+
+    Where several need the same numbers changed, none: they are changed once for all of them.
+    """
+    if move.transpose or not (_unchanged(move, dtype) or _are_apart(move.blocks)):
+        return []
+    return [block for block in move.blocks if block.columns == move.shape[1]]
+
+
+def _are_apart(blocks: Sequence[Block]) -> bool:
+    rows = sorted((block.first_row, block.first_row + block.rows) for block in blocks)
+    return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(rows))
 
 
 def _jobs(moves: Sequence[Move], dtype: str) -> Iterator[_Job]:
@@ -171,12 +209,10 @@ def _jobs(moves: Sequence[Move], dtype: str) -> Iterator[_Job]:
 
 
 def _jobs_of(move: Move, dtype: str) -> Iterator[_Job]:
-    cut, unchanged = [], _unchanged(move, dtype)
-    for block in move.blocks:
-        if unchanged and block.columns == move.shape[1]:
-            yield from _copies(move, block)
-        else:
-            cut.append(block)
+    copied = _copied(move, dtype)
+    for block in copied:
+        yield from _copies(move, block, dtype)
+    cut = [block for block in move.blocks if block not in copied]
     if not cut:
         return
     rows = move.shape[0]
@@ -185,19 +221,20 @@ def _jobs_of(move: Move, dtype: str) -> Iterator[_Job]:
         yield _Cut(move=move, blocks=cut, first_row=first, rows=min(step, rows - first))
 
 
-def _copies(move: Move, block: Block) -> Iterator[_Copy]:
-    """The bytes of a block, cut where the rank file has whole chunks, which is where large folios begin."""
-    width = _row_bytes(move)
-    begin = move.source.entry.begin + block.first_row * width
-    offset, end = block.offset, block.offset + block.rows * width
-    while offset < end:
-        size = min(end, _next_multiple(offset, _CHUNKS_OF_JOB * CHUNK)) - offset
-        yield _Copy(source=move.source, rank=block.rank, begin=begin, offset=offset, size=size)
-        begin, offset = begin + size, offset + size
+def _copies(move: Move, block: Block, dtype: str) -> Iterator[_Copy]:
+    """The numbers of a block, cut where the rank file has whole chunks, which is where large folios begin."""
+    before, after = (item_size(code) for code in _codes(move, dtype))
+    begin = move.source.entry.begin + block.first_row * _row_bytes(move)
+    offset, left = block.offset, block.rows * block.columns
+    while left:
+        numbers = min(left, _numbers_to(_CHUNKS_OF_JOB * CHUNK, offset, after))
+        yield _Copy(move=move, rank=block.rank, begin=begin, offset=offset, numbers=numbers)
+        begin, offset, left = begin + numbers * before, offset + numbers * after, left - numbers
 
 
-def _next_multiple(offset: int, size: int) -> int:
-    return (offset // size + 1) * size
+def _numbers_to(multiple: int, offset: int, width: int) -> int:
+    """Numbers of `width` bytes from `offset` to the next `multiple`; at least one."""
+    return max(1, (multiple - offset % multiple) // width)
 
 
 def _chunk_rows(move: Move) -> int:
@@ -209,16 +246,16 @@ def _row_bytes(move: Move) -> int:
     return move.source.entry.size // move.shape[0]
 
 
+def _holds_a_tensor(job: _Job) -> bool:
+    return isinstance(job, _Cut) and job.move.transpose
+
+
 class _Hands:
-    """What one thread works with: the source file that it has open, and buffers that it keeps.
+    """What one process works with: the source file that it has open, and buffers that it keeps."""
 
-    `whole` is held by the one thread that holds a whole tensor.
-    """
-
-    def __init__(self, files: RankFiles, dtype: str, whole: threading.Lock) -> None:
+    def __init__(self, files: RankFiles, dtype: str) -> None:
         self._files = files
         self._dtype = dtype
-        self._whole = whole
         self._opened = ExitStack()
         self._file: TensorFile | None = None
         self._descriptor = -1
@@ -235,9 +272,6 @@ class _Hands:
         """Do what the job says; returns its `done`."""
         if isinstance(job, _Copy):
             self._copy(job)
-        elif job.move.transpose:
-            with self._whole:
-                self._cut(job)
         else:
             self._cut(job)
         return job.done
@@ -263,16 +297,29 @@ class _Hands:
         return flat.reshape(shape)
 
     def _copy(self, job: _Copy) -> None:
-        source, target = self._open(job.source), self._files[job.rank]
-        begin, offset, end = job.begin, job.offset, job.offset + job.size
-        buffer = self._buffer("copied", CHUNK)
-        while offset < end:
-            part = buffer[: min(end, _next_multiple(offset, CHUNK)) - offset]
-            count = os.preadv(source, [part], begin)
-            if count == 0:
-                raise CorruptFileError(f"{job.source.file.path} ended within {job.source.name} while it was read.")
-            _write(target, part[:count], offset)
-            begin, offset = begin + count, offset + count
+        move = job.move
+        copy = self._copy_bytes if _unchanged(move, move.dtype or self._dtype) else self._copy_changed
+        width = item_size(_codes(move, self._dtype)[1])
+        begin, offset, left = job.begin, job.offset, job.numbers
+        while left:
+            numbers = min(left, _numbers_to(CHUNK, offset, width))
+            begin += copy(move, self._files[job.rank], begin, offset, numbers)
+            offset, left = offset + numbers * width, left - numbers
+
+    def _copy_bytes(self, move: Move, target: int, begin: int, offset: int, numbers: int) -> int:
+        """Copy numbers from `begin` to `offset`; returns how many bytes they had."""
+        part = self._buffer("copied", numbers * item_size(move.source.entry.code))
+        read_bytes(self._open(move.source), part, begin, _named(move.source))
+        _write(target, part, offset)
+        return len(part)
+
+    def _copy_changed(self, move: Move, target: int, begin: int, offset: int, numbers: int) -> int:
+        """Change numbers from `begin` and write them to `offset`; returns how many bytes they had."""
+        values = self._array("read", (numbers,), numpy_dtype(move.source.entry.code))
+        read_into(self._open(move.source), values, begin, _named(move.source))
+        wanted = numpy_dtype(_codes(move, self._dtype)[1])
+        write_at(target, self._cast(move.source, _shifted(values, move.offset), wanted), offset)
+        return values.nbytes
 
     def _cut(self, job: _Cut) -> None:
         move, dtype = job.move, job.move.dtype or self._dtype
@@ -306,7 +353,7 @@ class _Hands:
         for first in range(job.first_row, job.first_row + job.rows, step):
             rows = min(step, job.first_row + job.rows - first)
             values = self._array("read", (rows, move.shape[1]), kind)
-            read_into(descriptor, values, entry.begin + first * _row_bytes(move))
+            read_into(descriptor, values, entry.begin + first * _row_bytes(move), _named(move.source))
             yield first, values
 
     def _cast(self, source: SourceTensor, values: npt.NDArray[Any], wanted: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -328,7 +375,7 @@ def _transposed(descriptor: int, move: Move, step: int) -> Iterator[tuple[int, n
     rows, columns = move.shape
     entry = move.source.entry
     whole: npt.NDArray[Any] = np.empty((columns, rows), dtype=numpy_dtype(entry.code))
-    read_into(descriptor, whole, entry.begin)
+    read_into(descriptor, whole, entry.begin, _named(move.source))
     for first in range(0, rows, step):
         yield first, np.ascontiguousarray(whole[:, first : first + step].T)
 
@@ -344,6 +391,10 @@ def _shifted(values: npt.NDArray[Any], offset: float) -> npt.NDArray[Any]:
     return shifted
 
 
+def _named(source: SourceTensor) -> str:
+    return f"{source.file.path}, within {source.name},"
+
+
 def _not_finite(source: SourceTensor, values: npt.NDArray[Any], cast: npt.NDArray[Any]) -> ConversionError:
     """What is wrong with rows of which not all numbers are finite: all bits of their exponent are set."""
     import numpy as np
@@ -353,7 +404,7 @@ def _not_finite(source: SourceTensor, values: npt.NDArray[Any], cast: npt.NDArra
     first = values[bad][0]
     limit = " (largest value: 65504)" if cast.dtype == np.float16 else ""
     return ConversionError(
-        f"{source.name} in {source.file.path} has {int(bad.sum())} values in {len(values)} rows that are not finite in "
+        f"{source.name} in {source.file.path} has {int(bad.sum())} of {values.size} numbers that are not finite in "
         f"{cast.dtype.name}{limit}; the first is {float(first)}.",
         hint="Convert with --dtype bfloat16 or float32."
         if np.isfinite(np.float32(first))

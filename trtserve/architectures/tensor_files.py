@@ -108,16 +108,20 @@ class TensorFile:
         return values
 
 
-def read_into(descriptor: int, values: npt.NDArray[Any], offset: int) -> None:
-    """Fill the contiguous array `values` from `offset` bytes after the start of the file."""
+def read_into(descriptor: int, values: npt.NDArray[Any], offset: int, what: str = "A weight file") -> None:
+    """Fill the contiguous array `values` from `offset` bytes after the start of the file; errors as `read_bytes`."""
     import numpy as np
 
-    buffer: Any = values.reshape(-1).view(np.uint8).data
+    read_bytes(descriptor, values.reshape(-1).view(np.uint8).data, offset, what)
+
+
+def read_bytes(descriptor: int, buffer: memoryview, offset: int, what: str = "A weight file") -> None:
+    """Fill `buffer` from `offset` bytes after the start of the file; CorruptFileError where it, `what`, ends before."""
     done = 0
     while done < len(buffer):
         count = os.preadv(descriptor, [buffer[done:]], offset + done)
         if count == 0:
-            raise CorruptFileError(f"A weight file ended at byte {offset + done} while it was read.")
+            raise CorruptFileError(f"{what} ended at byte {offset + done} while it was read.")
         done += count
 
 
