@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.commands import command_line, environment, trtserve
 from trtserve.ports import free_ports
+from trtserve.triton.server import shared_memory_regions
 
 pytestmark = pytest.mark.triton
 
@@ -35,14 +35,15 @@ def _wait_until_ready(server: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.1)
 
 
-def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+def _region_prefix(triton: psutil.Process) -> str:
+    """What the names of this server's shared-memory regions begin with; tests beside this one have others."""
+    (found,) = re.findall(r"shm-region-prefix-name=(\S+)", "\n".join(triton.cmdline()))
+    return str(found)
 
 
 def test_the_four_commands(tmp_path: Path) -> None:
     home, log = tmp_path / "store", tmp_path / "start.log"
     ports = _ports()
-    regions = _shared_memory()
     imported = trtserve("import", "demo", home=home)
     assert "config.pbtxt" in imported.stdout
     assert "tensorrt_llm_bls" in imported.stdout
@@ -57,6 +58,8 @@ def test_the_four_commands(tmp_path: Path) -> None:
         # Not all of the tree: Triton forks for a moment, under its own name, to start a stub.
         own = psutil.Process(server.pid).children()
         assert [process.name() for process in own] == ["tritonserver"]
+        prefix = _region_prefix(own[0])
+        assert shared_memory_regions(prefix)
         assert "merges the shards" in log.read_text(encoding="utf-8")
 
         answer = trtserve("query", "What is ML?", home=home).stdout
@@ -70,7 +73,7 @@ def test_the_four_commands(tmp_path: Path) -> None:
         server.wait(STOPPED_WITHIN)
     # One that has ended but whose new parent, process 1, has not looked yet still counts as running.
     assert not [process for process in tree if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert _shared_memory() <= regions | {name for name in _shared_memory() if str(os.getpid()) in name}
+    assert not shared_memory_regions(prefix)
 
 
 def test_a_second_import_reuses_every_stage(tmp_path: Path) -> None:

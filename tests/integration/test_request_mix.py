@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 
 from tests.support.adapters import random_adapter
 from tests.support.executors import free_blocks
-from tests.support.request_mix import BEAMS, DRAFT, LORA_RANK, MOST_TOKENS, TABLE_ROWS, Recipe, recipes, request_of
+from tests.support.request_mix import (
+    BEAMS,
+    DRAFT,
+    LORA_RANK,
+    MOST_TOKENS,
+    PROMPTS,
+    TABLE_ROWS,
+    Recipe,
+    recipes,
+    request_of,
+)
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
@@ -186,7 +196,11 @@ def test_a_mix_is_answered_as_if_each_were_alone(side: Side, data: st.DataObject
 
 
 def test_the_mixes_have_met_what_makes_them_hard(side: Side) -> None:
-    """Blocks were found again; the policy that pauses does so when a mix outgrows the cache, the other one never."""
+    """Blocks are found again; the policy that pauses does so when a mix outgrows the cache, the other one never."""
+    recipe = Recipe(prompt=len(PROMPTS) - 1, max_tokens=4, streaming=False, features=(("sampling", "greedy"),))
+    for _ in range(2):  # drawn mixes share prompts, but which ones differs with the versions of what draws them
+        (answer,) = run(side.mixed, [recipe], side.lora)
+        _compare(recipe, answer, side.expected(recipe))
     assert side.mixed._worker is not None
     assert side.mixed._worker.cache.reused_total > 0
     running = set(side.mixed.enqueue_requests([api.Request([5 + number] * 60, 60) for number in range(8)]))

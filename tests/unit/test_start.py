@@ -205,7 +205,9 @@ def test_taken_port_names_its_owner_before_anything_starts(repository: ModelRepo
         port = taken.getsockname()[1]
         others = free_ports(HOST, 2)
         spec = ServerSpec(http_port=others[0], grpc_port=port, metrics_port=others[1])
-        with pytest.raises(PortInUseError, match=rf"--grpc-port {port} is taken by process \d+ \(.*pytest") as caught:
+        with pytest.raises(
+            PortInUseError, match=rf"--grpc-port {port} is taken by process {os.getpid()} \(.*python"
+        ) as caught:
             start_server(repository, spec, store=store)
     assert caught.value.hint is not None
     assert "--auto-ports" in caught.value.hint
