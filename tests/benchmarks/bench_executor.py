@@ -164,6 +164,9 @@ class _ZeroWork:
     def allocate(self, num_blocks: int) -> None:
         self._logits = np.random.default_rng(0).standard_normal((8, self.vocab_size)).astype(np.float32)
 
+    def warm_up(self) -> None:
+        """There is nothing to make."""
+
     def forward(self, *, rows: npt.NDArray[Any], **_: Any) -> npt.NDArray[np.float32]:
         return self._logits[: len(rows)]
 

@@ -52,10 +52,16 @@ class FakeModel:
         self.gate.set()
         self.failures = 0
         self.steps: list[int] = []
+        self.is_warm = False
 
     def allocate(self, num_blocks: int) -> None:
         self.blocks = num_blocks
         self.cache = np.full(num_blocks * self.tokens_per_block, -1, dtype=np.int64)
+
+    def warm_up(self) -> None:
+        """It is as fast at once as it will ever be."""
+        assert self.blocks
+        self.is_warm = True
 
     def forward(
         self,

@@ -44,6 +44,11 @@ def test_the_answer_is_prompt_and_generated_tokens(start: Start) -> None:
     assert (result.cum_log_probs, result.log_probs, result.context_logits) == (None, None, None)
 
 
+def test_a_model_is_warm_before_the_first_request(start: Start) -> None:
+    _, model = start()
+    assert model.is_warm
+
+
 def test_the_prompt_can_be_left_out(start: Start) -> None:
     executor, _ = start()
     request = Request([3, 4, 5], 6, output_config=OutputConfig(exclude_input_from_output=True))

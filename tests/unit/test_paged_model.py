@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.support.paged_steps import PagedSteps, write_engine
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import ArtifactError, BuildError, CorruptFileError
+from trtserve.executor import paged_model
+from trtserve.executor.companions import SIZES
 from trtserve.executor.graph import build_graph
 from trtserve.executor.paged_graph import to_paged_attention
 from trtserve.executor.paged_model import PagedModel, openvino_core, read_engine_config
@@ -71,6 +74,41 @@ def test_positions_stay_exact_in_bfloat16(tmp_path: Path) -> None:
     model = _model(tmp_path, tiny, compute="bf16", kv="f16")
     logits = PagedSteps(model, {"a": ids}).run([{"a": 500}, {"a": 100}])["a"]
     assert float(np.abs(logits[500:] - _reference(tiny).logits(ids)[500:]).max()) < 0.4
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_token_in_company_equals_reference(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = DECODERS[name]
+    model = _model(tmp_path, tiny)
+    monkeypatch.setattr(model, "_lone_size", 6)
+    steps = PagedSteps(model, {"a": SEQUENCES["a"], "b": SEQUENCES["b"]})
+    logits = steps.run([{"a": 1}, {"a": 20, "b": 3}, *[{"a": 1}] * 15, {"a": 2, "b": 1}, {"b": 1}, {"a": 1}])
+    for sequence, ids in logits.items():
+        expected = _reference(tiny).logits(SEQUENCES[sequence])
+        np.testing.assert_allclose(ids, expected[: len(ids)], atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("bytes_of_a_large_model", "compute", "measured"), [(1, "bf16", True), (1, "f32", False), (1 << 30, "bf16", False)]
+)
+def test_company_is_measured_where_weights_are_many_and_arithmetic_is_rounded(
+    bytes_of_a_large_model: int, compute: str, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def measure(run: Callable[[int], object]) -> int:
+        sizes.extend(SIZES)
+        for size in SIZES:
+            run(size)
+        return SIZES[-1]
+
+    monkeypatch.setattr(paged_model, "_BOUND_BY_MEMORY", bytes_of_a_large_model)
+    monkeypatch.setattr(paged_model, "fastest", measure)
+    model = _model(tmp_path, tiny_decoder(dtype=ml_dtypes.bfloat16), compute=compute, kv="f16")
+    model.allocate(2)
+    model.warm_up()
+    assert sizes == (list(SIZES) if measured else [])
+    assert model._lone_size == (SIZES[-1] if measured else 1)
 
 
 def test_only_the_rows_asked_for_come_back_in_their_order(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class Executor:
             fail=config.fail_fast_on_attention_window_too_large,
         )
         model.allocate(blocks)
+        model.warm_up()
         self._worker: Worker | None = Worker(model, self.limits, config, blocks=blocks, free_memory=memory)
         self._thread = threading.Thread(target=self._worker.run, name="executor", daemon=True)
         self._thread.start()

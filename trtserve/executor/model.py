@@ -33,6 +33,9 @@ class Model(Protocol):
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache."""
 
+    def warm_up(self) -> None:
+        """Do, once there is a cache, what the first step would have to do before it could be fast."""
+
     def forward(
         self,
         *,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import openvino as ov
 
 from trtserve.errors import ArtifactError, BuildError, CorruptFileError
+from trtserve.executor.companions import SIZES, StepInputs, fastest, in_company, lone_token
 from trtserve.executor.graph import Sizes
 from trtserve.executor.lora import AdapterBatch, AdapterStack
 from trtserve.executor.lora_modules import LoraShape, lora_modules
@@ -52,6 +53,8 @@ _PRIMITIVES_KEPT = 256
 _ACTIVATION_GROUP = 256
 _LEAST_ACTIVATION_GROUP = 32
 _INT4 = (ov.Type.i4, ov.Type.u4)
+# Bytes of weights from which a step waits for memory, larger than what caches of a CPU hold for one model.
+_BOUND_BY_MEMORY = 256 << 20
 
 
 @functools.cache
@@ -107,6 +110,9 @@ class PagedModel:
         ]
         self.tokens_per_block = _tokens_per_block(compiled, ports)
         self.bytes_per_block = sum(_block_bytes(port) for _, port in self._cache_ports)
+        self._reads_memory = (engine / "rank0.bin").stat().st_size >= _BOUND_BY_MEMORY
+        self._lone_size = 1
+        self._spare_block = 0
         self._caches: list[Array] = []
         self._held: list[Any] = []
         self._stack: AdapterStack | None = None
@@ -129,13 +135,29 @@ class PagedModel:
         return properties
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache of `num_blocks` blocks; memory is taken when a block is first written."""
-        self._caches = []
+        """Make the KV cache of `num_blocks` blocks; memory is taken when a block is first written.
+
+        One more belongs to the model itself.
+        """
+        self._caches, self._spare_block = [], num_blocks
         for index, port in self._cache_ports:
-            shape = [num_blocks, *(int(size.get_length()) for size in list(port.get_partial_shape())[1:])]
+            shape = [num_blocks + 1, *(int(size.get_length()) for size in list(port.get_partial_shape())[1:])]
             cache, tensor = _zeros(shape, port.get_element_type())
             self._request.set_input_tensor(index, tensor)
             self._caches.append(cache)
+
+    def warm_up(self) -> None:
+        """Compute a step, in which OpenVINO packs the weights, and find how one token is computed fastest here.
+
+        Not in exact arithmetic, whose last bits must not depend on that.
+        """
+        self._lone_step(1)
+        if self._reads_memory and self.compute_precision != "f32" and self.max_position >= max(SIZES):
+            self._lone_size = fastest(self._lone_step)
+
+    def _lone_step(self, size: int) -> None:
+        self._set_step(in_company(lone_token(self._spare_block), size, self._spare_block))
+        self._infer()
 
     def forward(
         self,
@@ -163,8 +185,7 @@ class PagedModel:
         as long ones, from their first token on; None when none is. The result is a view that is valid until the next
         call. The GIL is released while OpenVINO computes.
         """
-        request = self._request
-        values = (
+        step = StepInputs(
             token_ids,
             positions,
             past_lens,
@@ -174,26 +195,37 @@ class PagedModel:
             max_context_len,
             rows,
         )
+        if len(token_ids) == 1 and adapters is None:
+            step = in_company(step, self._lone_size, self._spare_block)
+        self._set_step(step, long_sequences)
+        if prompt_table is not None or self._prompt_table is not None:
+            self._set_prompt_table(prompt_table)
+        if adapters is not None or self._stack is not None:
+            self._set_adapters(adapters)
+        return self._infer()
+
+    def _set_step(self, step: StepInputs, long_sequences: Bools | None = None) -> None:
+        values: tuple[Any, ...] = step
         self._held = [
             np.ascontiguousarray(value, dtype).reshape(np.shape(value))
             for value, (_, dtype) in zip(values, self._step_inputs, strict=True)
         ]
         for array, (index, _) in zip(self._held, self._step_inputs, strict=True):
-            request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+            self._request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
         if self.long_beyond is not None:
             self._set_long_sequences(self._held[3], long_sequences)
-        if prompt_table is not None or self._prompt_table is not None:
-            self._set_prompt_table(prompt_table)
-        if adapters is not None or self._stack is not None:
-            self._set_adapters(adapters)
-        request.start_async()
-        request.wait()
-        logits: Logits = request.get_output_tensor(0).data
+
+    def _infer(self) -> Logits:
+        self._request.start_async()
+        self._request.wait()
+        logits: Logits = self._request.get_output_tensor(0).data
         return logits.reshape(-1, self.vocab_size)
 
     def _set_long_sequences(self, begins: Array, long: Bools | None) -> None:
         """The flag of its sequence for every token."""
-        flags = np.zeros(len(begins) - 1, np.bool_) if long is None else long
+        flags = np.zeros(len(begins) - 1, np.bool_)
+        if long is not None:
+            flags[: len(long)] = long
         self._held.append(np.repeat(flags, np.diff(begins)))
         tensor = ov.Tensor(self._held[-1], shared_memory=True)
         self._request.set_input_tensor(self._ports["long_sequences"], tensor)
