@@ -324,8 +324,9 @@ def test_the_pod_of_a_deployment_starts_all_ranks(
     stop_first(pod.container, pod.process.pid)
     assert pod.process.wait(60) == 0
     wait_until(lambda: not any(psutil.pid_exists(call.pid) for call in ranks))
-    assert not any(shared_memory_regions(prefix) for prefix in prefixes)
-    assert "Waiting for in-flight requests to complete." in (tmp_path / "pod.log").read_text()
+    log = (tmp_path / "pod.log").read_text()
+    assert [region for prefix in prefixes for region in shared_memory_regions(prefix)] == [], log
+    assert "Waiting for in-flight requests to complete." in log
 
 
 def test_a_rank_of_a_pod_that_dies_ends_the_pod(
