@@ -21,7 +21,7 @@ demo: $(READY) ## a real model from import to a measured answer, on a real Trito
 	PATH="$(abspath $(BIN)):$$PATH" TRTSERVE_HOME="$(abspath .demo)" bash examples/demo.sh
 
 test: $(READY) ## all tests; those marked `oracle` need PyTorch in .venv
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(READY) ## style and types
 	$(BIN)/ruff check .

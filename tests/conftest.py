@@ -62,15 +62,7 @@ def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Doubles:
     return made
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run fast tests first: unit, then integration, then those with a real Triton server.
-
-    Where several processes share the tests (pytest-xdist), those of a file stay together, for they share what was made
-    for them, and all but the unit tests do: they start servers, of which one at a time is enough for a machine.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run fast tests first: unit, then integration, then those with a real Triton server."""
     order = {"unit": 0, "integration": 1, "e2e": 2}
     items.sort(key=lambda item: order.get(item.path.parent.name, 3))
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            unit = item.path.parent.name == "unit"
-            item.add_marker(pytest.mark.xdist_group(item.path.name if unit else "servers"))
