@@ -15,7 +15,8 @@ import numpy.typing as npt
 # package gguf cannot write; q8_0 is what our int8 and int4 engines have there too.
 TYPES: Mapping[str, tuple[str, str]] = {"f16": ("F16", "F16"), "q8_0": ("Q8_0", "Q8_0"), "q4_0": ("Q4_0", "Q8_0")}
 
-# Different rows of a matrix; the others repeat them, which a product does not notice.
+# Rows of a matrix that are drawn; the others repeat them but for their first number or scale. Without that difference
+# a host that merges equal pages of its machines would leave a matrix of a few pages, which fit into a cache.
 _ROWS = 64
 _Q8_0 = 8
 _FLASH_ATTENTION = 1
@@ -47,12 +48,12 @@ def write_gguf(path: Path, sizes: Mapping[str, Any], kind: str) -> Path:
     writer.add_vocab_size(sizes["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     inside, head = (gguf.GGMLQuantizationType[name] for name in TYPES[kind])
-    for name, shape in _shapes(sizes).items():
+    for seed, (name, shape) in enumerate(_shapes(sizes).items()):
         if len(shape) == 1:
             writer.add_tensor(name, np.ones(shape, np.float32))
         else:
             to = head if name == "output.weight" else inside
-            writer.add_tensor(name, _quantised(shape, to), raw_dtype=to)
+            writer.add_tensor(name, _quantised(shape, to, seed), raw_dtype=to)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -87,13 +88,17 @@ def _shapes(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _quantised(shape: tuple[int, ...], to: Any) -> npt.NDArray[Any]:
+def _quantised(shape: tuple[int, ...], to: Any, seed: int) -> npt.NDArray[Any]:
     """Random numbers in the layout of type `to`, as rows of bytes (or of float16)."""
     from gguf.quants import quantize
 
-    random = np.random.default_rng(shape[0])
+    random = np.random.default_rng(seed)
     rows = quantize(random.standard_normal((_ROWS, shape[1]), np.float32) * np.float32(0.02), to)
-    return np.tile(rows, (-(-shape[0] // _ROWS), 1))[: shape[0]]
+    matrix = np.tile(rows, (-(-shape[0] // _ROWS), 1))[: shape[0]]
+    own = (np.arange(shape[0]) % 997 + random.random(shape[0])).astype(np.float16) * np.float16(1e-5)
+    width = np.dtype(np.float16).itemsize // matrix.dtype.itemsize
+    matrix[:, :width] = own.view(matrix.dtype).reshape(shape[0], width)
+    return matrix
 
 
 class LlamaCppSide:
