@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -374,7 +375,9 @@ def _transposed(descriptor: int, move: Move, step: int) -> Iterator[tuple[int, n
 
     rows, columns = move.shape
     entry = move.source.entry
-    whole: npt.NDArray[Any] = np.empty((columns, rows), dtype=numpy_dtype(entry.code))
+    # The kernel's own pages: of the allocator's, each process would keep some megabytes when the array is gone.
+    pages = mmap.mmap(-1, entry.size)
+    whole: npt.NDArray[Any] = np.frombuffer(pages, numpy_dtype(entry.code)).reshape(columns, rows)
     read_into(descriptor, whole, entry.begin, _named(move.source))
     for first in range(0, rows, step):
         yield first, np.ascontiguousarray(whole[:, first : first + step].T)
