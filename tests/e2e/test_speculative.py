@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -232,24 +233,28 @@ def is_quiet(server: ModelServer) -> bool:
     return generated(server) == before and is_idle(server)
 
 
+@contextmanager
+def long_answer(server: ModelServer) -> Iterator[float]:
+    """A stream whose long answer has begun; gives how many tokens there were before."""
+    wait_until(lambda: is_idle(server))
+    before = generated(server)
+    with server.stream() as stream:
+        stream.send(NAME, request(PROMPT, 900, end_id=-1, num_draft_tokens=1))
+        wait_until(lambda: generated(server) > before + 5)
+        yield before
+
+
 @pytest.fixture(scope="module")
 def whole(drafting: ModelServer) -> float:
     """Tokens of both models when nobody ends a long answer."""
-    wait_until(lambda: is_idle(drafting))
-    before = generated(drafting)
-    with drafting.stream() as stream:
-        stream.send(NAME, request(PROMPT, 900, end_id=-1, num_draft_tokens=1))
-        wait_until(lambda: generated(drafting) > before + 5)
+    with long_answer(drafting) as before:
         wait_until(lambda: is_quiet(drafting))
     return generated(drafting) - before
 
 
 def test_a_client_that_goes_away_ends_the_rounds(drafting: ModelServer, whole: float) -> None:
-    wait_until(lambda: is_idle(drafting))
-    before = generated(drafting)
-    with drafting.stream() as stream:
-        stream.send(NAME, request(PROMPT, 900, end_id=-1, num_draft_tokens=1))
-        wait_until(lambda: generated(drafting) > before + 5)
+    with long_answer(drafting) as before:
+        pass
     wait_until(lambda: is_quiet(drafting))
     assert generated(drafting) - before < whole
 
