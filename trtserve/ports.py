@@ -6,9 +6,16 @@ import errno
 import socket
 from collections.abc import Collection
 from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from random import SystemRandom
 
 from trtserve.errors import MachineError, UsageError
 from trtserve.process import Identity, describe, listeners
+
+_KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Above the ports of well-known services and of this product's servers (8000 and up).
+_FIRST_DRAWN = 10000
 
 
 def ipv4_address(host: str) -> str:
@@ -48,7 +55,26 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """`count` different ports that are free now and were chosen by the kernel."""
+    """`count` different ports that are free now, drawn from those that the kernel does not give away itself.
+
+    A port of the kernel's own range may be another program's, or one end of a connection, before its server has come
+    up. Where that range leaves nothing, the kernel chooses.
+    """
+    below = range(_FIRST_DRAWN, _first_of_the_kernel())
+    drawn = SystemRandom().sample(below, min(len(below), count + 100))
+    found = list(islice((port for port in drawn if is_free(host, port)), count))
+    return found if len(found) == count else _given_ports(host, count)
+
+
+def _first_of_the_kernel() -> int:
+    """The lowest port that the kernel takes for outgoing connections (ip(7), ip_local_port_range)."""
+    try:
+        return int(_KERNEL_RANGE.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return _FIRST_DRAWN
+
+
+def _given_ports(host: str, count: int) -> list[int]:
     with ExitStack() as held:
         sockets = [held.enter_context(_socket(host)) for _ in range(count)]
         for probe in sockets:

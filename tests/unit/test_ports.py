@@ -1,0 +1,44 @@
+"""Ports that servers are given: free, different, and out of the kernel's own range."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtserve import ports
+from trtserve.ports import free_ports, is_free
+
+HOST = "127.0.0.1"
+
+
+def test_ports_are_drawn_below_the_range_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server comes up a second after its port was chosen: no outgoing connection may take it in between."""
+    (tmp_path / "range").write_text("20000\t60999\n")
+    monkeypatch.setattr(ports, "_KERNEL_RANGE", tmp_path / "range")
+    drawn = free_ports(HOST, 6)
+    assert len(set(drawn)) == 6
+    assert all(10000 <= port < 20000 and is_free(HOST, port) for port in drawn)
+
+
+def test_two_who_choose_at_once_choose_others() -> None:
+    assert free_ports(HOST, 6) != free_ports(HOST, 6)
+
+
+def test_a_taken_port_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "range").write_text("10003\t60999\n")
+    monkeypatch.setattr(ports, "_KERNEL_RANGE", tmp_path / "range")
+    monkeypatch.setattr(ports, "is_free", lambda _host, port: port != 10001)
+    assert sorted(free_ports(HOST, 2)) == [10000, 10002]
+
+
+@pytest.mark.parametrize("text", ["1024 65535", "10001 65535", "", None])
+def test_the_kernel_chooses_where_its_range_leaves_too_few(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "range").write_text(text)
+    monkeypatch.setattr(ports, "_KERNEL_RANGE", tmp_path / "range")
+    drawn = free_ports(HOST, 3)
+    assert len(set(drawn)) == 3
+    assert all(is_free(HOST, port) for port in drawn)
