@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.benchmarks.processes import environment
 from tests.benchmarks.results import Figure, finish
 from tests.support.echo_server import running_echo_server
 
@@ -65,7 +66,7 @@ class Row:
 def seconds(command: Sequence[str], expected: str) -> float:
     """Wall time of a whole process, which must print `expected`."""
     begin = time.perf_counter()
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT, env=environment())
     elapsed = time.perf_counter() - begin
     assert expected in result.stdout, result.stdout
     return elapsed

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from tests.benchmarks.conversions import (
     watched,
 )
 from tests.benchmarks.memory_group import memory_group
+from tests.benchmarks.processes import environment
 from tests.benchmarks.results import Figure, finish
 
 CASES = {
@@ -181,8 +181,8 @@ def under_cgroup(name: str, work: Path, largest_tensor: int) -> GroupRow | None:
     with memory_group(limit) as group:
         if group is None:
             return None
-        environment = {**os.environ, "TRTSERVE_HOME": str(out.parent / "home")}
-        run = watched(convert_command(model, out, case), environment, sample=True, before=group.enter)
+        variables = environment(TRTSERVE_HOME=str(out.parent / "home"))
+        run = watched(convert_command(model, out, case), variables, sample=True, before=group.enter)
         row = GroupRow(case=name, limit=limit, seconds=run.seconds, sampled_peak=run.sampled, kills=group.kills())
     clean(out.parent)
     return row

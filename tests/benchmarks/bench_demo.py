@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
+from tests.benchmarks.processes import environment
 from tests.benchmarks.results import Figure, finish
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +21,10 @@ def measure(work: Path) -> float:
     clone = work / "clone"
     shutil.rmtree(clone, ignore_errors=True)
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True, timeout=TIMEOUT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRTSERVE_")}
+    variables = {name: value for name, value in environment().items() if not name.startswith("TRTSERVE_")}
     begin = time.perf_counter()
     result = subprocess.run(
-        ["make", "demo"], cwd=clone, env=environment, capture_output=True, text=True, check=True, timeout=TIMEOUT
+        ["make", "demo"], cwd=clone, env=variables, capture_output=True, text=True, check=True, timeout=TIMEOUT
     )
     elapsed = time.perf_counter() - begin
     assert "Machine learning is " in result.stdout, result.stdout

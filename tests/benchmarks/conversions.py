@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.benchmarks.memory import anonymous_bytes
+from tests.benchmarks.processes import environment
 
 if TYPE_CHECKING:
     import torch
@@ -81,8 +82,7 @@ def convert_command(model: Path, out: Path, case: Case) -> list[str]:
 
 def converted(model: Path, out: Path, case: Case, home: Path, *, sample: bool) -> Run:
     """Convert in a fresh process; seconds of writing come from the rates that it leaves in `home`."""
-    environment = {**os.environ, "TRTSERVE_HOME": str(home)}
-    run = watched(convert_command(model, out, case), environment, sample=sample)
+    run = watched(convert_command(model, out, case), environment(TRTSERVE_HOME=str(home)), sample=sample)
     rates = json.loads((home / "rates.json").read_text(encoding="utf-8"))
     return Run(seconds=run.seconds, writing=rates["convert"][-1]["seconds"], sampled=run.sampled, maxrss=run.maxrss)
 
@@ -90,12 +90,12 @@ def converted(model: Path, out: Path, case: Case, home: Path, *, sample: bool) -
 def converted_as_usual(model: Path, out: Path, case: Case, *, sample: bool) -> Run:
     """Convert the usual way in a fresh process."""
     sizes = [str(case.tp_size), str(case.pp_size)]
-    return watched([*_CALL, "usual", str(model), str(out), *sizes, case.dtype], sample=sample)
+    return watched([*_CALL, "usual", str(model), str(out), *sizes, case.dtype], environment(), sample=sample)
 
 
 def watched(
     command: Sequence[str],
-    environment: dict[str, str] | None = None,
+    variables: dict[str, str],
     *,
     sample: bool,
     before: Callable[[], None] | None = None,
@@ -108,7 +108,7 @@ def watched(
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
-        env=environment,
+        env=variables,
         preexec_fn=before,  # noqa: PLW1509 - a benchmark has one thread
     )
     while True:

@@ -71,23 +71,49 @@ def test_more_numbers_than_are_looked_up_at_a_time() -> None:
 
 
 def test_a_few_numbers_that_float16_cannot_hold_as_they_are_among_many_that_it_can() -> None:
-    """Both ways from bfloat16 to float16: new exponents with some lookups, then lookups alone."""
+    """Both ways from bfloat16 to float16: arithmetic with some lookups, then lookups alone."""
     normal = every(TYPES[2])[0x3880:0x4780]
     values = np.concatenate([np.repeat(np.concatenate([normal, -normal]), 40), np.zeros(9, TYPES[2]), every(TYPES[2])])
-    values[::1000] = every(TYPES[2])[: len(values[::1000])]
+    assert_cast_with_some_of_every_number(values, TYPES[1])
+
+
+def test_a_few_numbers_that_are_no_normal_float16_among_many_that_are() -> None:
+    """Both ways from float16 to bfloat16, and one number after the last pair."""
+    normal = every(TYPES[1])[0x0400:0x7C00]
+    values = np.concatenate([np.repeat(np.concatenate([normal, -normal]), 6), every(TYPES[1])[:0x0400]])
+    values = np.concatenate([values, np.zeros(1 << 17, TYPES[1]), np.ones(1, TYPES[1])])
+    assert_cast_with_some_of_every_number(values, TYPES[2])
+
+
+def assert_cast_with_some_of_every_number(values: Floats, wanted: np.dtype[Any]) -> None:
+    values[::1000] = np.resize(every(values.dtype)[::7], len(values[::1000]))
     with np.errstate(all="ignore"):
-        expected = values.astype(np.float16)
+        expected = values.astype(wanted)
     assert len(values) > 1 << 18
-    assert cast(values, TYPES[1]).tobytes() == expected.tobytes()
+    assert cast(values, wanted).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("number", [65536.0, -3e38, float("inf"), float("nan")])
-@pytest.mark.parametrize("others", [0.0, 0.5], ids=["looked up", "new exponents"])
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [
+        (TYPES[2], 65536.0),
+        (TYPES[2], -3e38),
+        (TYPES[2], float("inf")),
+        (TYPES[2], float("nan")),
+        (TYPES[1], float("-inf")),
+        (TYPES[1], float("nan")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("others", [0.0, 0.5], ids=["looked up", "computed"])
 @pytest.mark.parametrize("place", [0, 70_000, 300_000])
-def test_a_cast_tells_of_one_number_that_is_not_finite(number: float, others: float, place: int) -> None:
-    values = np.full(300_001, others, TYPES[2])
-    out = np.empty(values.shape, np.float16)
-    convert = Cast(TYPES[2], TYPES[1])
+def test_a_cast_tells_of_one_number_that_is_not_finite(
+    source: np.dtype[Any], number: float, others: float, place: int
+) -> None:
+    wanted = TYPES[1] if source == TYPES[2] else TYPES[2]
+    values = np.full(300_001, others, source)
+    out = np.empty(values.shape, wanted)
+    convert = Cast(source, wanted)
     assert convert.into(values, out)
     values[place] = number
     assert not convert.into(values, out)
