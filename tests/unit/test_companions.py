@@ -33,7 +33,7 @@ def test_companions_have_places_of_their_own_in_the_spare_block() -> None:
         [5, 2, 9, 9],
         [0, 2, 3, 4],
         41,
-        [0],
+        [0, 0, 0],
     ]
     assert in_company(step, 1, 9) is step
 

@@ -42,7 +42,7 @@ def lone_token(block: int) -> StepInputs:
 def in_company(step: StepInputs, size: int, block: int) -> StepInputs:
     """The step of one token as one of `size` tokens, of which the others are sequences of their own in `block`.
 
-    They have different places in it, one token each; nobody asks for their logits.
+    They have different places in it, one token each. Rows are repeated: the output matrix has company too.
     """
     if size == 1:
         return step
@@ -56,6 +56,7 @@ def in_company(step: StepInputs, size: int, block: int) -> StepInputs:
         block_indices=np.append(step.block_indices, np.full_like(others, block)),
         block_indices_begins=np.append(begins, begins[-1] + 1 + others),
         max_context_len=max(step.max_context_len, size - 1),
+        rows=np.repeat(step.rows, size),
     )
 
 

@@ -127,6 +127,8 @@ class PagedModel:
             "INFERENCE_PRECISION_HINT": self.compute_precision,
             "KV_CACHE_PRECISION": self.kv_precision,
             "CPU_RUNTIME_CACHE_CAPACITY": _KERNELS_KEPT,
+            # A core that others take time of gets less to do; the plugin's own is to divide all work evenly.
+            "TBB_PARTITIONER": "AUTO",
             # The plugin rounds activations to int8 in front of packed weights; in exact arithmetic it must not.
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0 if self.compute_precision == "f32" else group,
         }
@@ -202,7 +204,7 @@ class PagedModel:
             self._set_prompt_table(prompt_table)
         if adapters is not None or self._stack is not None:
             self._set_adapters(adapters)
-        return self._infer()
+        return self._infer()[: len(rows)]  # without those of company
 
     def _set_step(self, step: StepInputs, long_sequences: Bools | None = None) -> None:
         values: tuple[Any, ...] = step
