@@ -11,7 +11,7 @@ from trtserve.architectures.streaming import Move, buffered_bytes, needs_numpy, 
 _CONVERT_PROCESS = 14.3 * 2**20
 _FORKED = 3.6 * 2**20
 _NUMPY = 8.3 * 2**20
-TORCH = 215 * 2**20
+_UNPICKLING = 130 * 2**20  # PyTorch, which brings NumPy
 
 
 def convert_libraries(moves: Sequence[Move]) -> tuple[str, ...]:
@@ -23,7 +23,8 @@ def convert_memory(moves: Sequence[Move], dtype: str, *, repacking: Sequence[int
     """Peak of a conversion's processes: one source tensor, or quantised matrix (its bytes), is under way at a time."""
     processes = process_count(moves)
     held = [buffered_bytes(move, dtype, processes) for move in moves]
-    libraries = _NUMPY if repacking or any(needs_numpy(move, dtype) for move in moves) else 0
-    libraries += TORCH if "torch" in convert_libraries(moves) else 0
+    pickled = "torch" in convert_libraries(moves)
+    libraries = _NUMPY if pickled or repacking or any(needs_numpy(move, dtype) for move in moves) else 0
+    libraries += _UNPICKLING if pickled else 0
     base = _CONVERT_PROCESS + (processes - 1) * _FORKED + libraries
     return round(base) + max([*held, *repacking], default=0)

@@ -10,7 +10,6 @@ from typing import Any
 
 from trtserve.architectures import family
 from trtserve.architectures.quantized import FP8, GPTQ, quant_algo
-from trtserve.capacity.converting import TORCH
 from trtserve.capacity.room import to_be_mapped
 from trtserve.runtimes import EnginePlan, openvino
 from trtserve.runtimes.base import CheckpointConfig, Limits
@@ -19,6 +18,7 @@ from trtserve.runtimes.openvino_memory import BUILD_PROCESS, EngineNeeds, engine
 # Anonymous memory of processes, measured (Python 3.11, transformers 5.23, Triton 2.51).
 # An import loads transformers to test the tokenizer, and transformers loads PyTorch where it is installed.
 _TRANSFORMERS = 15 * 2**20
+_TORCH = 215 * 2**20  # with what transformers asks of it
 # `trtserve start`, tritonserver, and both BLS models (the alias is the second).
 _START_PROCESS = 44 * 2**20
 _TRITON = 34 * 2**20
@@ -46,7 +46,7 @@ class ServerNeeds:
 
 def import_memory(engine: EnginePlan) -> int:
     """Peak of an import's process, which builds after it has tested the tokenizer."""
-    return engine.memory_bytes + _TRANSFORMERS + (TORCH if importlib.util.find_spec("torch") else 0)
+    return engine.memory_bytes + _TRANSFORMERS + (_TORCH if importlib.util.find_spec("torch") else 0)
 
 
 def build_addresses(engine: EnginePlan, *, tokenizer: bool = False) -> int:
@@ -110,7 +110,7 @@ def check_memory(config: CheckpointConfig, lengths: Sequence[int], *, beside: in
     longest, row = max(lengths), int(config["vocab_size"]) * 4
     stored = {**config, "quantization": {}}
     return CheckNeeds(
-        processes=BUILD_PROCESS + _TRANSFORMERS + TORCH,
+        processes=BUILD_PROCESS + _TRANSFORMERS + _TORCH,
         original=4 * (beside + sum(counts) + (sum(counts) if quant_algo(config) in (GPTQ, FP8) else max(counts))),
         converted=max(whole_model_bytes(each, longest) for each in (stored, config)),
         # Of the original, its rounded self and the checkpoint; those of one prompt as float64 while they are compared.
