@@ -165,10 +165,11 @@ class _Server:
         return 0
 
     def _serve(self) -> int:
-        ending = threading.Event()
+        # No Event: its lock may be held by the very code that a signal interrupts.
+        ending: list[int] = []
 
-        def stop(_number: int, _frame: FrameType | None) -> None:
-            ending.set()
+        def stop(number: int, _frame: FrameType | None) -> None:
+            ending.append(number)
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
@@ -176,8 +177,8 @@ class _Server:
             self._close()
             return 1
         self.meeting.tell(0, "ready")
-        while not ending.wait(0.5):
-            pass
+        while not ending:
+            time.sleep(_PAUSE)
         _log("Waiting for in-flight requests to complete.", place="server.cc:305")
         _log("Timeout 30: Found 0 live models and 0 in-flight non-inference requests", place="server.cc:345")
         self.meeting.tell(0, "ended")
