@@ -10,6 +10,7 @@ to bfloat16 0.73 (0.82, 1.47), bfloat16 to float16 0.55 (0.82, 0.84), float16 to
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -86,12 +87,8 @@ class Cast:
         return finite
 
 
-class _Arithmetic:
-    """A cast between two types of 16 bits in whole numbers, with buffers that it keeps.
-
-    NumPy passes over whole numbers in vectors, but shifts those of 16 bits one by one: `into` shifts two at a time, as
-    32 bits, and masks what crosses over.
-    """
+class _Arithmetic(ABC):
+    """A cast between two types of 16 bits in whole numbers, with buffers that it keeps."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -99,9 +96,9 @@ class _Arithmetic:
         self._words: npt.NDArray[np.uint16] = np.empty(_COMPUTED, np.uint16)
         self._flags: npt.NDArray[np.bool_] = np.empty(_COMPUTED, np.bool_)
 
+    @abstractmethod
     def into(self, bits: npt.NDArray[np.uint16], out: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
         """Make `out` of an even number of `bits`, _COMPUTED at most; returns the places of those that it got wrong."""
-        raise NotImplementedError
 
 
 class _ToFloat16(_Arithmetic):
@@ -135,8 +132,9 @@ class _ToBfloat16(_Arithmetic):
     """float16 to bfloat16: three digits fewer, rounded to nearest even, and the exponent biased by 112 more.
 
     Rounding adds 3 and the last digit that stays, then drops three digits. `last` below is that digit less 2, for which
-    one operation is enough; 129 * 8 less makes what wraps around, or is too large, of all that is no normal number (and
-    of the three smallest and the sixteen largest of those, which the table does as well).
+    one operation is enough. 129 * 8 less makes what wraps around, or is too large, of all that is no normal number, and
+    of the five smallest and the largest normal ones, which the table does as well. NumPy shifts numbers of 16 bits one
+    by one, those of 32 in vectors: two are shifted at a time, and what crosses over is masked.
     """
 
     _LESS = 129
