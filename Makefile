@@ -9,29 +9,33 @@ READY := $(VENV)/.ready
 BENCH_WORK ?= .bench
 # Arguments for pytest, for example: make test ARGS="-k sampling"
 ARGS ?=
-# Processes that run tests; 0 runs them all in one (for --pdb).
-JOBS ?= 2
+# Processes that run tests, three for two cores because many tests wait for servers; 0 runs all in one (for --pdb).
+JOBS ?= 3
 
-.PHONY: help demo test lint bench soak kills launches docs golden clean
+.PHONY: help demo test test-fast test-oracle lint bench soak soak-openai fuzz kills launches faults gpu-test gpu-bench gpu-bundle docs site recording golden clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 demo: $(READY) ## a real model from import to a measured answer, on a real Triton server
 	PATH="$(abspath $(BIN)):$$PATH" TRTSERVE_HOME="$(abspath .demo)" bash examples/demo.sh
+	@printf '\nTo use trtserve in this shell: source $(BIN)/activate\n'
 
-test: $(READY) ## all tests; those marked `oracle` need PyTorch in .venv
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations=25
+
+test: $(READY) ## all tests that this machine can run; needs nothing but Python
+	$(PYTEST) $(ARGS)
+
+test-fast: $(READY) ## unit tests: no server, no subprocess
+	$(PYTEST) tests/unit $(ARGS)
+
+test-oracle: $(VENV)/.oracle ## installs PyTorch and more, then runs the tests that need them, nginx, sshd or Chromium
+	$(PYTEST) -m needs $(ARGS)
 
 lint: $(READY) ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	for model in preprocessing postprocessing tensorrt_llm tensorrt_llm_bls llmapi llmapi_bls; do \
-	    folder=trtserve/triton/models; \
-	    MYPYPATH=$$folder/shared:$$folder/$$model/1 \
-	        $(BIN)/mypy --exclude '^$$' $$folder/$$model/1/*.py $$folder/shared/*.py || exit 1; \
-	done
 
 bench: $(READY) $(VENV)/.bench ## the figures of docs/performance.md, as ratios of pairs in one run
 	$(BIN)/python -m tests.benchmarks --work $(BENCH_WORK) $(ARGS)
@@ -43,13 +47,40 @@ soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with
 	TRTSERVE_MIXES=300 $(BIN)/python -m pytest -q tests/integration/test_request_mix.py
 	$(BIN)/python -m tests.benchmarks.soak --work $(BENCH_WORK) $(ARGS)
 
+soak-openai: $(READY) ## 64 streams of the OpenAI API for two minutes, a third given up: no KV block may be left
+	$(BIN)/python -m tests.benchmarks.soak_openai --work $(BENCH_WORK) $(ARGS)
+
+fuzz: $(READY) ## 100,000 random bodies to the door's checks, then 10,000 malformed requests through it to a real Triton
+	TRTSERVE_FUZZ=50000 $(BIN)/python -m pytest -q tests/unit/test_door_guard.py -k any_
+	$(BIN)/python -m tests.benchmarks.fuzz $(ARGS)
+
 launches: $(READY) ## 100 launches of four ranks, of which one is killed at a random moment: nothing may be left
 	TRTSERVE_KILLS=100 $(BIN)/python -m pytest -q tests/integration/test_launches.py -k random_moments $(ARGS)
+
+gpu-test: ## the torch runtime on NVIDIA GPUs, with a report; needs no network where .gpu has the bundle
+	bash tests/gpu/run.sh test $(ARGS)
+
+gpu-bench: ## its speed and memory, with a report
+	bash tests/gpu/run.sh bench $(ARGS)
+
+gpu-bundle: $(READY) ## what a GPU machine without network lacks, in .gpu
+	$(BIN)/python -m tests.gpu.bundle .gpu
+
+faults: $(READY) ## every fault of docs/reliability.md, injected for real; the figures go to .faults.jsonl
+	rm -f .faults.jsonl
+	TRTSERVE_FAULTS=all TRTSERVE_CYCLES=100 TRTSERVE_FAULTS_OUT="$(abspath .faults.jsonl)" \
+	    $(BIN)/python -m pytest -q tests/faults $(ARGS)
 
 docs: $(READY) ## the generated parts of docs/
 	$(BIN)/python docs/generate.py
 
-golden: $(READY) ## reference tokens and logits from transformers; needs PyTorch in .venv
+site: $(VENV)/.docs ## the documentation as a website in .site, with every link checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file - < docs/mkdocs.yml
+
+recording: $(READY) ## the picture in the README, from a real run of the demo
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/record_demo.py docs/assets/demo.svg
+
+golden: $(VENV)/.oracle ## reference tokens and logits from transformers; installs PyTorch
 	$(BIN)/python -m tests.golden.make_goldens
 
 $(READY): pyproject.toml
@@ -59,9 +90,20 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
 	touch $@
 
+# Exactly this PyTorch is a CPU build on the machines of CI, hence it comes first. Newer versions of the Triton language
+# report leaks at the end of every process.
+$(VENV)/.oracle: $(READY)
+	$(BIN)/python -m pip install --quiet torch==2.13.0 triton==3.6.0
+	$(BIN)/python -m pip install --quiet --editable '.[oracle]'
+	touch $@
+
 $(VENV)/.bench: $(READY)
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	touch $@
 
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@
+
 clean: ## remove what the targets above made
-	rm -rf $(VENV) .demo $(BENCH_WORK)
+	rm -rf $(VENV) .demo .site $(BENCH_WORK)

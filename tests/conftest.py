@@ -1,8 +1,8 @@
-"""Every test has its own store and no access to the user's; a skipped oracle test fails where oracles are required."""
+"""Every test has its own store and no access to the user's; tests whose needs are missing are left out as a group."""
 
 from __future__ import annotations
 
-import importlib.util
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -12,16 +12,21 @@ import pytest
 from hypothesis import settings
 
 from tests.support.doubles import Doubles
+from tests.support.needs import BARE, IN_CI, NEEDS, left_out_line, missing_needs
+
+# Kernels in the Triton language run in its interpreter where there is no GPU. It reads this when it is imported.
+if os.environ.get("TRTSERVE_TEST_DEVICE") != "cuda":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples in every run, and no assertion about the clock.
 settings.register_profile("trtserve", deadline=None, derandomize=True, database=None)
 settings.load_profile("trtserve")
 
-_ORACLE_REQUIRED = os.environ.get("TRTSERVE_ORACLE") == "required"
+_LEFT_OUT = pytest.StashKey[tuple[int, list[str]]]()
 
 
 def pytest_configure() -> None:
-    """Let child processes obey signals, and stop at once when oracles are required and PyTorch is missing.
+    """Let child processes obey signals.
 
     A shell's background job, setsid and nohup hand down SIGINT and SIGHUP as ignored, and what is ignored stays ignored
     in every child: tests of Ctrl-C would fail there. A handler, unlike that, is reset when a child is executed.
@@ -29,17 +34,72 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda _number, _frame: None)
-    if _ORACLE_REQUIRED and importlib.util.find_spec("torch") is None:
-        raise pytest.UsageError("TRTSERVE_ORACLE=required, but PyTorch is not installed.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests whose needs are missing, and sort the others.
+
+    In one process fast tests run first: unit, integration, then a real Triton. Processes of pytest-xdist begin with the
+    slow ones, so that no slow file is left for the end, where it would keep one process waiting for the other.
+    """
+    missing = missing_needs()
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    lacked = set[str]()
+    for item in items:
+        needed = {name for mark in item.iter_markers("needs") for name in mark.args}
+        if unknown := needed - NEEDS.keys():
+            raise pytest.UsageError(f"{item.nodeid} needs {unknown}; tests/support/needs.py knows {list(NEEDS)}.")
+        absent = needed.intersection(missing)
+        lacked |= absent
+        (left_out if absent else kept).append(item)
+    order = ["unit", "integration", "e2e"]
+    if hasattr(config, "workerinput"):
+        order.reverse()
+    places = {folder: place for place, folder in enumerate(order)}
+    items[:] = sorted(kept, key=lambda item: places.get(item.path.parent.name, len(order)))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        names = [name for name in NEEDS if name in lacked]
+        config.stash[_LEFT_OUT] = (len(left_out), names)
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["left_out"] = config.stash[_LEFT_OUT]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector away from the thousands of collected tests: it would look at them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """Keep what a process of pytest-xdist left out; each of them collects all tests."""
+    config, output = getattr(node, "config", None), getattr(node, "workeroutput", {})
+    if isinstance(config, pytest.Config) and "left_out" in output:
+        count, names = output["left_out"]
+        config.stash[_LEFT_OUT] = (count, list(names))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name the tests that were left out, in one line."""
+    if found := config.stash.get(_LEFT_OUT, None):
+        terminalreporter.write_line(left_out_line(*found), yellow=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI nothing may be left out but in the bare run."""
+    if IN_CI and not BARE and _LEFT_OUT in session.config.stash:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn the skip of an oracle test into a failure where oracles are required."""
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn a skip into a failure in CI."""
     report = yield
-    if _ORACLE_REQUIRED and report.skipped and item.get_closest_marker("oracle"):
+    if IN_CI and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
-        report.longrepr = f"{item.nodeid} is an oracle test and was skipped: {report.longrepr}"
+        report.longrepr = f"{report.nodeid} was skipped, which CI does not allow: {report.longrepr}"
     return report
 
 
@@ -60,9 +120,3 @@ def doubles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Doubles:
     made = Doubles(tmp_path / "doubles")
     made.install(monkeypatch)
     return made
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run fast tests first: unit, then integration, then those with a real Triton server."""
-    order = {"unit": 0, "integration": 1, "e2e": 2}
-    items.sort(key=lambda item: order.get(item.path.parent.name, 3))

@@ -1,5 +1,6 @@
 """Entry point of the `trtserve` command."""
 
+import errno
 import gc
 import os
 import signal
@@ -12,7 +13,7 @@ _SIGNALLED = 128
 _ALLOCATIONS = 100_000
 # The code of MemoryLimitError: no module can be asked when this is needed.
 _MEMORY = 14
-_NO_MEMORY = b"error: The memory ran out.\nnext:  Free some, or raise the limit of this shell (ulimit -v).\n"
+_NO_MEMORY = b"error: Out of memory.\nnext:  Free some, or raise the limit of this shell (ulimit -v).\n"
 
 
 def main() -> None:
@@ -27,14 +28,17 @@ def main() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - as long as the process
     try:
         from trtserve.cli import run
+        from trtserve.process.interrupts import raise_interrupt
 
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, raise_interrupt)
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # while the command line itself is being imported
         code = 130
     except MemoryError:
         _end_without_memory()
-    except ImportError as error:
-        if "failed to map segment" in str(error):
+    except (ImportError, OSError) as error:  # a library cannot be mapped, or a folder of modules cannot be read
+        if "failed to map segment" in str(error) or getattr(error, "errno", None) == errno.ENOMEM:
             _end_without_memory()
         raise
     if code > _SIGNALLED:  # one more signal on the way out changes nothing

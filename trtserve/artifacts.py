@@ -1,4 +1,4 @@
-"""What the stages hand to each other: folders with a `manifest.json`, whose presence means that they are complete."""
+"""Artefacts: the folders that stages read and write. A `manifest.json` marks a folder as complete."""
 
 from __future__ import annotations
 
@@ -23,26 +23,22 @@ SCHEMA = 1
 
 
 def fingerprint(**parts: object) -> str:
-    """Hash of everything that decides the content of an artefact: 64 hexadecimal digits of SHA-256."""
+    """Return the SHA-256 hash, 64 hexadecimal digits, of everything that decides the content of an artefact."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of `manifest.json`.
-
-    `inputs` maps the name of an input artefact to its fingerprint, `spec` is what the stage was asked to do,
-    `tools` maps tools that shaped the content to their versions, `facts` holds what was found on the way
-    (measured sizes, load time, the machine).
-    """
+    """Content of `manifest.json`."""
 
     kind: Kind
     name: str
     fingerprint: str
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    spec: Mapping[str, Any] = field(default_factory=dict)
-    tools: Mapping[str, str] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)  # name of an input artefact → its fingerprint
+    spec: Mapping[str, Any] = field(default_factory=dict)  # settings of the stage
+    tools: Mapping[str, str] = field(default_factory=dict)  # tool that shaped the content → its version
+    facts: Mapping[str, Any] = field(default_factory=dict)  # measured results: sizes, times, the machine
+    files: Mapping[str, str] = field(default_factory=dict)  # path → SHA-256; of what is served, when it was made
     schema: int = SCHEMA
     created: str = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat())
     trtserve: str = __version__
@@ -54,7 +50,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest of `folder`; ArtifactError when there is none or it cannot be understood."""
+        """Read the manifest of `folder`. Raises ArtifactError when it is missing or cannot be understood."""
         path = folder / MANIFEST
         damaged = "The folder is damaged: remove it and run the stage that makes it again."
         try:
@@ -76,14 +72,14 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """A folder on disk; `manifest` is None when another tool made it (accepted by path)."""
+    """A folder on disk; `manifest` is None when another tool made it."""
 
     path: Path
     manifest: Manifest | None = None
 
     @property
     def fingerprint(self) -> str:
-        """The manifest's fingerprint; for a folder without one, a hash of names, sizes and times of its files."""
+        """The manifest's fingerprint, or a hash of the files' names, sizes and times if there is no manifest."""
         if self.manifest is not None:
             return self.manifest.fingerprint
         files = sorted(entry for entry in self.path.rglob("*") if entry.is_file())
@@ -92,12 +88,12 @@ class Artifact:
 
     @property
     def name(self) -> str:
-        """The name given by the user, else one made of the folder's."""
+        """The name in the manifest, or one derived from the folder's name."""
         return self.manifest.name if self.manifest is not None else plain_name(self.path.resolve().name)
 
 
 def plain_name(text: str) -> str:
-    """`text` cut to the characters of a name, [A-Za-z0-9._-]."""
+    """Return `text` reduced to the characters that a name may have: [A-Za-z0-9._-]."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "model"
 
 
@@ -110,7 +106,7 @@ class Checkpoint(Artifact):
 
 
 class Engine(Artifact):
-    """TensorRT-LLM engine folder, or `config.json` + `rankN.xml`/`rankN.bin` for the openvino runtime."""
+    """TensorRT-LLM engine folder, or `config.json` with the files of an embedded runtime (`executor.loaders`)."""
 
 
 class ModelRepository(Artifact):
@@ -139,9 +135,12 @@ _TAKEN_BY: dict[str, str] = {
 
 
 def load_artifact(kind: type[Artifact], path: Path) -> Artifact:
-    """Open `path` as an artefact of `kind`, with or without a manifest; ArtifactError when it is another kind."""
+    """Open `path` as an artefact of `kind`, with or without a manifest. Raises ArtifactError for another kind."""
     if not path.is_dir():
-        raise ArtifactError(f"{path} is not a folder.", hint="Give the path that the previous stage printed.")
+        raise ArtifactError(
+            f"{path} is not a folder.",
+            hint="Give a folder that trtserve made.",
+        )
     if not (path / MANIFEST).exists():
         return kind(path=path)
     manifest = Manifest.read(path)
@@ -154,7 +153,7 @@ def load_artifact(kind: type[Artifact], path: Path) -> Artifact:
     return kind(path=path, manifest=manifest)
 
 
-# Keys that only the config.json of that kind has at its top.
+# Top-level keys that identify the config.json of each kind.
 _CONFIG_KEYS: dict[type[Artifact], frozenset[str]] = {
     Model: frozenset({"architectures", "model_type"}),
     Checkpoint: frozenset({"architecture"}),
@@ -163,14 +162,14 @@ _CONFIG_KEYS: dict[type[Artifact], frozenset[str]] = {
 
 
 def looks_like(kind: type[Artifact], folder: Path) -> bool:
-    """Whether `folder` holds an artefact of `kind` as far as its manifest, or the files of other tools, tell."""
+    """Return whether `folder` seems to hold an artefact of `kind`, by its manifest or by the files of other tools."""
     with suppress(ArtifactError):
         return Manifest.read(folder).kind == KINDS[kind]
     if kind is ModelRepository:
         return any(folder.glob("*/config.pbtxt"))
     if kind is Adapter:
         return (folder / "model.lora_weights.npy").is_file()
-    # A folder of a tokenizer alone is a Hugging Face folder too.
+    # A folder with only a tokenizer counts as a Hugging Face folder too.
     if kind is Model and any(folder.glob("tokenizer*")):
         return True
     try:

@@ -1,16 +1,16 @@
-"""The one error tree: every class owns an exit code, and every message says what happened and what to do next.
+"""All errors: every class has its own exit code, and every message says what happened and what to do next.
 
 TrtserveError
 ├── UsageError                  2   a flag, name or combination that cannot work
 ├── MissingDependencyError      3   an optional package or program is not installed
 ├── ModelOptMissingError        4   a quantisation needs NVIDIA ModelOpt, which is not installed
-├── ModelNotFoundError         10   the source names no model
-├── AccessDeniedError          11   the model is gated or private and the token does not open it
+├── ModelNotFoundError         10   the source does not name a model
+├── AccessDeniedError          11   the model is gated or private, and the token has no access
 ├── NetworkError               12   the hub cannot be reached
 ├── DiskSpaceError             13   not enough free disk
 ├── MemoryLimitError           14   too large for the memory of this machine
-├── UnsupportedModelError      15   architecture, weight format or feature that no part here can handle
-├── CorruptFileError           16   a file's size, hash or content is not what it must be
+├── UnsupportedModelError      15   an architecture, weight format or feature that is not supported
+├── CorruptFileError           16   a file's size, hash or content is wrong
 ├── ConversionError            20   a checkpoint could not be produced
 ├── BuildError                 21   an engine could not be produced
 ├── RepositoryError            22   a model repository could not be produced or is not valid
@@ -24,10 +24,13 @@ TrtserveError
 ├── ServerAmbiguousError       34   several servers are running and none was named
 ├── ServerDiedError            35   a running server ended by itself
 ├── ServerStopError            36   a server could not be stopped within the bound
+├── ServerNotReadyError        37   a server does not answer for all of its models (status)
 ├── ServerUnreachableError     40   no answer from the endpoint
 ├── RequestError               41   the server refused or failed the request
 ├── AnswerMismatchError        42   the answer is not the expected one (query --check-output)
-└── BenchmarkError             50   a benchmark could not be carried out
+├── BenchmarkError             50   a benchmark could not be carried out
+├── DoubtfulResultError        51   a benchmark's verdict is not `valid` (bench --strict)
+└── RegressionError            52   a result is worse than an earlier one (bench compare)
 """
 
 from __future__ import annotations
@@ -39,14 +42,13 @@ _LISTED = 10
 
 
 class TrtserveError(Exception):
-    """An error that is explained to the user; `code` is the exit code of the process.
-
-    `hint` says what to do next; `log` is the file that holds the details.
-    """
+    """An error with an explanation for the user."""
 
     code = 1
+    """Exit code of the process."""
 
     def __init__(self, message: str, *, hint: str | None = None, log: Path | None = None) -> None:
+        """Store what to do next as `hint` and the file with the details as `log`."""
         super().__init__(message)
         self.message = message
         self.hint = hint
@@ -127,6 +129,10 @@ class PortInUseError(TrtserveError):
 
 class ServerStartError(TrtserveError):
     code = 32
+    killed = False
+    """Whether a process of the server was killed, so that another start may succeed."""
+    by_chance = False
+    """Whether Triton crashed on a race of its own while it loaded models."""
 
 
 class ServerNotFoundError(TrtserveError):
@@ -145,6 +151,10 @@ class ServerStopError(TrtserveError):
     code = 36
 
 
+class ServerNotReadyError(TrtserveError):
+    code = 37
+
+
 class ServerUnreachableError(TrtserveError):
     code = 40
 
@@ -161,12 +171,20 @@ class BenchmarkError(TrtserveError):
     code = 50
 
 
+class DoubtfulResultError(TrtserveError):
+    code = 51
+
+
+class RegressionError(TrtserveError):
+    code = 52
+
+
 def listing(items: Sequence[str], separator: str = ", ") -> str:
-    """Items for a message: the first ten, and how many more there are."""
+    """Return items for a message: the first ten, and how many more there are."""
     more = len(items) - _LISTED
     return separator.join([*items[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things for a message: `1 rank`, `2 ranks`."""
+    """Return a number of things for a message: `1 rank`, `2 ranks`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""Files that several processes share: refusals of the file system explained, locks, JSON read, and replaced at once."""
+"""Shared files: file system errors, locks, and JSON files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_PLACE = frozenset({errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOO
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Explain what the file system refuses while `path` is made or removed: DiskSpaceError or ArtifactError."""
+    """Turn file system errors in the block into DiskSpaceError or ArtifactError for `path`."""
     try:
         yield
     except OSError as error:
@@ -31,25 +31,23 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def writing_error(error: OSError, path: Path) -> TrtserveError | None:
-    """What it means that `path` cannot be made or removed; None for what is no refusal of the file system."""
+    """Return the error that explains why `path` cannot be made or removed, or None for any other OSError."""
     if error.errno in _NO_PLACE:
         return _refused(error, path, "written")
     return file_error(error, path, "written")
 
 
 def file_error(error: OSError, path: Path, verb: str = "read or written") -> TrtserveError | None:
-    """What a full disk or missing permissions mean to the user; None for what is something else."""
+    """Return the error that explains a full disk or missing permissions, or None for any other OSError."""
     if error.errno in _FULL:
+        full = "the disk is full"
+        if error.errno == errno.EFBIG:
+            full = "files of this size are not allowed here (ulimit -f, or the file system's limit)"
         return DiskSpaceError(
-            f"{path} cannot be {verb}: {_full(error)}.",
+            f"{path} cannot be {verb}: {full}.",
             hint="Free some space (`trtserve remove`), or choose another place with --out or TRTSERVE_HOME.",
         )
     return _refused(error, path, verb) if error.errno in _FORBIDDEN else None
-
-
-def _full(error: OSError) -> str:
-    limited = "files of this size are not allowed here (ulimit -f, or the file system's limit)"
-    return limited if error.errno == errno.EFBIG else "the disk is full"
 
 
 def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
@@ -62,7 +60,10 @@ def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the advisory lock file `path`, which exists no longer than that; LockedError when taken, if not `wait`."""
+    """Hold the advisory lock file `path` and remove it afterwards.
+
+    Raises LockedError when it is taken, unless `wait`.
+    """
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = _lock_file(path, wait=wait)
@@ -78,7 +79,7 @@ def _lock_file(path: Path, *, wait: bool) -> TextIO:
         handle = path.open("a")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            # The owner that was waited for has removed its file: a lock on that file keeps nobody out.
+            # The previous owner removed its file, and a lock on a removed file protects nothing.
             if _is_open_at(handle, path):
                 return handle
         except BlockingIOError:
@@ -97,7 +98,7 @@ def _is_open_at(handle: TextIO, path: Path) -> bool:
 
 
 def read_text(path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None) -> str:
-    """The text in `path`; `error` for a file that cannot be read or is no UTF-8. FileNotFoundError passes through."""
+    """Return the text in `path`; `error` for a file that cannot be read or is not UTF-8, except FileNotFoundError."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -111,9 +112,9 @@ def read_text(path: Path, error: type[TrtserveError] = ArtifactError, *, hint: s
 def read_json_object(
     path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None
 ) -> dict[str, Any]:
-    """The JSON object in `path`; `error` for a file that cannot be read or holds something else.
+    """Return the JSON object in `path`; `error` for a file that cannot be read or holds something else.
 
-    FileNotFoundError passes through: what it means that there is no file, the caller knows.
+    FileNotFoundError passes through: only the caller knows what a missing file means.
     """
     text = read_text(path, error, hint=hint)
     try:
@@ -126,7 +127,7 @@ def read_json_object(
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace `path` by `content` in one rename; what a killed process left of its own is taken over."""
+    """Replace `path` by `content` in one rename; the partial file of a killed process is overwritten."""
     staged = path.with_name(f".{path.name}.partial")
     with writing(path), locked(path.with_name(f".{path.name}.lock")):
         staged.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")

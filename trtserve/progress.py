@@ -1,4 +1,4 @@
-"""How library code reports long work without knowing a terminal."""
+"""The interface through which library code reports progress without knowing about terminals."""
 
 from __future__ import annotations
 
@@ -10,32 +10,38 @@ Unit = Literal["bytes", "items"]
 
 
 class Task(Protocol):
-    """One measured piece of work."""
+    """A piece of work whose progress is measured."""
 
     def advance(self, amount: int) -> None:
         """Record `amount` more units as done."""
 
+    def describe(self, text: str) -> None:
+        """Say what the work looks like at this moment, in a few words."""
+
 
 class Progress(Protocol):
-    """Receiver of what a stage does; the command line draws it, tests and libraries may ignore it."""
+    """Receives what a stage reports; the command line shows it, tests and libraries may ignore it."""
 
     def step(self, text: str) -> None:
-        """Say which step begins, in one line."""
+        """Report the step that begins, in one line."""
 
     def warn(self, text: str) -> None:
-        """Say something that the user should know although the work goes on."""
+        """Report something that the user should know although the work continues."""
 
     def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> AbstractContextManager[Task]:
-        """Measure work of `total` units of which `done` are behind us already."""
+        """Measure work of `total` units; `done` are finished already."""
 
 
 class _SilentTask:
     def advance(self, amount: int) -> None:
         pass
 
+    def describe(self, text: str) -> None:
+        pass
+
 
 class SilentProgress:
-    """A Progress that says nothing."""
+    """A Progress that reports nothing."""
 
     def step(self, text: str) -> None:
         pass

@@ -10,11 +10,23 @@ from pathlib import Path
 
 from tests.benchmarks.results import MISSED
 
-BENCHMARKS = ("cli", "executor", "precision", "features", "lora", "serving", "text", "convert", "plan", "demo")
+BENCHMARKS = (
+    "cli",
+    "client",
+    "executor",
+    "precision",
+    "features",
+    "lora",
+    "serving",
+    "text",
+    "convert",
+    "plan",
+    "demo",
+)
 
 
 def main() -> int:
-    """Run the chosen benchmarks; ends with 1 where one failed, else with MISSED where one missed a reach."""
+    """Run the chosen benchmarks; ends with 1 where one failed, else with MISSED where one missed a target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".bench"), help="folder that keeps models between runs")
     parser.add_argument("--pairs", type=int, default=7, help="alternating pairs of each comparison")
@@ -31,7 +43,7 @@ def main() -> int:
         code = subprocess.run([sys.executable, "-m", module, *options], check=False).returncode
         endings.setdefault(code if code in (0, MISSED) else 1, []).append(name)
     print(f"\nFigures: {results}")
-    for code, words in ((MISSED, "Missed a reach"), (1, "Failed")):
+    for code, words in ((MISSED, "Missed a target"), (1, "Failed")):
         if code in endings:
             print(f"{words}: {', '.join(endings[code])}")
     return next((code for code in (1, MISSED) if code in endings), 0)

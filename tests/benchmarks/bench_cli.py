@@ -1,4 +1,4 @@
-"""What the command line costs: `trtserve --help`, and `trtserve query` beside a bare tritonclient script.
+"""The cost of the command line: `trtserve --help`, and `trtserve query` compared with a bare tritonclient script.
 
 Run as `python -m tests.benchmarks.bench_cli --out FOLDER`. Both sides are whole processes that ask a real Triton, whose
 model echoes the prompt without any work, so that the difference is the command line's own.
@@ -60,11 +60,11 @@ class Row:
     seconds: float
     lowest: float
     highest: float
-    reach: float
+    target: float
 
 
 def seconds(command: Sequence[str], expected: str) -> float:
-    """Wall time of a whole process, which must print `expected`."""
+    """Return the wall time of a process, which must print `expected`."""
     begin = time.perf_counter()
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT, env=environment())
     elapsed = time.perf_counter() - begin
@@ -75,7 +75,7 @@ def seconds(command: Sequence[str], expected: str) -> float:
 def measure_help(runs: int) -> Row:
     """Wall time of `trtserve --help`; the first run warms the file cache."""
     times = [seconds([*TRTSERVE, "--help"], "Usage") for _ in range(runs + 1)][1:]
-    return _row("`trtserve --help`", times, reach=0.25)
+    return _row("`trtserve --help`", times, target=0.25)
 
 
 def measure_query(runs: int) -> Row:
@@ -89,25 +89,25 @@ def measure_query(runs: int) -> Row:
             for name, command in (("query", query), ("bare", bare))[:: 1 if number % 2 else -1]:
                 taken[name] = seconds(command, "Echo: What is ML?")
             differences.append(taken["query"] - taken["bare"])
-    return _row("`trtserve query` − bare tritonclient", differences[1:], reach=0.3)
+    return _row("`trtserve query` − bare tritonclient", differences[1:], target=0.3)
 
 
-def _row(case: str, times: Sequence[float], *, reach: float) -> Row:
+def _row(case: str, times: Sequence[float], *, target: float) -> Row:
     return Row(
         case=case,
         runs=len(times),
         seconds=statistics.median(times),
         lowest=min(times),
         highest=max(times),
-        reach=reach,
+        target=target,
     )
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| Case | Median, s | Lowest … highest, s | Reach, s | Runs |", "|---|--:|--:|--:|--:|"]
+    lines = ["| Case | Median, s | Lowest … highest, s | Target, s | Runs |", "|---|--:|--:|--:|--:|"]
     lines += [
-        f"| {row.case} | {row.seconds:.2f} | {row.lowest:.2f} … {row.highest:.2f} | ≤ {row.reach:.2f} | {row.runs} |"
+        f"| {row.case} | {row.seconds:.2f} | {row.lowest:.2f} … {row.highest:.2f} | ≤ {row.target:.2f} | {row.runs} |"
         for row in rows
     ]
     return "\n".join(lines)
@@ -122,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [measure_help(arguments.pairs), measure_query(arguments.pairs)]
     print(table(rows))
-    figures = [Figure(case=row.case, value=row.seconds, reach=row.reach, at_most=True) for row in rows]
+    figures = [Figure(case=row.case, value=row.seconds, target=row.target, at_most=True) for row in rows]
     finish(arguments.out or arguments.work, "cli", {"rows": rows}, figures)
 
 

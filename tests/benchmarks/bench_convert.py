@@ -1,4 +1,4 @@
-"""Conversion of a random 1.1 B-parameter Llama (2.2 GB): speed beside `cp` and the usual way, and peak memory.
+"""Conversion of a random 1.1 B-parameter Llama (2.2 GB): speed compared with `cp` and the usual way, and peak memory.
 
 Run as `python -m tests.benchmarks.bench_convert --work FOLDER`. This process imports nothing large, because the
 kernel hands its resident size on to the ru_maxrss of the processes that it starts.
@@ -34,7 +34,7 @@ from tests.benchmarks.processes import environment
 from tests.benchmarks.results import Figure, finish
 
 CASES = {
-    "tp 1": Case(reach=0.8),
+    "tp 1": Case(target=0.8),
     "tp 4": Case(tp_size=4),
     "pp 2": Case(pp_size=2),
     "bfloat16 to float16": Case(source="bfloat16"),
@@ -47,14 +47,14 @@ ALLOWANCE = 250_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One case beside `cp`: medians over pairs.
+    """One case compared with `cp`: medians over pairs.
 
     `speed` is seconds of cp divided by those of the whole command, `writing_speed` by those of writing alone.
     """
 
     case: str
     pairs: int
-    reach: float
+    target: float
     seconds: float
     writing_seconds: float
     cp_seconds: float
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class UsualRow:
-    """One case beside the usual way, whole processes: medians over pairs, peaks over all of them."""
+    """One case compared with the usual way, as complete processes: medians over pairs, peaks over all of them."""
 
     case: str
     pairs: int
@@ -82,8 +82,8 @@ class UsualRow:
     memory: float
 
 
-def beside_cp(name: str, work: Path, pairs: int) -> Row:
-    """Alternate conversion and cp; the first pair warms both up and tells the memory, its times do not count."""
+def compare_with_cp(name: str, work: Path, pairs: int) -> Row:
+    """Alternate conversion and cp; the first pair warms up and measures memory, its times do not count."""
     case = CASES[name]
     model = model_folder(work, case.source)
     ours, copy, home = work / "converted", work / "copied", work / "convert-home"
@@ -99,7 +99,7 @@ def beside_cp(name: str, work: Path, pairs: int) -> Row:
     return Row(
         case=name,
         pairs=pairs,
-        reach=case.reach,
+        target=case.target,
         seconds=statistics.median(run.seconds for run in runs),
         writing_seconds=statistics.median(run.writing for run in runs),
         cp_seconds=statistics.median(copies),
@@ -112,7 +112,7 @@ def beside_cp(name: str, work: Path, pairs: int) -> Row:
     )
 
 
-def beside_usual(name: str, work: Path, pairs: int) -> UsualRow:
+def compare_with_torch(name: str, work: Path, pairs: int) -> UsualRow:
     """Alternate conversion and the usual way.
 
     The first pair warms both up and tells their memory, and its results must be the same; its times do not count.
@@ -146,7 +146,7 @@ def beside_usual(name: str, work: Path, pairs: int) -> UsualRow:
 
 
 def under_limit(name: str, work: Path) -> dict[str, Any]:
-    """Convert with RLIMIT_AS set to what the interpreter has, the largest tensor and 250 MB."""
+    """Convert with RLIMIT_AS set to the interpreter's size, the largest tensor and 250 MB."""
     case = CASES[name]
     out = work / "limited" / "made"
     clean(out.parent)
@@ -174,7 +174,7 @@ class GroupRow:
 
 
 def under_cgroup(name: str, work: Path, largest_tensor: int) -> GroupRow | None:
-    """Convert in a cgroup that allows the largest tensor and 250 MB; None where no cgroup can be made."""
+    """Convert in a cgroup that allows the largest tensor and 250 MB; None when no cgroup can be made."""
     case = CASES[name]
     model, out, limit = model_folder(work, case.source), work / "limited" / "made", largest_tensor + ALLOWANCE
     clean(out.parent)
@@ -188,22 +188,22 @@ def under_cgroup(name: str, work: Path, largest_tensor: int) -> GroupRow | None:
     return row
 
 
-_HEADS = "Convert 1.1 B; Whole command, s; Writing, s; `cp`, s; Speed ÷ `cp` (lowest – highest); Reach; Writing ÷ `cp`"
+_HEADS = "Convert 1.1 B; Whole command, s; Writing, s; `cp`, s; Speed ÷ `cp` (lowest – highest); Target; Writing ÷ `cp`"
 _PEAKS = "RssAnon + RssShmem, MB; ru_maxrss, MB; Pairs"
-_USUAL_HEADS = "Whole processes; trtserve, s; Usual way, s; Times faster (lowest – highest); Reach"
+_USUAL_HEADS = "Whole processes; trtserve, s; Usual way, s; Times faster (lowest – highest); Target"
 _LIMITED_HEADS = (
     "Under RLIMIT_AS; Python and libraries before, MB; Largest tensor, MB; "
     f"Limit (sum and {ALLOWANCE // 10**6}), MB; ru_maxrss, MB; Whole model, MB"
 )
 _GROUP_HEADS = "In a cgroup; Limit (largest tensor and 250), MB; RssAnon + RssShmem, MB; Killed; Whole command, s"
-_USUAL_PEAKS = "trtserve, MB; Usual way, MB; Memory ratio; Reach; Pairs"
+_USUAL_PEAKS = "trtserve, MB; Usual way, MB; Memory ratio; Target; Pairs"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows beside cp as Markdown; memory in MB (10^6 bytes)."""
+    """Return the comparison with cp as Markdown; memory in MB (10^6 bytes)."""
     lines = [
         f"{row.case}; {row.seconds:.2f}; {row.writing_seconds:.2f}; {row.cp_seconds:.2f}; {row.speed:.2f} "
-        f"({row.speed_lowest:.2f} – {row.speed_highest:.2f}); {row.reach}; {row.writing_speed:.2f}; "
+        f"({row.speed_lowest:.2f} – {row.speed_highest:.2f}); {row.target}; {row.writing_speed:.2f}; "
         f"{row.sampled_peak / 1e6:.0f}; {row.maxrss_peak / 1e6:.0f}; {row.pairs}"
         for row in rows
     ]
@@ -211,7 +211,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def usual_table(rows: Sequence[UsualRow]) -> str:
-    """The rows beside the usual way as Markdown."""
+    """Return the comparison with the usual way as Markdown."""
     lines = [
         f"{row.case}; {row.seconds:.2f}; {row.usual_seconds:.2f}; {row.speed:.1f} ({row.speed_lowest:.1f} – "
         f"{row.speed_highest:.1f}); 2; {row.sampled_peak / 1e6:.0f}; {row.usual_sampled_peak / 1e6:.0f}; "
@@ -242,7 +242,7 @@ def group_table(rows: Sequence[GroupRow]) -> str:
 
 
 def _markdown(heads: str, rows: Sequence[str]) -> str:
-    """A table of lines whose cells are separated by semicolons."""
+    """Return a table of lines whose cells are separated by semicolons."""
     lines = [heads, "; ".join(["---", *["--:"] * heads.count(";")]), *rows]
     return "\n".join(f"| {' | '.join(line.split('; '))} |" for line in lines)
 
@@ -260,15 +260,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report: dict[str, object] = {}
     figures: list[Figure] = []
     if "cp" in parts:
-        rows = [beside_cp(name, work, options.pairs) for name in cases]
+        rows = [compare_with_cp(name, work, options.pairs) for name in cases]
         print(table(rows), flush=True)
         report["rows"] = rows
-        figures += [Figure(case=f"{row.case}, ÷ cp", value=row.speed, reach=row.reach) for row in rows]
+        figures += [Figure(case=f"{row.case}, ÷ cp", value=row.speed, target=row.target) for row in rows]
     if "usual" in parts:
         report["usual"] = usual = _usual_part([name for name in cases if name in USUAL], work, options.pairs)
         for row in usual:
-            figures.append(Figure(case=f"{row.case}, times faster", value=row.speed, reach=2))
-            figures.append(Figure(case=f"{row.case}, memory", value=row.memory, reach=0.25, at_most=True))
+            figures.append(Figure(case=f"{row.case}, times faster", value=row.speed, target=2))
+            figures.append(Figure(case=f"{row.case}, memory", value=row.memory, target=0.25, at_most=True))
     if "limit" in parts:
         limited = [under_limit(name, work) for name in cases if name in LIMITED]
         report["limited"] = limited
@@ -289,9 +289,9 @@ def _group_part(limited: Sequence[Mapping[str, Any]], work: Path) -> list[GroupR
 
 def _usual_part(cases: Sequence[str], work: Path, pairs: int) -> list[UsualRow]:
     if importlib.util.find_spec("torch") is None:
-        print("\nPyTorch is not installed (extra `oracle`): nothing is measured beside the usual way.")
+        print("\nPyTorch is not installed (extra `oracle`): the usual way is not measured.")
         return []
-    rows = [beside_usual(name, work, pairs) for name in cases]
+    rows = [compare_with_torch(name, work, pairs) for name in cases]
     print(f"\n{usual_table(rows)}", flush=True)
     return rows
 

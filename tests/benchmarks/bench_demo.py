@@ -12,12 +12,12 @@ from tests.benchmarks.processes import environment
 from tests.benchmarks.results import Figure, finish
 
 ROOT = Path(__file__).parents[2]
-REACH = 180.0
+TARGET = 180.0
 TIMEOUT = 1200.0
 
 
 def measure(work: Path) -> float:
-    """Seconds that `make demo` takes in a clone of what is committed; the first run fills the package cache."""
+    """Return the seconds of `make demo` in a clone of the last commit; the first run fills the package cache."""
     clone = work / "clone"
     shutil.rmtree(clone, ignore_errors=True)
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True, timeout=TIMEOUT)
@@ -41,10 +41,10 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     cold, warm = measure(arguments.work), measure(arguments.work)
-    print("| Case | First run, s | Second run, s | Reach, s |\n|---|--:|--:|--:|")
-    print(f"| `make demo`, fresh clone | {cold:.0f} | {warm:.0f} | ≤ {REACH:.0f} |")
-    report = {"first": cold, "second": warm, "reach": REACH}
-    figure = Figure(case="`make demo`", value=warm, reach=REACH, at_most=True)
+    print("| Case | First run, s | Second run, s | Target, s |\n|---|--:|--:|--:|")
+    print(f"| `make demo`, fresh clone | {cold:.0f} | {warm:.0f} | ≤ {TARGET:.0f} |")
+    report = {"first": cold, "second": warm, "target": TARGET}
+    figure = Figure(case="`make demo`", value=warm, target=TARGET, at_most=True)
     finish(arguments.out or arguments.work, "demo", report, [figure])
 
 

@@ -1,4 +1,4 @@
-"""The in-process executor beside openvino_genai's ContinuousBatchingPipeline: same graph, same weights, same hints.
+"""The in-process executor compared with openvino_genai's ContinuousBatchingPipeline: same graph, weights and hints.
 
 Run as `python -m tests.benchmarks.bench_executor --work FOLDER --out FOLDER`; the model is a random Llama of 135 M
 parameters, made once in the work folder.
@@ -24,6 +24,7 @@ from tests.benchmarks import engines
 from tests.benchmarks.engines import make_engine
 from tests.benchmarks.results import Figure, finish
 from trtserve.executor.lora_modules import LoraShape
+from trtserve.host.machine import free_memory
 
 SIZES = engines.SIZES["llama-135m"]
 MAX_NUM_TOKENS = engines.MAX_NUM_TOKENS
@@ -33,12 +34,12 @@ WAIT = timedelta(seconds=300)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What one measurement does; a rate counts new tokens after the first, or prompt tokens when `new` is 1."""
+    """One measurement; a rate counts new tokens after the first, or prompt tokens when `new` is 1."""
 
     streams: int
     prompt: int
     new: int
-    reach: float
+    target: float
 
     @property
     def counted(self) -> int:
@@ -47,9 +48,9 @@ class Shape:
 
 
 SHAPES = {
-    "decode, 1 stream": Shape(streams=1, prompt=64, new=129, reach=0.90),
-    "decode, 8 streams": Shape(streams=8, prompt=64, new=65, reach=0.95),
-    "prefill, 1024 tokens": Shape(streams=1, prompt=1024, new=1, reach=0.90),
+    "decode, 1 stream": Shape(streams=1, prompt=64, new=129, target=0.90),
+    "decode, 8 streams": Shape(streams=8, prompt=64, new=65, target=0.95),
+    "prefill, 1024 tokens": Shape(streams=1, prompt=1024, new=1, target=0.90),
 }
 
 
@@ -72,7 +73,7 @@ class Row:
     ratio: float
     ratio_lowest: float
     ratio_highest: float
-    reach: float
+    target: float
 
 
 class ExecutorSide:
@@ -106,7 +107,7 @@ class ExecutorSide:
             pass
 
     def responses(self, requests: list[Any]) -> Iterator[Any]:
-        """Every response of `requests` as it comes, until all have ended; RuntimeError for an error response."""
+        """Yield every response of `requests` until all have ended; RuntimeError for an error response."""
         running = set(self.executor.enqueue_requests(requests))
         while running:
             for response in self.executor.await_responses(WAIT):
@@ -151,7 +152,7 @@ class GenaiSide:
 
 
 class _ZeroWork:
-    """A model whose step costs nothing, so that what remains is the executor's own time."""
+    """A model whose step costs nothing, to measure the executor's own time."""
 
     vocab_size: int = SIZES["vocab_size"]
     hidden_size: int = SIZES["hidden_size"]
@@ -160,6 +161,10 @@ class _ZeroWork:
     max_position = 4096
     tokens_per_block = 32
     bytes_per_block = 1
+    kv_memory_fraction = 0.3
+
+    def free_memory(self) -> int:
+        return free_memory()
 
     def allocate(self, num_blocks: int) -> None:
         self._logits = np.random.default_rng(0).standard_normal((8, self.vocab_size)).astype(np.float32)
@@ -181,7 +186,7 @@ def loop_microseconds(streams: int, *, steps: int = 500) -> float:
 
     limits = Limits(max_batch_size=8, max_seq_len=4096, max_num_tokens=2048, vocab_size=_ZeroWork.vocab_size)
     config = api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(max_tokens=8 * 4096))
-    with api.Executor.over(_ZeroWork(), limits, config) as executor:
+    with api.Executor.from_model(_ZeroWork(), limits, config) as executor:
         begin = time.perf_counter()
         ids = executor.enqueue_requests([api.Request([1] * 64, steps, streaming=True) for _ in range(streams)])
         running = set(ids)
@@ -194,7 +199,7 @@ def loop_microseconds(streams: int, *, steps: int = 500) -> float:
 
 
 def export_for_genai(engine: Path, model: Path, folder: Path) -> dict[str, str]:
-    """Lay the engine's graph out as openvino_genai reads it; returns the engine's precision hints."""
+    """Write the engine's graph in openvino_genai's layout and return the engine's precision hints."""
     import openvino as ov
     from openvino_tokenizers import convert_tokenizer
     from transformers import AutoTokenizer
@@ -235,19 +240,19 @@ def measure(name: str, shape: Shape, ours: Side, theirs: Side, pairs: int) -> Ro
         ratio=statistics.median(ratios),
         ratio_lowest=min(ratios),
         ratio_highest=max(ratios),
-        reach=shape.reach,
+        target=shape.target,
     )
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     lines = [
-        "| Case | Executor, tokens/s | openvino_genai, tokens/s | Ratio | Lowest … highest | Reach | Pairs |",
+        "| Case | Executor, tokens/s | openvino_genai, tokens/s | Ratio | Lowest … highest | Target | Pairs |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     lines += [
         f"| {row.case} | {row.executor:.0f} | {row.genai:.0f} | {row.ratio:.2f} "
-        f"| {row.ratio_lowest:.2f} … {row.ratio_highest:.2f} | {row.reach:.2f} | {row.pairs} |"
+        f"| {row.ratio_lowest:.2f} … {row.ratio_highest:.2f} | {row.target:.2f} | {row.pairs} |"
         for row in rows
     ]
     return "\n".join(lines)
@@ -274,7 +279,7 @@ def main() -> None:
     print(table(report["rows"]))
     for streams, microseconds in report["loop_microseconds"].items():
         print(f"Executor's own time per step at {streams} streams, without the model: {microseconds:.0f} µs")
-    figures = [Figure(case=row.case, value=row.ratio, reach=row.reach) for row in report["rows"]]
+    figures = [Figure(case=row.case, value=row.ratio, target=row.target) for row in report["rows"]]
     finish(arguments.out or arguments.work, "executor", report, figures)
 
 

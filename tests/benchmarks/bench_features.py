@@ -1,4 +1,4 @@
-"""What prefix reuse and external drafts give: time to first token of a known prefix, tokens/s of right drafts.
+"""The gain of prefix reuse and external drafts: time to first token of a known prefix, tokens/s of right drafts.
 
 Run as `python -m tests.benchmarks.bench_features --work FOLDER --out FOLDER`; the models are random Llamas of 135 M
 parameters (prefix) and 1.1 B parameters (drafts).
@@ -56,7 +56,7 @@ def compare_prefix(work: Path, model: str, *, pairs: int) -> Comparison:
         first,
         pairs=pairs,
         unit="s",
-        reach=0.25,
+        target=0.25,
         at_most=True,
     )
     side.executor.shutdown()
@@ -76,7 +76,7 @@ class DraftSide(ExecutorSide):
         return tokens, (len(tokens) - 1) / (time.perf_counter() - first)
 
     def step(self, context: list[int], draft: list[int]) -> list[int]:
-        """What one step with a draft gives: the accepted tokens and one more."""
+        """Return the tokens of one step with a draft: the accepted ones and one more."""
         request = self._api.Request(
             context,
             len(draft) + 1,
@@ -119,7 +119,7 @@ def compare_drafts(work: Path, model: str, *, pairs: int) -> tuple[Comparison, f
         return side.answer(known(number)[0], NEW)[1]
 
     case = f"{model}, 1 stream, {DRAFT} right draft tokens per step"
-    row = compare(case, drafted, plain, pairs=pairs, unit="tokens/s", reach=2.5)
+    row = compare(case, drafted, plain, pairs=pairs, unit="tokens/s", target=2.5)
     side.executor.shutdown()
     return row, min(accepted)
 

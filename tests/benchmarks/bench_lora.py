@@ -1,4 +1,4 @@
-"""An engine with adapters beside the same one built without: decode of 8 streams, 4 adapters and none mixed.
+"""An engine with adapters compared with one built without: decode of 8 streams, with 4 adapters and without, mixed.
 
 Run as `python -m tests.benchmarks.bench_lora --work FOLDER --out FOLDER`; the models are random Llamas of 135 M and
 1.1 B parameters, the adapters random ones of rank 8 on q, k and v.
@@ -27,15 +27,15 @@ MODULES = ("attn_q", "attn_k", "attn_v")
 
 
 class AdapterSide(ExecutorSide):
-    """Streams whose requests take the adapters 1, 2, 3, 4 and none in turn, when `adapted`."""
+    """Streams whose requests use the adapters 1, 2, 3, 4 and none in turn, when `adapted`."""
 
     adapted = True
 
     def send_adapters(self) -> None:
         """Let the executor cache the adapters; every request after this gives a task id only."""
         from tests.support.adapters import random_adapter
-        from trtserve.executor.lora_modules import LoraShape
-        from trtserve.executor.paged_model import lora_shape, read_engine_config
+        from trtserve.executor.loaders import read_engine_config
+        from trtserve.executor.lora_modules import LoraShape, lora_shape
 
         shape = lora_shape(read_engine_config(self.engine))
         assert isinstance(shape, LoraShape)
@@ -59,7 +59,7 @@ class AdapterSide(ExecutorSide):
 
 
 def compare_model(work: Path, model: str, *, pairs: int) -> list[Comparison]:
-    """Both cases of one model: adapters at work, and an engine for adapters whose requests have none."""
+    """Measure both cases of one model: adapters in use, and an engine for adapters without any in use."""
     plain = ExecutorSide(make_engine(work, model))
     built = make_engine(
         work, model, name="engine-lora", lora_plugin="auto", lora_target_modules=MODULES, max_lora_rank=RANK
@@ -84,9 +84,9 @@ def compare_model(work: Path, model: str, *, pairs: int) -> list[Comparison]:
             rate(plain),
             pairs=pairs,
             unit="tokens/s",
-            reach=reach,
+            target=target,
         )
-        for case, adapted, reach in (
+        for case, adapted, target in (
             (f"{ADAPTERS} adapters and none", True, 0.8 if model == "llama-1b" else None),
             ("built for adapters, none in use", False, None),
         )

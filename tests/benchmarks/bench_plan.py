@@ -1,4 +1,4 @@
-"""Memory and disk as `trtserve plan` foresees them, beside what the processes of the stages really take.
+"""Memory and disk as `trtserve plan` estimates them, compared with the measured use of each stage.
 
 Run as `python -m tests.benchmarks.bench_plan --work FOLDER`. Every case converts, builds and serves a random model with
 the real commands; memory is RssAnon + RssShmem of their processes, sampled. Memory is taken when it is first used: the
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Deviation of the plan, as a part of what was measured."""
+        """Return the plan's relative deviation from the measurement."""
         return self.planned / self.measured - 1
 
 
@@ -129,7 +129,7 @@ class Watched:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """End it and its children; SIGINT is ignored by what a shell started in the background."""
+        """End it and its children; background jobs of a shell ignore SIGINT."""
         self._process.terminate()
         self._process.communicate(timeout=60)
 
@@ -157,7 +157,7 @@ def run_case(work: Path, model: str, dtype: str, quantize: str) -> list[Row]:
     planned = _planned(environment, str(source), *convert, *build, *cache)
 
     def row(stage: str, what: str, measured: int) -> Row:
-        return Row(case=case, stage=stage, what=what, planned=planned[stage][what], measured=measured)
+        return Row(case=case, stage=stage, what=what, planned=planned[stage][f"{what}_bytes"], measured=measured)
 
     def made(stage: str, *arguments: str) -> tuple[Path, list[Row]]:
         watched = Watched(environment, *arguments, "--quiet")
@@ -182,7 +182,7 @@ def _planned(environment: dict[str, str], *arguments: str) -> dict[str, dict[str
 
 
 def serve(environment: dict[str, str], repository: str, *, vocab: int) -> int:
-    """Peak of a server that is asked questions of all lengths, since kernels pack weights by the size of a step."""
+    """Return the peak of a server with requests of all lengths, since kernels pack weights by step size."""
     server = Watched(environment, "start", "--model-repository", repository, "--auto-ports", "--quiet")
     if not server.line().strip():
         raise SystemExit("the server did not start")
@@ -223,7 +223,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """Parse, measure, print the table, and write it as JSON; an error beyond the bound is a missed reach."""
+    """Parse, measure, print the table, and write it as JSON; an error beyond the bound is a missed target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".bench"), help="folder for models and artefacts (8 GB)")
     parser.add_argument("--out", type=Path, help="folder for plan.json; default: the work folder")
@@ -236,7 +236,9 @@ def main() -> None:
     for number in arguments.case or range(len(CASES)):
         rows += run_case(work, *CASES[number])
         print(table(rows), flush=True)
-    figures = [Figure(case=f"{row.case}, {row.stage}", value=abs(row.error), reach=BOUND, at_most=True) for row in rows]
+    figures = [
+        Figure(case=f"{row.case}, {row.stage}", value=abs(row.error), target=BOUND, at_most=True) for row in rows
+    ]
     finish(arguments.out or work, "plan", {"rows": [{**asdict(row), "error": row.error} for row in rows]}, figures)
 
 

@@ -1,4 +1,4 @@
-"""Decoding with float16, int8 and int4 weights: one beside the other, and each beside llama.cpp on the same shapes.
+"""Decoding with float16, int8 and int4 weights, compared with each other and with llama.cpp on the same shapes.
 
 Run as `python -m tests.benchmarks.bench_precision --work FOLDER --out FOLDER`; the model is a random Llama of 1.1 B
 parameters. Everything runs in this process on two CPUs and keeps 8-bit keys and values. "float16" are weights that the
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[Quantization, str]] = {
     "int8": ("int8", "q8_0"),
     "int4": ("int4", "q4_0"),
 }
-# The reach beside float16 and, by streams, beside llama.cpp.
+# The target compared with float16 and, by number of streams, with llama.cpp.
 FASTER: dict[str, dict[int, float | None]] = {"int8": {1: 1.5, 8: None}, "int4": {1: 1.6, 8: None}}
 LLAMA_CPP: dict[str, dict[int, float | None]] = {
     "float16": {1: 1.0, 8: 1.4},
@@ -65,9 +65,9 @@ def _rate(side: Side, streams: int) -> Callable[[int], float]:
     return measure
 
 
-def _pair(case: str, streams: int, ours: Side, other: Side, reach: float | None, pairs: int) -> Comparison:
+def _pair(case: str, streams: int, ours: Side, other: Side, target: float | None, pairs: int) -> Comparison:
     words = f"{case}, {streams} stream{'s' if streams > 1 else ''}"
-    return compare(words, _rate(ours, streams), _rate(other, streams), pairs=pairs, unit="tokens/s", reach=reach)
+    return compare(words, _rate(ours, streams), _rate(other, streams), pairs=pairs, unit="tokens/s", target=target)
 
 
 @contextmanager
@@ -96,24 +96,24 @@ def _llama_cpp(work: Path, kind: str, streams: int) -> Iterator[llama_cpp_side.L
 
 
 def against_float16(work: Path, *, pairs: int) -> list[Comparison]:
-    """int8 and int4 beside float16, at one stream and at eight."""
+    """Compare int8 and int4 with float16, at one stream and at eight."""
     rows = []
     with _engine(work, "float16") as base:
-        for kind, reaches in FASTER.items():
+        for kind, targets in FASTER.items():
             with _engine(work, kind) as packed:
-                rows += [_pair(kind, streams, packed, base, reaches[streams], pairs) for streams in NEW]
+                rows += [_pair(kind, streams, packed, base, targets[streams], pairs) for streams in NEW]
     return rows
 
 
 def against_llama_cpp(work: Path, *, pairs: int) -> list[Comparison]:
-    """Each kind of weights beside llama.cpp's of the same width."""
+    """Compare each weight type with llama.cpp's of the same width."""
     rows = []
-    for kind, reaches in LLAMA_CPP.items():
+    for kind, targets in LLAMA_CPP.items():
         with _engine(work, kind) as ours:
             for streams in NEW:
                 with _llama_cpp(work, kind, streams) as theirs:
                     case = f"{kind} / {KINDS[kind][1]}"
-                    rows.append(_pair(case, streams, ours, theirs, reaches[streams], pairs))
+                    rows.append(_pair(case, streams, ours, theirs, targets[streams], pairs))
     return rows
 
 

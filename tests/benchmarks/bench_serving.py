@@ -1,4 +1,4 @@
-"""Through Triton (gRPC streaming on `tensorrt_llm`) beside the in-process executor: same engine, prompts, 8 streams.
+"""Triton (gRPC streaming on `tensorrt_llm`) compared with the in-process executor: same engine, prompts, 8 streams.
 
 Run as `python -m tests.benchmarks.bench_serving --work FOLDER --out FOLDER`; the model is that of bench_executor, a
 random Llama of 135 M parameters. A rate is all new tokens ÷ the time from the first send to the last end, so that
@@ -22,15 +22,18 @@ import numpy as np
 from tests.benchmarks.bench_executor import KV_TOKENS, SIZES, WAIT, ExecutorSide
 from tests.benchmarks.engines import make_engine
 from tests.benchmarks.results import Figure, finish
-from trtserve.bench.load import Load, run_load
+from trtserve.bench.processes import run_load
+from trtserve.bench.protocols.base import Target
+from trtserve.bench.requests import TrafficRequest
 from trtserve.bench.statistics import Statistics, compute
-from trtserve.bench.traffic import TrafficRequest
-from trtserve.triton.client import CORE_MODEL, Endpoint, GrpcClient, ModelDescription
+from trtserve.bench.worker import Load
+from trtserve.triton.client import CORE_MODEL, Endpoint, ModelDescription
+from trtserve.triton.grpc_client import GrpcClient
 
 STREAMS = 8
 PROMPT = 64
 NEW = 128
-REACH = 0.85
+TARGET = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class Row:
     ratio: float
     ratio_lowest: float
     ratio_highest: float
-    reach: float
+    target: float
     time_to_first_token_ms: float
     inter_token_ms: float
 
@@ -54,25 +57,29 @@ def serving(engine: Path, work: Path) -> Iterator[Endpoint]:
     """A Triton server for the engine, with the KV cache of the in-process side."""
     from tests.support.servers import running_server
     from trtserve.artifacts import Engine, load_artifact
-    from trtserve.repo import assemble_repository
+    from trtserve.repo import assemble_repository, plan_repository
     from trtserve.specs import RepositorySpec
 
     artifact = load_artifact(Engine, engine)
     repository = assemble_repository(
-        Engine(path=engine, manifest=artifact.manifest),
-        work / "llama-135m" / "model",
-        RepositorySpec(name="llama-135m", max_tokens_in_paged_kv_cache=KV_TOKENS),
-        out=work / "llama-135m" / "repository",
+        plan_repository(
+            Engine(path=engine, manifest=artifact.manifest),
+            work / "llama-135m" / "model",
+            RepositorySpec(name="llama-135m", max_tokens_in_paged_kv_cache=KV_TOKENS),
+            out=work / "llama-135m" / "repository",
+        )
     )
     with running_server(repository.path, home=work / "home") as server:
-        yield Endpoint(http_port=server.http_port, grpc_port=server.grpc_port)
+        yield Endpoint(http_port=server.address.http_port, grpc_port=server.address.grpc_port)
 
 
 def measure_served(endpoint: Endpoint, model: ModelDescription, prompts: list[list[int]]) -> Statistics:
     """Send all prompts at once, one stream each."""
     requests = [TrafficRequest(token_ids=np.array(prompt, np.int32), output_len=NEW) for prompt in prompts]
-    load = Load(endpoint=endpoint, model=model, requests=requests, concurrency=STREAMS, timeout=WAIT.total_seconds())
-    statistics_ = compute(run_load(load).records)
+    target = Target(protocol="grpc", endpoint=endpoint, model=model, streams=True)
+    outcome = run_load(Load(target=target, requests=requests, concurrency=STREAMS, timeout=WAIT.total_seconds()))
+    assert outcome is not None
+    statistics_ = compute(outcome.records)
     assert statistics_.counts.completed == STREAMS
     assert statistics_.short_answers == 0
     return statistics_
@@ -124,9 +131,9 @@ def _row(served: Sequence[Statistics], in_process: Sequence[float]) -> Row:
         ratio=statistics.median(ratios),
         ratio_lowest=min(ratios),
         ratio_highest=max(ratios),
-        reach=REACH,
-        time_to_first_token_ms=statistics.median(figures.time_to_first_token.mean or 0.0 for figures in served),
-        inter_token_ms=statistics.median(figures.inter_token.mean or 0.0 for figures in served),
+        target=TARGET,
+        time_to_first_token_ms=statistics.median(figures.time_to_first_token_ms.mean or 0.0 for figures in served),
+        inter_token_ms=statistics.median(figures.inter_token_ms.mean or 0.0 for figures in served),
     )
 
 
@@ -138,7 +145,7 @@ def table(row: Row) -> str:
         "In process, tokens/s": f"{row.in_process:.0f}",
         "Ratio": f"{row.ratio:.2f}",
         "Lowest … highest": f"{row.ratio_lowest:.2f} … {row.ratio_highest:.2f}",
-        "Reach": f"≥ {row.reach:.2f}",
+        "Target": f"≥ {row.target:.2f}",
         "Pairs": str(row.pairs),
         "TTFT, ms": f"{row.time_to_first_token_ms:.0f}",
         "ITL, ms": f"{row.inter_token_ms:.2f}",
@@ -168,7 +175,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
     print(table(report["rows"][0]))
-    figures = [Figure(case=row.case, value=row.ratio, reach=row.reach) for row in report["rows"]]
+    figures = [Figure(case=row.case, value=row.ratio, target=row.target) for row in report["rows"]]
     finish(arguments.out or arguments.work, "serving", report, figures)
 
 

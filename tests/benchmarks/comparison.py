@@ -22,13 +22,13 @@ class Comparison:
     ratio: float
     ratio_lowest: float
     ratio_highest: float
-    reach: float | None
+    target: float | None
     at_most: bool
 
     @property
     def words(self) -> str:
-        """The reach as the tables show it."""
-        return "–" if self.reach is None else f"{'≤' if self.at_most else '≥'} {self.reach:.2f}"
+        """The target as the tables show it."""
+        return "–" if self.target is None else f"{'≤' if self.at_most else '≥'} {self.target:.2f}"
 
 
 def compare(
@@ -38,12 +38,12 @@ def compare(
     *,
     pairs: int,
     unit: str,
-    reach: float | None,
+    target: float | None,
     at_most: bool = False,
 ) -> Comparison:
     """Call both with the number of the pair; whoever begins changes from pair to pair, and pair 0 warms both.
 
-    `reach` is the lowest ratio that will do, with `at_most` the highest; None where nothing is asked.
+    `target` is the lowest ratio that will do, with `at_most` the highest; None where nothing is asked.
     """
     found: dict[bool, list[float]] = {True: [], False: []}
     for number in range(pairs + 1):
@@ -63,24 +63,24 @@ def compare(
         ratio=statistics.median(ratios),
         ratio_lowest=min(ratios),
         ratio_highest=max(ratios),
-        reach=reach,
+        target=target,
         at_most=at_most,
     )
 
 
 def figures(rows: Sequence[Comparison]) -> list[Figure]:
-    """The rows of which something is asked."""
+    """Return the rows that have a target."""
     return [
-        Figure(case=row.case, value=row.ratio, reach=row.reach, at_most=row.at_most)
+        Figure(case=row.case, value=row.ratio, target=row.target, at_most=row.at_most)
         for row in rows
-        if row.reach is not None
+        if row.target is not None
     ]
 
 
 def table(rows: Sequence[Comparison], *, measured: str = "With", base: str = "Without") -> str:
     """The rows as a Markdown table; `measured` and `base` head the two columns of medians."""
     lines = [
-        f"| Case | {measured} | {base} | Ratio | Lowest … highest | Reach | Pairs |",
+        f"| Case | {measured} | {base} | Ratio | Lowest … highest | Target | Pairs |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     lines += [

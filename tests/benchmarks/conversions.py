@@ -1,4 +1,4 @@
-"""What `bench_convert` and `kills` run: the random model, `trtserve convert`, `cp`, and the usual way to convert.
+"""Programs that `bench_convert` and `kills` run: the random model, `trtserve convert`, `cp`, and the usual conversion.
 
 The usual way is what converters do that are not streamed: transformers loads the model, torch cuts it, and
 safetensors.torch.save_file writes the ranks.
@@ -41,13 +41,13 @@ _TOUCH = f"import mmap; m = mmap.mmap(-1, {_TOUCHED}); [m.__setitem__(i, 1) for 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A conversion of the model of type `source` to `dtype`; `reach` is the speed beside cp that is asked for."""
+    """A conversion of the model of type `source` to `dtype`; `target` is the wanted speed relative to cp."""
 
     source: str = "float16"
     dtype: str = "float16"
     tp_size: int = 1
     pp_size: int = 1
-    reach: float = 0.5
+    target: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def model_folder(work: Path, dtype: str) -> Path:
     folder = work / ("llama-1.1b" if dtype == "float16" else f"llama-1.1b-{dtype}")
     if not (folder / "config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        # A process of its own: what this one held would count in the peaks of those that it starts.
+        # In its own process: memory of this one would count in the peaks of its children.
         subprocess.run([*_CALL, "generate", str(folder), dtype], check=True, timeout=TIMEOUT)
     return folder
 
@@ -81,7 +81,7 @@ def convert_command(model: Path, out: Path, case: Case) -> list[str]:
 
 
 def converted(model: Path, out: Path, case: Case, home: Path, *, sample: bool) -> Run:
-    """Convert in a fresh process; seconds of writing come from the rates that it leaves in `home`."""
+    """Convert in a fresh process; the seconds of writing are in the rates that it leaves in `home`."""
     run = watched(convert_command(model, out, case), environment(TRTSERVE_HOME=str(home)), sample=sample)
     rates = json.loads((home / "rates.json").read_text(encoding="utf-8"))
     return Run(seconds=run.seconds, writing=rates["convert"][-1]["seconds"], sampled=run.sampled, maxrss=run.maxrss)
@@ -136,7 +136,7 @@ def copied(model: Path, out: Path) -> float:
 
 
 def clean(*folders: Path) -> None:
-    """Remove what a run wrote and let disk and memory come to rest, so that the next one does not pay for it.
+    """Remove the output of a run and wait for disk and memory to settle before the next one.
 
     A virtual machine hands free memory back to its host after seconds; who touches it next waits for the host to bring
     it again, several times as long as a copy takes. So more than a run needs is touched, and free again when it begins.
@@ -156,7 +156,7 @@ def require_same(ours: Path, theirs: Path) -> None:
 
 
 def _same(ours: Path, theirs: Path) -> None:
-    from trtserve.architectures.tensor_files import TensorFile
+    from trtserve.checkpoint.tensor_files import TensorFile
 
     for path in sorted(ours.glob("rank*.safetensors")):
         first, second = TensorFile(path), TensorFile(theirs / path.name)
@@ -172,12 +172,12 @@ def _generate(folder: Path, dtype: str) -> None:
     """Write the model, tensor by tensor, with the format's header in front."""
     import numpy as np
 
-    from tests.support.tiny_models import FAMILIES
-    from trtserve.architectures.tensor_files import CODES, layout, numpy_dtype
+    from tests.support.families import FAMILIES
+    from trtserve.checkpoint.tensor_files import CODES, layout, numpy_dtype
 
-    defaults, shapes = FAMILIES["llama"]
-    config = defaults | SIZES | {"dtype": dtype, "torch_dtype": dtype}
-    listed = dict(shapes(config))
+    llama = FAMILIES["llama"]
+    config = llama.config | SIZES | {"dtype": dtype, "torch_dtype": dtype}
+    listed = dict(llama.tensors(config))
     header, _ = layout(listed, dtype)
     folder.mkdir(parents=True)
     generator, kind = np.random.default_rng(0), numpy_dtype(CODES[dtype])
@@ -234,7 +234,7 @@ _CALL = [sys.executable, "-m", "tests.benchmarks.conversions"]
 
 
 def main() -> None:
-    """The parts that need a process of their own."""
+    """Run the parts that need their own process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("generate", "usual", "same"))
     parser.add_argument("arguments", nargs="+")

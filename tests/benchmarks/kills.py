@@ -24,7 +24,7 @@ CASE = Case(dtype="bfloat16", tp_size=2)
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of a checkpoint but its manifest, which tells the time."""
+    """Return SHA-256 of a checkpoint's files except its manifest, which holds the time."""
     return {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.name != "manifest.json"}
 
 
@@ -61,14 +61,14 @@ class Conversions:
         return process.returncode == -signal.SIGKILL
 
     def left(self) -> list[str]:
-        """Everything beside the checkpoint and the measured rates."""
+        """Return everything next to the checkpoint except the measured rates."""
         wanted = {self.made, self.folder / "home" / "rates.json"}
         places = [*(self.folder / "out").glob("*"), *(self.folder / "home").glob("*")]
         return sorted(str(path.relative_to(self.folder)) for path in places if path not in wanted)
 
 
 class Outcome(TypedDict):
-    """What was found after a kill: `left` beside the checkpoint when it was made again, which was the `same`."""
+    """The state after a kill: `left` next to the repeated checkpoint, which was the `same`."""
 
     seconds: float
     killed: bool
@@ -97,7 +97,7 @@ def one_kill(conversions: Conversions, seconds: float, expected: dict[str, str])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse, kill, print what was found, and exit with 1 when a conversion was not as it must be."""
+    """Kill conversions, print the findings, and exit with 1 when a conversion failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".bench"), help="folder for the model and the copies (9 GB)")
     parser.add_argument("--kills", type=int, default=20)
@@ -106,16 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work = options.work.absolute()
     conversions = Conversions(model_folder(work, CASE.source), work / "kills")
     clean(conversions.folder)
-    whole = conversions.run()
+    duration = conversions.run()
     expected = hashes(conversions.made)
     generator = random.Random(options.seed)
     outcomes: list[Outcome] = []
     # A conversion may end before its moment comes: the first, which says how long they take, is the slowest one.
     while sum(outcome["killed"] for outcome in outcomes) < options.kills and len(outcomes) < 3 * options.kills:
-        moment = generator.uniform(0, whole)
+        moment = generator.uniform(0, duration)
         outcomes.append(one_kill(conversions, moment, expected))
         if not outcomes[-1]["killed"]:
-            whole = moment
+            duration = moment
         print(json.dumps(outcomes[-1]), flush=True)
     clean(conversions.folder)
     good = [outcome for outcome in outcomes if outcome["same"] and not outcome["half"] and not outcome["left"]]

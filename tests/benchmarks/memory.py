@@ -1,4 +1,4 @@
-"""Anonymous memory of a command and of all processes that it started: RssAnon + RssShmem, as /proc tells them.
+"""Anonymous memory of a command and all its processes: RssAnon + RssShmem from /proc.
 
 Processes that were forked to work for their parent share its pages until one of them writes: of those, only what they
 have for themselves is added, so that a page counts once, as a cgroup counts it.
@@ -32,7 +32,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _is_copy(child: int, parent: int) -> bool:
-    """Whether a process runs what its parent runs; also true of one between fork and exec."""
+    """Return whether a process runs its parent's program; also true between fork and exec."""
     try:
         return (_PROC / str(child) / "cmdline").read_bytes() == (_PROC / str(parent) / "cmdline").read_bytes()
     except OSError:

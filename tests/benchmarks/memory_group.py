@@ -33,7 +33,7 @@ class MemoryGroup:
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[MemoryGroup | None]:
-    """A group whose processes have `limit` bytes at most, their page cache included; None where none can be made."""
+    """A group whose processes have at most `limit` bytes, page cache included; None when none can be made."""
     folder = _own_folder() / f"trtserve-bench-{os.getpid()}"
     try:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""How a benchmark ends: its figures as JSON, and a line and an exit code for every reach that was missed."""
+"""The end of a benchmark: its figures as JSON, and a line and an exit code for missed targets."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# What a benchmark ends with that came to its end and missed a reach.
+# Exit code of a benchmark that ran to its end and missed a target.
 MISSED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A measured value and its reach: the lowest that will do, or with `at_most` the highest."""
+    """A measured value and its target: the lowest that will do, or with `at_most` the highest."""
 
     case: str
     value: float
-    reach: float
+    target: float
     at_most: bool = False
 
     @property
     def missed(self) -> bool:
-        """Whether the value is on the wrong side of its reach."""
-        return self.value > self.reach if self.at_most else self.value < self.reach
+        """Return whether the value is on the wrong side of its target."""
+        return self.value > self.target if self.at_most else self.value < self.target
 
 
 def finish(folder: Path, name: str, report: Mapping[str, Any], figures: Iterable[Figure]) -> None:
-    """Write `report`, dataclasses included, to FOLDER/NAME.json; ends with code MISSED where a reach was missed."""
+    """Write `report`, dataclasses included, to FOLDER/NAME.json; exit with MISSED if a target was missed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report, indent=2, default=asdict) + "\n", encoding="utf-8")
     missed = [figure for figure in figures if figure.missed]
     for figure in missed:
-        print(f"Missed: {figure.case} {figure.value:.3f}, reach {'≤' if figure.at_most else '≥'} {figure.reach:.2f}")
+        print(f"Missed: {figure.case} {figure.value:.3f}, target {'≤' if figure.at_most else '≥'} {figure.target:.2f}")
     if missed:
         sys.exit(MISSED)

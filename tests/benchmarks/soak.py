@@ -29,10 +29,11 @@ import psutil
 
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
-from trtserve.servers import Server
-from trtserve.start import find_repository
+from trtserve.server.repositories import find_repository
+from trtserve.server.state import Server
 from trtserve.store import Store
-from trtserve.triton.client import CHANNEL_OPTIONS, Endpoint, GrpcClient, ModelDescription, infer_request
+from trtserve.triton.client import Endpoint, ModelDescription
+from trtserve.triton.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
 
 STREAMS = 64
 CANCELLED = 1 / 3
@@ -41,7 +42,7 @@ WARM = 60.0
 ANSWER_TIMEOUT = 120.0
 KV_TOKENS = 8192
 CORE = "tensorrt_llm"
-# The last minute may lie this far above the second one; a leak of one kilobyte per request would be ten times that.
+# The last minute may be this far above the second one; a leak of one kilobyte per request would be ten times that.
 MOST_GROWTH = 0.02
 QUESTIONS = ("What is ML?", "What is machine learning?", "Say it in other words: what is a model?", "Tell me more.")
 
@@ -57,7 +58,7 @@ class Sample:
 
 @dataclass(kw_only=True)
 class Soak:
-    """What was sent and seen; `errors` counts messages that were not expected, `longest` is in seconds."""
+    """Counts of a soak; `errors` are unexpected messages, `longest` is in seconds."""
 
     samples: list[Sample] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
@@ -83,7 +84,9 @@ async def drive(server: Server, seconds: float, *, seed: int, grpc_cancels: floa
     import grpc
     from tritonclient.grpc import service_pb2_grpc
 
-    endpoint = Endpoint(host=server.host, http_port=server.http_port, grpc_port=server.grpc_port)
+    endpoint = Endpoint(
+        host=server.address.host, http_port=server.address.http_port, grpc_port=server.address.grpc_port
+    )
     client = GrpcClient(endpoint, timeout=10)
     models = [client.describe(name) for name in (server.model, "ensemble", CORE)]
     client.close()
@@ -137,7 +140,7 @@ async def _request(stub: Any, model: ModelDescription, choice: random.Random, so
 
 
 async def _stop(stub: Any, number: str, soak: Soak) -> None:
-    """Stop a request in the engine; its stream ends by itself then."""
+    """Stop a request in the engine; its stream then ends."""
     assert soak.core is not None
     values: dict[str, list[Any]] = {"input_ids": [0], "input_lengths": [0], "request_output_len": [0], "stop": [True]}
     tensors = [soak.core.tensor(name, value) for name, value in values.items()]
@@ -193,7 +196,7 @@ async def _sample(server: Server, begin: float, soak: Soak) -> None:
 
 
 def _look(server: Server, begin: float) -> Sample:
-    root = psutil.Process(server.pid)
+    root = psutil.Process(server.instances[0].process.pid)
     memory = 0
     for process in (root, *root.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
@@ -203,14 +206,16 @@ def _look(server: Server, begin: float) -> Sample:
 
 
 def _used_blocks(server: Server) -> int:
-    with urllib.request.urlopen(f"http://{server.host}:{server.metrics_port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(
+        f"http://{server.address.host}:{server.address.metrics_port}/metrics", timeout=10
+    ) as answer:
         lines = answer.read().decode().splitlines()
     (line,) = [each for each in lines if each.startswith("nv_trt_llm_kv_cache_block_metrics") and '"used"' in each]
     return int(float(line.split()[-1]))
 
 
 def judge(soak: Soak) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and what is wrong with them."""
+    """Return the figures, and their problems."""
     last = soak.samples[-1].seconds
     before, after = _median_between(soak, WARM, 2 * WARM), _median_between(soak, last - WARM, last)
     growth = after / before - 1
@@ -241,7 +246,7 @@ def _median_between(soak: Soak, first: float, last: float) -> float:
 
 
 def main() -> int:
-    """Parse, soak, print the figures; the exit code says whether everything stayed flat."""
+    """Soak and print the figures; the exit code says whether everything stayed flat."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
     parser.add_argument("--minutes", type=float, default=10.0)

@@ -1,4 +1,4 @@
-"""build_config of an engine, and upstream's rules between the limits (convert-and-build.md, section 4).
+"""build_config of an engine, and upstream's rules between the limits.
 
 Upstream corrects most contradictions with a warning instead of refusing them; what it wrote into config.json is what
 holds afterwards, and that is what the double writes too.

@@ -1,4 +1,4 @@
-"""The command line of trtllm-build per release, from the flag tables of convert-and-build.md, section 4.
+"""The command line of trtllm-build per release.
 
 Stricter than the real parser in one point: no abbreviated flags. Everything else is argparse as upstream uses it, so an
 unknown or removed flag and a wrong form of a value end with its usage text and code 2.
@@ -10,14 +10,14 @@ import argparse
 
 from tests.doubles.flags import DTYPES, END, FIRST, SWITCHES, Flag, Release, add_flag, choice, flag
 
-# Dates are those of the reference's snapshots of tensorrt_llm/commands/build.py and plugin/plugin.py: be9cd719
+# Dates are those of snapshots of tensorrt_llm/commands/build.py and plugin/plugin.py: be9cd719
 # (0.12-dev), 0.13-dev of 2024-08-13, 0.14-dev of 2024-09-24, 0.15-dev of 2024-10-15 and 2024-11-12, aaacc9bd
-# (0.16-dev). Its column "late" is made of single files after them (build.py 65f1d153 and 008b2b8d, plugin.py c20322ff):
-# what those have and no snapshot, build log or pull request dates counts from 1.0.
+# (0.16-dev). Flags of later files (build.py 65f1d153 and 008b2b8d, plugin.py c20322ff) that no snapshot, build log or
+# pull request dates count from 1.0.
 LATE: Release = (1, 0)
 SPRING: Release = (0, 19)  # a build log of April 2025 shows the new defaults and two new flags
 
-# LoRA module names of convert-and-build.md, section 6, in the order of their ids.
+# LoRA module names in the order of their ids.
 LORA_MODULES = [
     "attn_qkv",
     "attn_q",
@@ -144,7 +144,7 @@ _PLUGINS = (
     _feature("--streamingllm", "disable"),
     _feature("--enable_xqa", "enable", until=(0, 16)),
     _feature("--reduce_fusion", "disable"),
-    # On by default in the release notes of 0.13 (versions.md, section 2), which the switch of 0.13-dev cannot be.
+    # On by default in the release notes of 0.13 , not yet in 0.13-dev.
     _feature("--use_fused_mlp", "enable", since=(0, 13)),
     _feature("--pp_reduce_scatter", "disable", since=(0, 15)),
     _feature("--user_buffer", "disable", since=(0, 16)),

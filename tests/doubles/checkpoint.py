@@ -1,4 +1,4 @@
-"""Reading of a checkpoint as TensorRT-LLM's loader does, from convert-and-build.md, sections 2 and 3, but stricter.
+"""Reading of a checkpoint as TensorRT-LLM's loader does, but stricter.
 
 The loader hands `mapping`, `quantization` and `moe` on as keyword arguments, so a key that the release does not know
 is a TypeError; which release has which key is from its public sources. Every `rankN.safetensors` must be there and its

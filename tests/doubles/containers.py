@@ -1,4 +1,4 @@
-"""Triton containers and the versions in them, from versions.md, section 1 (compatibility page of the Triton server)."""
+"""Triton containers and the versions in them, from the compatibility page of the Triton server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ROWS = """
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """What one container holds."""
+    """The versions in one container."""
 
     container: str
     tensorrt_llm: str
@@ -60,7 +60,7 @@ CONTAINERS = {
 
 
 def versions(settings: Settings) -> Versions:
-    """The versions of this machine: of the container, or of the first container with the version that is asked for."""
+    """Return the versions of this machine: of its container, or of the first container with the requested version."""
     if not settings.version:
         return CONTAINERS[settings.container]
     return next(row for row in CONTAINERS.values() if row.tensorrt_llm == settings.version)

@@ -1,4 +1,4 @@
-"""Doubles of convert_checkpoint.py (one per family), quantize.py and hf_lora_convert.py.
+"""Doubles of convert_checkpoint.py (one per family) and quantize.py.
 
 They read config.json of the model folder, whose weights they do not look at, and write a checkpoint of zeros with the
 right names, shapes and config. Setting convert_fault: exit (traceback, code 1), oom (SIGKILL before the last rank),
@@ -20,7 +20,7 @@ from typing import Any
 from tests.doubles.checkpoint import LoaderError
 from tests.doubles.containers import versions
 from tests.doubles.converted_weights import rank_tensors, write_zeros
-from tests.doubles.converter_options import FAMILIES, FOLDERS, LORA, MOVED, QUANTIZE
+from tests.doubles.converter_options import FAMILIES, FOLDERS, MOVED, QUANTIZE
 from tests.doubles.flags import Release, make_parser
 from tests.doubles.settings import Settings, read_settings, record_call
 
@@ -54,7 +54,7 @@ _FORMATS = {
 
 
 def script_path(family: str, release: Release) -> str:
-    """Where a family's script lies below the folder `examples` of a release."""
+    """Return the path of a family's script below the folder `examples` of a release."""
     old, new = FOLDERS[family]
     folder = old if release < MOVED else f"models/{new}"
     return f"{folder}/convert_checkpoint.py"
@@ -89,7 +89,7 @@ def _family(source: dict[str, Any]) -> str:
 
 
 def _dtype(asked: str, source: dict[str, Any]) -> str:
-    """auto: the source's, but float32 and none become float16."""
+    """Resolve auto: the source's type, but float16 for float32 or none."""
     if asked != "auto":
         return asked
     found = source.get("torch_dtype") or source.get("dtype") or "float16"
@@ -145,7 +145,7 @@ def _quantization(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(output: Path, family: str, config: dict[str, Any], settings: Settings, *, workers: int) -> None:
-    """config.json and one file per rank, with the fault that was asked for."""
+    """Write config.json and one file per rank, with the configured fault."""
     output.mkdir(parents=True, exist_ok=True)
     size = config["mapping"]["world_size"]
     if workers < 1:
@@ -263,25 +263,3 @@ def quantize(arguments: list[str], folder: Path, *, script: str) -> int:
         "group_size": parsed.awq_block_size,
     }
     return _run("quantize.py", script, lambda: _convert(parsed, None, settings, chosen))
-
-
-def convert_lora(arguments: list[str], folder: Path, *, script: str) -> int:
-    """Run hf_lora_convert.py: the two arrays with one row of zeros per pair of the adapter's matrices."""
-    import numpy as np
-    from safetensors.numpy import load_file
-
-    record_call(folder, "hf_lora_convert.py", [script, *arguments])
-    found = versions(read_settings(folder))
-    parsed = make_parser("hf_lora_convert.py", LORA, found.release).parse_args(arguments)
-    source = Path(parsed.in_file)
-    if not (source / "adapter_config.json").exists():
-        return _fail(script, f"FileNotFoundError: [Errno 2] No such file or directory: '{source}/adapter_config.json'")
-    tensors = load_file(source / "adapter_model.safetensors")
-    pairs = [name for name in tensors if ".lora_A." in name]
-    width = max(tensors[name].size + tensors[name.replace(".lora_A.", ".lora_B.")].size for name in pairs)
-    output = Path(parsed.out_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    dtype = "float32" if parsed.storage_type == "float32" else "float16"
-    np.save(output / "model.lora_weights.npy", np.zeros((1, len(pairs), width), dtype))
-    np.save(output / "model.lora_config.npy", np.zeros((1, len(pairs), 3), np.int32))
-    return 0

@@ -1,4 +1,4 @@
-"""Names and shapes of a checkpoint's tensors by family, for checkpoints of zeros (convert-and-build.md, section 3)."""
+"""Names and shapes of a checkpoint's tensors by family, for checkpoints of zeros."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN_MLP = frozenset({"gpt", "phi", "falcon"})  # fc and proj, no gate
 
 
 def linear(prefix: str, out: int, width: int, config: Mapping[str, Any]) -> Tensors:
-    """One linear layer in the scheme of `quantization`; [out, in] unless its plugin wants [in, out]."""
+    """Return one linear layer in the scheme of `quantization`: [out, in] unless its plugin takes [in, out]."""
     dtype = DTYPES[config["dtype"]]
     algorithm = config["quantization"]["quant_algo"]
     group = config["quantization"].get("group_size", 128)

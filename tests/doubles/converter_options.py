@@ -1,4 +1,4 @@
-"""Command lines of convert_checkpoint.py by family, quantize.py and hf_lora_convert.py (convert-and-build.md 1 and 6).
+"""Command lines of convert_checkpoint.py by family, and of quantize.py.
 
 Forms were compared with the late scripts of examples/models (llama 368f8f2a, qwen 0df9aaf3, gemma 310decb9, phi
 10c1d594, falcon 323e8460, gpt 7edbcccb) and quantize.py 059c97c1. A flag whose first release lies between 0.9 and 0.16
@@ -192,10 +192,4 @@ QUANTIZE = (
     flag("--autoq_format", "text"),
     flag("--auto_quantize_bits", "float"),
     choice("--export_format", "tensorrt_llm hf", "tensorrt_llm", since=_LATE),
-)
-LORA = (
-    flag("--out-dir -o", "text", required=True),
-    flag("--in-file -i", "text", required=True),
-    flag("--verbose", "switch"),
-    choice("--storage-type", "float32 float16 bfloat16", "float16"),
 )

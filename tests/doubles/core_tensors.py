@@ -156,7 +156,7 @@ def template_tensors(release: Release) -> list[tuple[str, str, str, str, str]]:
 
 
 def _last(name: str) -> Release:
-    """The names that 0.20 replaced may still stand in a repository for 0.19, whose container has the new ones."""
+    """A repository for 0.19 may still have the names that 0.20 replaced, since its container has the new ones."""
     return (0, 20) if name in {"min_length", "random_seed"} else (0, 0)
 
 

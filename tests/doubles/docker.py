@@ -1,9 +1,9 @@
-"""Double of `docker`: run, exec, rm, pull, image inspect, version, info (launch.md, section 6; docker run's manual).
+"""Double of `docker`: run, exec, rm, pull, image inspect, version, info (docker's manual).
 
 Images: `nvcr.io/nvidia/tritonserver:<tag>-trtllm-python-py3` of a known tag, and those of the setting `images`. The
-command runs here, with a container's environment: nothing but what -e hands in, PATH of the doubles, the container's
-tag as setting. Stricter than the real one: see mounts.py; an image that was not pulled is still known.
-As with the real one the processes inside are no children of `docker run`, which hands SIGTERM and SIGINT on to them:
+command runs here, with a container's environment: only what -e passes in, PATH of the doubles, the container's tag
+as a setting. Stricter than the real one: see mounts.py; an image that was not pulled is still known.
+As with the real one the processes inside are not children of `docker run`, which passes SIGTERM and SIGINT on to them:
 they outlive a client that is killed, until `docker rm --force NAME`. Without --init a signal that the first process
 does not handle is lost.
 """
@@ -45,7 +45,7 @@ _GPUS = re.compile(r'all|\d+|"?device=[\w,-]+"?')
 
 
 class UsageError(Exception):
-    """What docker prints before it exits with 125."""
+    """The message that docker prints before it exits with 125."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ def _check_values(run: Run) -> None:
 
 
 def _tag(image: str, settings: Settings) -> str | None:
-    """The container's tag; None for a further image of the settings."""
+    """Return the container's tag; None for another image of the settings."""
     if image in settings.images.split(","):
         return None
     match = _IMAGE.fullmatch(image)
@@ -133,7 +133,7 @@ def _tag(image: str, settings: Settings) -> str | None:
 
 
 def container_environment(mounts: list[Mount], tag: str | None, given: list[str], folder: Path) -> dict[str, str]:
-    """Environment inside: the image's own variables, what was handed in, and what the doubles need."""
+    """Return the environment inside: the image's variables, those passed in, and those that the doubles need."""
     kept = {name: text for name, text in os.environ.items() if name.startswith(PREFIX)}
     environment = {
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -154,7 +154,7 @@ def container_environment(mounts: list[Mount], tag: str | None, given: list[str]
 
 
 def _of_image(word: str, tag: str | None, folder: Path) -> str:
-    """What the image holds at a path: tritonserver, and the examples of its release where a test has made them."""
+    """Return what the image has at a path: tritonserver, or the examples of its release if a test made them."""
     if word == "/opt/tritonserver/bin/tritonserver":
         return str(folder / "bin" / "tritonserver")
     release = ".".join(map(str, CONTAINERS[tag].release)) if tag else ""
@@ -195,7 +195,7 @@ def _run(arguments: list[str], folder: Path, settings: Settings) -> int:
 
 
 def _detached(words: list[str], environment: dict[str, str], inside: Path, record: Path) -> int:
-    """The first process of the container, of a session of its own and no child of ours; returns its pid.
+    """Start the container's first process in its own session, not as our child, and return its pid.
 
     Its parent there is a keeper that writes the exit code, as docker's daemon does.
     """

@@ -1,8 +1,8 @@
 """Engine folders of the doubles: config.json as upstream's EngineConfig writes it, rankN.engine with a readable magic.
 
-convert-and-build.md, "Engine directory". A real `.engine` is opaque; ours begins with a line of JSON that names rank,
+A real `.engine` is opaque; ours begins with a line of JSON that names rank,
 release, TensorRT version and SM, so that the double of the server can refuse what the real one refuses. Before it
-stands what TensorRT writes: a tag, a zero, and the version of TensorRT in bytes 24 to 27.
+comes what TensorRT writes: a tag, a zero, and the version of TensorRT in bytes 24 to 27.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAGIC = b"ftrt\0\0\0\0TRTSERVE DOUBLE\n"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineHeader:
-    """What the first lines of a rankN.engine say."""
+    """The first lines of a rankN.engine."""
 
     rank: int
     world_size: int
@@ -28,11 +28,11 @@ class EngineHeader:
 
 
 class EngineError(Exception):
-    """A file that is no whole engine of a double."""
+    """A file that is not a complete engine of a double."""
 
 
 def write_engine(path: Path, header: EngineHeader) -> None:
-    """Write one rank's engine: magic, header, and as many bytes as the header says."""
+    """Write one rank's engine: magic, header, and the number of bytes in the header."""
     with path.open("wb") as file:
         file.write(MAGIC)
         file.write(_version(header.tensorrt))

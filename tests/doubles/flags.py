@@ -61,7 +61,7 @@ def choice(
 
 
 def optional(names: str, choices: str, default: str) -> Flag:
-    """A choice whose value may be left out, which means the default."""
+    """A choice whose value may be omitted, which means the default."""
     return Flag(names=tuple(names.split()), kind="optional", default=default, choices=tuple(choices.split()))
 
 

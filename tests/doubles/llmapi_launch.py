@@ -1,7 +1,7 @@
-"""Double of `trtllm-llmapi-launch` with its leader and worker nodes (launch.md, section 5; script at 020c89e6).
+"""Double of `trtllm-llmapi-launch` with its leader and worker nodes (script at 020c89e6).
 
-What a wrapper has to know about the real script holds here too: it splits the command at blanks (so no argument may
-hold one), drops every MPI and Slurm variable for the command of rank 0, does not run the command on other ranks, and
+As the real script does, it splits the command at blanks (so no argument may
+contain one), drops every MPI and Slurm variable for the command of rank 0, does not run the command on other ranks, and
 stops the leader only after a command that ended with 0: one that fails leaves leader and workers waiting for ever.
 """
 
@@ -70,7 +70,7 @@ def _run_command(words: list[str], meeting: Meeting) -> NoReturn:
 
 
 def _wait(meeting: Meeting) -> int:
-    """The leader and worker nodes: they serve until the leader is told to stop."""
+    """Serve as leader or worker node until the leader is stopped."""
     while not meeting.told(0, "stopped"):
         time.sleep(_PAUSE)
     return 0

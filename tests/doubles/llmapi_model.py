@@ -1,4 +1,4 @@
-"""llmapi model of the tritonserver double: model.yaml, its parallel sizes and its instances (triton-models.md, 8)."""
+"""llmapi model of the tritonserver double: model.yaml, its parallel sizes and its instances."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def _check_instances(model: Model, size: int, present: int) -> None:
 
 
 def _check_imports(model: Model) -> None:
-    """Every program finds what it imports: beside it (NVIDIA's has helpers.py), in Python, or in the container."""
+    """Require every import of a program: next to it (NVIDIA's has helpers.py), in Python, or in the container."""
     folder = model.folder / "1"
-    beside = {path.stem for path in folder.glob("*.py")}
-    for path in folder.glob("*.py"):
+    beside = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    for path in folder.rglob("*.py"):
         for name in _imports(path):
             if name not in beside | _IN_CONTAINER | sys.stdlib_module_names:
                 raise LoadError(f"{model.name}: ModuleNotFoundError: No module named {name!r}")
@@ -105,7 +105,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def load_llmapi(model: Model, ranks: int, completed: bool, found: Versions, settings: Settings) -> None:
-    """Load an llmapi model in a server that sees `ranks` MPI ranks; LoadError with what is wrong."""
+    """Load an llmapi model in a server with `ranks` MPI ranks, or raise LoadError."""
     if found.release < _FIRST:
         raise LoadError(f"{model.name}: the llmapi model is not in TensorRT-LLM {found.tensorrt_llm}")
     config = _read(model)

@@ -1,6 +1,6 @@
 """Model repository of the tritonserver double: every config.pbtxt goes through the real protobuf parser.
 
-Texts of the errors were taken from a real tritonserver 2.51.0. Rules of triton-models.md, section 0.
+Error texts are those of a real tritonserver 2.51.0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BACKENDS = frozenset({"tensorrtllm", "python"})
 
 
 class LoadError(Exception):
-    """A model that cannot be loaded; the text is what the log shows."""
+    """A model that cannot be loaded, with the text for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Model:
         return self.backend == "python" and "gpt_model_type" in self.config.parameters
 
     def parameter(self, name: str) -> str | None:
-        """A parameter's text; None when the key is absent or its value was left unfilled or empty."""
+        """Return a parameter's text; None when it is absent, unfilled or empty."""
         if name not in self.config.parameters:
             return None
         text = str(self.config.parameters[name].string_value)
@@ -120,7 +120,7 @@ def _try_to_read(folder: Path, messages: Any) -> Model | LoadError:
 
 
 def read_repository(folders: list[str]) -> tuple[dict[str, Model], dict[str, str]]:
-    """Models by name, and what is wrong with the others; LoadError when a folder is missing."""
+    """Return models by name, and the faults of the others; LoadError when a folder is missing."""
     messages = _messages()
     models: dict[str, Model] = {}
     wrong: dict[str, str] = {}
@@ -138,7 +138,7 @@ def read_repository(folders: list[str]) -> tuple[dict[str, Model], dict[str, str
 
 
 def _mapped(step: Any, target: Any) -> list[tuple[str, str, Any]]:
-    """(ensemble's tensor, model's tensor name, model's tensor or None) of both maps of a step."""
+    """Return (ensemble's tensor, name of the model's tensor, model's tensor or None) for both maps of a step."""
     found: list[tuple[str, str, Any]] = []
     for given, tensors in ((step.input_map, target.input), (step.output_map, target.output)):
         known = {tensor.name: tensor for tensor in tensors}
@@ -147,7 +147,7 @@ def _mapped(step: Any, target: Any) -> list[tuple[str, str, Any]]:
 
 
 def _check_step(ensemble: str, step: Any, models: dict[str, Model], types: dict[str, tuple[int, str]]) -> str | None:
-    """What is wrong with one step; `types` grows by the ensemble's tensors that it maps."""
+    """Return the fault of one step, and add the ensemble's tensors that it maps to `types`."""
     if step.model_name not in models:
         return f"ensemble {ensemble} contains models that are not available or ambiguous: {step.model_name}"
     target = models[step.model_name].config
@@ -168,7 +168,7 @@ def _check_step(ensemble: str, step: Any, models: dict[str, Model], types: dict[
 
 
 def check_ensembles(models: dict[str, Model]) -> dict[str, str]:
-    """Ensembles whose steps name models or tensors that are not there, or join tensors of two types."""
+    """Find ensembles whose steps name missing models or tensors, or join tensors of two types."""
     wrong: dict[str, str] = {}
     for model in models.values():
         if model.backend != "ensemble":

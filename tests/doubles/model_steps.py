@@ -1,6 +1,6 @@
 """Steps of NVIDIA's ensemble and parameters of its models by release, as its templates have them.
 
-Read from shared/reference/triton-models.md, sections 1 to 5 and 7, and from nothing of the product.
+Read from NVIDIA's templates, independently of the product.
 """
 
 from __future__ import annotations

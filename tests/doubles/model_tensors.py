@@ -1,9 +1,9 @@
 """Tensors of the models around the core model by release: pre- and postprocessing, ensemble, BLS, and the LLM API's.
 
-Read from shared/reference/triton-models.md, sections 1, 3, 4, 5, 7 and 8, and from nothing of the product. The core
-model has its own table, core_tensors.py. The reference dates the token counters "1.x"; here they are those of the core
-model, which a commit dates. Rows that it dates "late 1.x" are left out: no release is known for them. The prompt table
-of ensemble and BLS is FP16 in every file that was read (2a9abd95, 0193dbd4), whatever the core model takes.
+Read from NVIDIA's templates, independently of the product. The core model has its own table, core_tensors.py. The token
+counters have the release of the core model's, which a commit dates. Tensors without a known release are left out. The
+prompt table of ensemble and BLS is FP16 in every file that was read (2a9abd95, 0193dbd4), whatever
+the core model takes.
 """
 
 from __future__ import annotations

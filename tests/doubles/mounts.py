@@ -1,4 +1,4 @@
-"""Paths of a container of the docker and Slurm doubles: what is mounted where, and what the image itself holds.
+"""Paths in a container of the docker and Slurm doubles: mounts, and paths of the image.
 
 There is no container: commands run on this machine. Mounted paths in a command line are replaced by the host's, and a
 path that is neither mounted nor of the image is refused as it would be missing inside.
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-# Folders that NVIDIA's image has anyway (launch.md: paths inside the container).
+# Folders of NVIDIA's image.
 _IMAGE = ("/opt/tritonserver", "/app", "/usr", "/bin", "/lib", "/etc", "/proc", "/sys", "/dev", "/tmp", "/root", "/opt")
 VARIABLE = "TRTSERVE_CONTAINER_MOUNTS"
 _PATH = re.compile(r"(?<![\w.@:/-])/[\w.@+-]+(?:/[\w.@+-]+)*/?")
@@ -53,7 +53,7 @@ def parse_mount(text: str) -> Mount:
 
 
 def check_mounts(mounts: Sequence[Mount]) -> None:
-    """No target twice, none that hides the image's own."""
+    """Refuse two mounts of one target, and mounts that hide the image's own paths."""
     targets = [mount.target for mount in mounts]
     for target in targets:
         if targets.count(target) > 1:
@@ -63,7 +63,7 @@ def check_mounts(mounts: Sequence[Mount]) -> None:
 
 
 def host_path(path: str, mounts: Iterable[Mount]) -> str | None:
-    """The host's path of a container's path; the path itself where the image has it; None where nothing is."""
+    """Return the host's path of a container's path; the path itself for the image's; None if it does not exist."""
     for mount in sorted(mounts, key=lambda mount: -len(mount.target)):
         if path == mount.target or path.startswith(mount.target + "/"):
             return mount.source + path.removeprefix(mount.target)

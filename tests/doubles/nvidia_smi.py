@@ -1,4 +1,4 @@
-"""Double of `nvidia-smi`: --list-gpus (launch.md, section 2), --query-gpu with --format=csv, the table's head, and
+"""Double of `nvidia-smi`: --list-gpus, --query-gpu with --format=csv, the table's head, and
 topo -p2p r (driver 580: cells between tabs, the titles underlined).
 
 Settings: gpus, gpus_apart, gpu_name, gpu_memory_mib, sm, driver; with gpus = 0 it fails as on a machine without a

@@ -1,8 +1,7 @@
-"""What the ranks of one launch share: who has loaded, who has ended, and the names of their shared-memory regions.
+"""What the ranks of one launch share: who has loaded, who has ended, and names of shared-memory regions.
 
 Real ranks meet in MPI's collectives; these meet in files of `scratch/<launch>`. A region is a real file in /dev/shm,
-named like those of Triton's python backend (prefix + a random part): removed by an orderly end, left by a kill
-(launch.md section 7, complaints.md 28).
+named like those of Triton's python backend (prefix + a random part): removed by an orderly end, left by a kill.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ class Meeting:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def tell(self, rank: int, word: str) -> None:
-        """Say that this rank has `loaded`, or is `ended`."""
+        """Record that this rank has `loaded` or `ended`."""
         (self.folder / f"{word}-{rank}").touch()
 
     def told(self, rank: int, word: str) -> bool:
-        """Whether a rank has said so."""
+        """Return whether a rank has recorded it."""
         return (self.folder / f"{word}-{rank}").exists()
 
     def all_told(self, word: str) -> bool:
-        """Whether every rank of the launch has said so."""
+        """Return whether every rank of the launch has recorded it."""
         return all(self.told(rank, word) for rank in range(self.size))
 
 

@@ -1,4 +1,4 @@
-"""What a double is told: defaults, then `settings.json` of its folder, then TRTSERVE_DOUBLE_* of its environment.
+"""Settings of the doubles: defaults, then `settings.json` in their folder, then TRTSERVE_DOUBLE_* variables.
 
 The folder is the one that `tests.support.doubles.Doubles` made. It also holds `calls.jsonl`, to which every double
 appends one line per call, and `scratch`, where the ranks of one launch meet. The file exists beside the environment
@@ -34,9 +34,9 @@ LOGGED_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One machine with its containers, and what goes wrong on it; every field may be set by a test."""
+    """One machine, its containers and its faults; a test may set every field."""
 
-    container: str = "25.04"  # tag of versions.md, section 1: decides TensorRT-LLM, TensorRT and CUDA
+    container: str = "25.04"  # decides the versions of TensorRT-LLM, TensorRT and CUDA
     version: str = ""  # of TensorRT-LLM instead of the container's, for example 0.12.0
     gpus: int = 4
     gpus_apart: str = ""  # pairs without peer access, such as 0-1,2-3
@@ -58,12 +58,8 @@ class Settings:
     die_after: float = 0.0
     die_signal: int = 0
     die_code: int = 1
-    die_message: str = "[TensorRT-LLM][ERROR] CUDA runtime error in cudaMalloc: out of memory"
     hang_rank: int = -1  # this rank never ends its loading
     load_seconds: float = 0.0
-    # Slurm and docker
-    slurm_nodes: int = 2
-    slurm_gpus_per_node: int = 8
     images: str = ""  # comma list of further image names that docker knows
 
 

@@ -1,6 +1,6 @@
-"""Doubles of `sbatch`, `srun`, `squeue` and `scancel` on a cluster of one machine (launch.md, section 5).
+"""Doubles of `sbatch`, `srun` and `scancel` on a cluster of one machine.
 
-A job is a process group of its own; its state lies in `scratch/jobs/<id>`. srun starts every task here, with the
+A job is its own process group; its state is in `scratch/jobs/<id>`. srun starts every task here, with the
 variables of its rank; --mpi=pmix adds PMIx's, without it the tasks know nothing of each other (each is a world of one).
 Containers are pyxis's: the image must be known, paths outside the mounts do not resolve (mounts.py).
 """
@@ -22,6 +22,7 @@ from tests.doubles.settings import PREFIX, Settings, read_settings, record_call
 from tests.doubles.slurm_options import SBATCH, SRUN, OptionError, Parsed, parse, script_options
 
 _PAUSE = 0.05
+_NODES, _GPUS_PER_NODE = 2, 8
 
 
 def _jobs(folder: Path) -> Path:
@@ -37,16 +38,16 @@ def _fill(pattern: str, job: str, name: str, task: int = 0) -> str:
 
 
 def _open(path: Path) -> int:
-    """Slurm makes no folders: a job whose output folder is missing fails without a word."""
+    """Slurm creates no folders: a job with a missing output folder fails silently."""
     if not path.parent.is_dir():
         raise OptionError(f"(strict double) {path.parent} does not exist; Slurm does not make it")
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
-def _layout(parsed: Parsed, settings: Settings) -> tuple[int, int]:
+def _layout(parsed: Parsed) -> tuple[int, int]:
     """Nodes and tasks, checked against the cluster and each other."""
     nodes = parsed.count("nodes", int(os.environ.get("SLURM_NNODES", "1")))
-    if nodes > settings.slurm_nodes:
+    if nodes > _NODES:
         raise OptionError("error: Batch job submission failed: Node count specification invalid")
     per_node = parsed.values.get("ntasks-per-node", os.environ.get("SLURM_NTASKS_PER_NODE"))
     tasks = parsed.count("ntasks", nodes * int(per_node or 1))
@@ -54,16 +55,16 @@ def _layout(parsed: Parsed, settings: Settings) -> tuple[int, int]:
         tasks = int(os.environ.get("SLURM_NTASKS", str(tasks)))
     if per_node is not None and tasks > nodes * int(per_node):
         raise OptionError(f"error: {tasks} tasks do not fit {nodes} nodes with {per_node} tasks each")
-    if tasks > nodes * settings.slurm_gpus_per_node:
+    if tasks > nodes * _GPUS_PER_NODE:
         raise OptionError(f"(strict double) {tasks} tasks on {nodes} nodes: more than GPUs")
     return nodes, tasks
 
 
-def _gpus(parsed: Parsed, nodes: int, tasks: int, settings: Settings) -> int:
-    """GPUs of each node: those asked for, and none without a word (GRES are managed); whole nodes give all."""
+def _gpus(parsed: Parsed, nodes: int, tasks: int) -> int:
+    """Return the GPUs of each node: those requested, none by default (GRES are managed); exclusive nodes give all."""
     values = parsed.values
     if "exclusive" in values:
-        return settings.slurm_gpus_per_node
+        return _GPUS_PER_NODE
     each = values.get("gpus-per-node", os.environ.get("SLURM_GPUS_PER_NODE"))
     if "gpus-per-task" in values:
         asked = int(values["gpus-per-task"].rpartition(":")[2]) * -(-tasks // nodes)
@@ -72,7 +73,7 @@ def _gpus(parsed: Parsed, nodes: int, tasks: int, settings: Settings) -> int:
     else:
         last = values.get("gres", "0").rpartition(":")[2]
         asked = int(last) if last.isdigit() else 1
-    if asked > settings.slurm_gpus_per_node:
+    if asked > _GPUS_PER_NODE:
         raise OptionError("error: Batch job submission failed: Requested node configuration is not available")
     return asked
 
@@ -80,13 +81,13 @@ def _gpus(parsed: Parsed, nodes: int, tasks: int, settings: Settings) -> int:
 def sbatch(arguments: list[str], folder: Path) -> int:
     """Submit a script: check it, start it in the background, print its number."""
     record_call(folder, "sbatch", arguments)
-    settings = read_settings(folder)
+    read_settings(folder)
     try:
         given = parse(arguments, SBATCH, "sbatch")
         script = _script(given.rest)
         options = parse([*script_options(script.read_text(encoding="utf-8")), *arguments], SBATCH, "sbatch")
-        nodes, tasks = _layout(options, settings)
-        gpus = _gpus(options, nodes, tasks, settings)
+        nodes, tasks = _layout(options)
+        gpus = _gpus(options, nodes, tasks)
         number = _submit(options, script, given.rest[1:], (nodes, tasks, gpus), folder)
     except OptionError as error:
         sys.stderr.write(f"sbatch: {error}\n")
@@ -111,7 +112,6 @@ def _submit(options: Parsed, script: Path, words: list[str], counts: tuple[int, 
     name = options.values.get("job-name", script.name)
     job = jobs / number
     job.mkdir()
-    (job / "name").write_text(name, encoding="utf-8")
     copy = job / "script"
     copy.write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
     copy.chmod(0o755)
@@ -133,7 +133,7 @@ def _submit(options: Parsed, script: Path, words: list[str], counts: tuple[int, 
         environment["SLURM_CPUS_PER_TASK"] = options.values["cpus-per-task"]
     if "ntasks-per-node" in options.values:
         environment["SLURM_NTASKS_PER_NODE"] = options.values["ntasks-per-node"]
-    # A small parent writes the exit code, for squeue and for the test.
+    # A small parent writes the exit code, for scancel and for the test.
     keeper = f'"$@"; echo $? > {job / "code"}'
     process = subprocess.Popen(
         ["bash", "-c", keeper, "job", str(copy), *words],
@@ -149,7 +149,7 @@ def _submit(options: Parsed, script: Path, words: list[str], counts: tuple[int, 
 
 
 def _binding(parsed: Parsed) -> str:
-    """How tasks are bound: to the cores that this step asks for, one each without a word, wherever binding is on."""
+    """Return how tasks are bound: to the cores of the step, one each by default, where binding is on."""
     kind = parsed.values.get("cpu-bind", "cores")
     return "quiet,none" if kind == "none" else f"quiet,mask_cpu:{parsed.values.get('cpus-per-task', '1')} cores"
 
@@ -174,7 +174,7 @@ def _task_environment(parsed: Parsed, rank: int, tasks: int, nodes: int, base: d
 
 
 def _containers(parsed: Parsed, settings: Settings, folder: Path) -> tuple[list[Mount] | None, dict[str, str]]:
-    """Mounts and environment of pyxis's container; None and this environment without one."""
+    """Return mounts and environment of pyxis's container; None and this environment without one."""
     image = parsed.values.get("container-image")
     if image is None:
         if any(name.startswith("container-") for name in parsed.values):
@@ -201,7 +201,7 @@ def srun(arguments: list[str], folder: Path) -> int:
     settings = read_settings(folder)
     try:
         parsed = parse(arguments, SRUN, "srun")
-        nodes, tasks = _layout(parsed, settings)
+        nodes, tasks = _layout(parsed)
         mounts, base = _containers(parsed, settings, folder)
         words = parsed.rest if mounts is None else [translate(word, mounts) for word in parsed.rest]
         workdir = parsed.values.get("container-workdir", parsed.values.get("chdir", "."))
@@ -209,7 +209,7 @@ def srun(arguments: list[str], folder: Path) -> int:
         if not words:
             sys.stderr.write("srun: fatal: No command given to execute.\n")
             return 1
-        gpus = min(_gpus(parsed, nodes, tasks, settings), settings.gpus)
+        gpus = min(_gpus(parsed, nodes, tasks), settings.gpus)
         return _step(parsed, words, Path(inside), nodes, tasks, base | {PREFIX + "GPUS": str(gpus)})
     except (OptionError, MountError) as error:
         sys.stderr.write(f"srun: {error}\n")
@@ -265,34 +265,6 @@ def _wait(processes: list[subprocess.Popen[bytes]], *, killing: bool) -> int:
     return max(codes)
 
 
-def _state(job: Path) -> str:
-    if (job / "cancelled").exists():
-        return "CANCELLED"
-    if not (job / "code").exists():
-        return "RUNNING"
-    return "COMPLETED" if (job / "code").read_text(encoding="utf-8").strip() == "0" else "FAILED"
-
-
-def squeue(arguments: list[str], folder: Path) -> int:
-    """List running jobs: -j/--job(s), -h/--noheader, -o/--format with %i %T %j, --me, -n/--name."""
-    record_call(folder, "squeue", arguments)
-    table = {"jobs": ("j", r"\d+"), "job": ("", r"\d+"), "noheader": ("h", ""), "format": ("o", r".+"), "me": ("", "")}
-    try:
-        parsed = parse(arguments, table | {"name": ("n", r".+")}, "squeue")
-    except OptionError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    wanted = parsed.values.get("jobs", parsed.values.get("job"))
-    form = parsed.values.get("format", "%i %j %T")
-    if "noheader" not in parsed.values:
-        sys.stdout.write(form.replace("%i", "JOBID").replace("%j", "NAME").replace("%T", "STATE") + "\n")
-    for job in sorted(_jobs(folder).glob("*")):
-        if wanted in (None, job.name) and _state(job) == "RUNNING":
-            name = (job / "name").read_text(encoding="utf-8")
-            sys.stdout.write(form.replace("%i", job.name).replace("%j", name).replace("%T", _state(job)) + "\n")
-    return 0
-
-
 def scancel(arguments: list[str], folder: Path) -> int:
     """End jobs by number: SIGTERM to the job's processes."""
     record_call(folder, "scancel", arguments)
@@ -301,7 +273,6 @@ def scancel(arguments: list[str], folder: Path) -> int:
         if not job.exists():
             sys.stderr.write(f"scancel: error: Kill job error on job id {number}: Invalid job id specified\n")
             return 1
-        if _state(job) == "RUNNING":
-            (job / "cancelled").touch()
+        if not (job / "code").exists():
             os.killpg(int((job / "pid").read_text(encoding="utf-8")), signal.SIGTERM)
     return 0

@@ -52,12 +52,12 @@ SRUN = _COMMON | {
 
 
 class OptionError(Exception):
-    """What sbatch or srun prints before it exits with 255 (unknown) or 1 (bad value)."""
+    """The message of sbatch or srun before it exits with 255 (unknown option) or 1 (bad value)."""
 
 
 @dataclass
 class Parsed:
-    """Options and the words behind them."""
+    """Options, and the words after them."""
 
     values: dict[str, str] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ def _name(argument: str, table: dict[str, tuple[str, str]], tool: str) -> tuple[
 
 
 def parse(arguments: list[str], table: dict[str, tuple[str, str]], tool: str) -> Parsed:
-    """Options up to the first word that is none."""
+    """Parse options up to the first other word."""
     parsed = Parsed()
     rest = iter(arguments)
     for argument in rest:

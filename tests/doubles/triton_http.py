@@ -1,4 +1,4 @@
-"""HTTP and metrics endpoints of the tritonserver double: health, index, configuration, metadata (KServe v2 paths)."""
+"""HTTP and metrics endpoints of the tritonserver double: health and index (KServe v2 paths)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _METRICS = """# HELP nv_inference_request_success Number of successful inference
 
 
 class State:
-    """What the handlers answer from."""
+    """The data of the handlers."""
 
     def __init__(self, models: dict[str, Model], version: str) -> None:
         """Serve these models; `version` is Triton's."""
@@ -25,54 +25,13 @@ class State:
         self.alive = True
 
     def answer(self, path: str) -> tuple[int, Any]:
-        """Status and body of a GET; None for an empty body."""
+        """Return status and body of a GET; None for an empty body."""
         parts = path.partition("?")[0].strip("/").split("/")
         if parts == ["v2"]:
             return 200, {"name": "triton", "version": self.version, "extensions": ["model_repository"]}
         if parts in (["v2", "health", "ready"], ["v2", "health", "live"]):
             return (200 if self.alive else 400), None
-        if parts[:2] == ["v2", "models"] and len(parts) >= 3:
-            return self._model(parts[2], parts[3:])
         return 404, {"error": "Not Found"}
-
-    def _model(self, name: str, rest: list[str]) -> tuple[int, Any]:
-        model = self.models.get(name)
-        if rest[:1] == ["versions"]:
-            rest = rest[2:]
-        if model is None:
-            if rest == ["ready"]:
-                return 400, None
-            return 404, {"error": f"Request for unknown model: '{name}' is not found"}
-        if rest == ["ready"]:
-            return 200, None
-        if rest == ["config"]:
-            from google.protobuf import json_format
-
-            return 200, json_format.MessageToDict(model.config, preserving_proto_field_name=True)
-        if not rest:
-            return 200, self._metadata(model)
-        return 404, {"error": "Not Found"}
-
-    def _metadata(self, model: Model) -> dict[str, Any]:
-        def tensors(messages: Any) -> list[dict[str, Any]]:
-            batch = [-1] if model.config.max_batch_size else []
-            names = messages[0].DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number if messages else {}
-            return [
-                {
-                    "name": tensor.name,
-                    "datatype": names[tensor.data_type].name.removeprefix("TYPE_").replace("STRING", "BYTES"),
-                    "shape": [*batch, *tensor.dims],
-                }
-                for tensor in messages
-            ]
-
-        return {
-            "name": model.name,
-            "versions": ["1"],
-            "platform": model.backend,
-            "inputs": tensors(model.config.input),
-            "outputs": tensors(model.config.output),
-        }
 
     def index(self) -> list[dict[str, str]]:
         """The repository index."""
@@ -124,7 +83,7 @@ def serve(address: str, port: int, state: State, *, metrics: bool = False) -> Th
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Open a port that only accepts: who asks whether it is taken finds it taken."""
+    """Open a port that only accepts connections, so that it counts as taken."""
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

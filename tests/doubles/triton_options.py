@@ -52,7 +52,7 @@ _TRUE, _FALSE = frozenset({"true", "1", "on"}), frozenset({"false", "0", "off"})
 
 
 class UsageError(Exception):
-    """What tritonserver prints below its usage text before it exits with 1."""
+    """The message that tritonserver prints below its usage text before it exits with 1."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Double of `tritonserver` with the backend tensorrtllm: one rank of a launch (launch.md, sections 2, 3 and 7).
+"""Double of `tritonserver` with the backend tensorrtllm: one rank of a launch.
 
 Order of the real one: command line, models, signal handlers, ports. So SIGTERM while it loads kills it (and leaves its
 region in /dev/shm), SIGTERM of a ready server ends it with 0. Ranks other than 0 never leave the loading; they end with
@@ -35,7 +35,7 @@ def _log(text: str, level: str = "I", place: str = "server.cc:1") -> None:
 
 
 def _die(settings: Settings) -> None:
-    sys.stderr.write(settings.die_message + "\n")
+    sys.stderr.write("[TensorRT-LLM][ERROR] CUDA runtime error in cudaMalloc: out of memory\n")
     sys.stderr.flush()
     if settings.die_signal:
         os.kill(os.getpid(), settings.die_signal)
@@ -44,7 +44,7 @@ def _die(settings: Settings) -> None:
 
 
 def _arm(settings: Settings, mpi: World, meeting: Meeting) -> None:
-    """Start the thread that ends this rank when the test asked for it."""
+    """Start the thread that ends this rank, if the test configured that."""
     if settings.die_rank != mpi.rank:
         return
 
@@ -196,7 +196,7 @@ class _Server:
         ):
             if not self.options.boolean(f"allow-{name}", True):
                 continue
-            # Metrics are served where HTTP is, unless an address of their own is given.
+            # Metrics use the address of HTTP unless they have their own.
             default = self.options.values.get("http-address", "0.0.0.0") if name == "metrics" else "0.0.0.0"
             address = self.options.values.get(f"{name}-address", default)
             number = self.options.integer(f"{name}-port", port)

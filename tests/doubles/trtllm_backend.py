@@ -1,8 +1,7 @@
 """Backend `tensorrtllm` of the tritonserver double: parameters, engine, ranks, devices.
 
-Rules and texts: triton-models.md section 2, executor-api.md section 4, launch.md section 3, complaints.md 1, 13 and
-24, and inflight_batcher_llm/src/{model_state,model_instance_state}.cc of tensorrtllm_backend v0.12.0 … v0.19.0.
-Stricter than upstream where upstream only warns: a value that was given but cannot be read is an error here.
+Rules and texts are those of inflight_batcher_llm/src/{model_state,model_instance_state}.cc of tensorrtllm_backend
+v0.12.0 … v0.19.0. Stricter where the real one only warns: a value that cannot be read is an error here.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def _check_words(model: Model, found: Versions) -> None:
 
 
 def _check_keys(model: Model) -> None:
-    """Keys that 0.19 reads without a default, and the one whose placeholder it takes for a folder."""
+    """Check keys that 0.19 reads without a default, and the one whose placeholder it takes for a folder."""
     for name in _NEEDED_KEYS:
         if name not in model.config.parameters:
             raise LoadError(f"{_PREFIX}Cannot find parameter with name: {name}")
@@ -164,7 +163,7 @@ def _check_keys(model: Model) -> None:
 
 
 def check_parameters(model: Model, found: Versions) -> None:
-    """Everything that can be said about a core model's parameters alone; LoadError with the text of the failure."""
+    """Check a core model's parameters on their own; LoadError with the text of the failure."""
     _check_words(model, found)
     _check_numbers(model)
     if found.release >= (0, 19) and model.backend == "tensorrtllm":

@@ -1,4 +1,4 @@
-"""Double of `trtllm-build` (convert-and-build.md, section 4; failures of complaints.md 12, 13 and 16).
+"""Double of `trtllm-build`, with the failures of the real one.
 
 Settings: build_fault = oom | no-engine | error | empty with build_fault_rank, or cut-config; build_seconds per rank,
 gpus (0: no driver).

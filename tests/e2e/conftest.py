@@ -1,13 +1,15 @@
-"""One engine with everything built in, one Triton server on it for the whole session, and what its answers must be."""
+"""One engine with every feature, one Triton server on it for the session, and the expected answers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.devices import DEVICE
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, serving
 from tests.support.peft_adapters import write_adapter
@@ -15,12 +17,18 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Engine, Model
 from trtserve.build import build_engine
 from trtserve.convert import convert_model
-from trtserve.lora import convert_adapter
-from trtserve.repo import assemble_repository
+from trtserve.convert.lora import convert_adapter
+from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 NAME = "tiny"
-LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 4096, "runtime": "openvino", "max_beam_width": 4}
+# `make gpu-test` runs the tests of request features on the torch runtime.
+RUNTIME: dict[str, Any] = (
+    {"runtime": "torch", "device": DEVICE}
+    if os.environ.get("TRTSERVE_TEST_RUNTIME") == "torch"
+    else {"runtime": "openvino"}
+)
+LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 4096, "max_beam_width": 4, **RUNTIME}
 ADAPTERS = ("left", "right")
 
 
@@ -80,7 +88,9 @@ def features(
 ) -> Iterator[ModelServer]:
     """The default repository: decoupled, inputs of all releases."""
     spec = RepositorySpec(name=NAME, settings={"enable_kv_cache_reuse": "true"}, lora=features_adapters)
-    repository = assemble_repository(features_engine, features_model, spec, out=features_root / "repository")
+    repository = assemble_repository(
+        plan_repository(features_engine, features_model, spec, out=features_root / "repository")
+    )
     with serving(repository.path, features_root / "server") as server:
         yield server
 

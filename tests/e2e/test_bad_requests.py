@@ -1,4 +1,4 @@
-"""Wrong requests on a real Triton server: each gets one error that says what is wrong; nobody else notices anything."""
+"""Wrong requests on a real Triton server: each gets one clear error, and no other request is disturbed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST = 2**31 - 1
 
 @pytest.fixture(scope="module", autouse=True)
 def neighbours(features: ModelServer, oracle: InProcess) -> Iterator[None]:
-    """Good requests all the time: they say what they say alone, and at the end no block is held."""
+    """Send good requests all the time: their answers stay the same, and no block stays in use."""
     expected = {name: oracle.tokens(PROMPT, 24, sampling=sampling) for name, sampling in NEIGHBOURS.items()}
     over, disturbed, rounds = threading.Event(), list[str](), 0
 
@@ -59,7 +59,7 @@ def _streamed(stream: Stream, name: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def refused(features: ModelServer) -> Iterator[Callable[[str, Tensors], str]]:
-    """Ask for what must be refused: its only answer is the error whose message this returns."""
+    """Send a request that must be refused and return the error message, its only answer."""
     from tritonclient.utils import InferenceServerException
 
     with features.stream() as stream:
@@ -162,8 +162,8 @@ CORE: dict[str, tuple[Tensors, str]] = {
     "top_p NaN": ({"runtime_top_p": floats(NAN)}, "top_p is nan; it must be greater than 0 and at most 1"),
     "bias size": ({"embedding_bias": np.zeros((1, 7), np.float32)}, "bias has 7 entries; expected as many as the"),
     "bias type": ({"embedding_bias": np.zeros((1, VOCABULARY), np.float16)}, "'embedding_bias' data-type is 'FP16'"),
-    "bias NaN": ({"embedding_bias": _bias(NAN)}, "The embedding bias has entries that are no numbers"),
-    "bias infinite": ({"embedding_bias": _bias(INFINITY)}, "The embedding bias has entries that are no numbers"),
+    "bias NaN": ({"embedding_bias": _bias(NAN)}, "The embedding bias has NaN or +infinity"),
+    "bias infinite": ({"embedding_bias": _bias(INFINITY)}, "The embedding bias has NaN or +infinity"),
     "falling offsets": ({"stop_words_list": _words([5, 6, 7], [2, 1, -1])}, "stop_words_list has offsets [2, 1, -1]"),
     "offsets beyond": ({"bad_words_list": _words([5, 6, 7], [1, 9, -1])}, "bad_words_list has offsets [1, 9, -1]"),
     "everything banned": (
@@ -171,14 +171,14 @@ CORE: dict[str, tuple[Tensors, str]] = {
         "no token is allowed as token 1 of the answer",
     ),
     "context logits": ({"return_context_logits": flags(True)}, "return_context_logits needs an engine that was built"),
-    "no JSON": (_guide(b"json_schema", b"{"), "The guide of type JSON_SCHEMA is wrong"),
-    "no regex": (_guide(b"regex", b"(a"), "The guide of type REGEX is wrong"),
+    "no JSON": (_guide(b"json_schema", b"{"), "The guide of type JSON_SCHEMA is invalid"),
+    "no regex": (_guide(b"regex", b"(a"), "The guide of type REGEX is invalid"),
     "no kind of guide": (_guide(b"yaml", b"a"), "guided_decoding_guide_type is 'yaml'; expected one of json"),
     "guide in Latin 1": (_guide(b"regex", b"\xe9"), "guided_decoding_guide is not valid UTF-8"),
     "guided beams": ({**_guide(b"regex", b"a"), "beam_width": integers(2)}, "not supported with beam search"),
     "table width": (_table(2, 63), "The prompt embedding table has hidden size 63; the model has 64"),
     "table rows": (_table(65), "has 65 rows, but the engine was built for 64 rows"),
-    "table NaN": (_table(2, value=NAN), "The prompt embedding table has numbers that are not finite"),
+    "table NaN": (_table(2, value=NAN), "The prompt embedding table has values that are not finite"),
     "extra ids": (_table(2, extra=1), "inputTokenExtraIds vector size (1) must be the same as input token vector"),
     "no extra ids": (
         {**_prompt(VOCABULARY, 60), "prompt_embedding_table": np.zeros((1, 1, HIDDEN), np.float16)},
@@ -193,10 +193,10 @@ CORE: dict[str, tuple[Tensors, str]] = {
     "adapter layer": (_adapter([1, 9, 8]), "Expected layerId to be in the range [0, 2); lora_config has 9"),
     "adapter module": (_adapter([4, 0, 8]), "lora module attn_dense not enabled for this model"),
     "adapter rank": (_adapter([1, 0, 9]), "Invalid low_rank (9). low_rank must be smaller than mMaxLowRank (8)"),
-    "adapter NaN": (_adapter([1, 0, 8], value=NAN), "lora_weights has numbers for attn_q that are not finite"),
+    "adapter NaN": (_adapter([1, 0, 8], value=NAN), "lora_weights has values for attn_q that are not finite"),
     "draft": ({"draft_input_ids": _ids(*[5] * 9)}, "Draft tokens length (9) exceeds maximum draft tokens length (8)."),
     "draft ids": ({"draft_input_ids": _ids(5, VOCABULARY)}, "A draft token is outside the vocabulary of 320"),
-    "draft logits": (_draft(2, vocabulary=319), "The draft logits are over 319 tokens; the vocabulary has 320"),
+    "draft logits": (_draft(2, vocabulary=319), "The draft logits cover 319 tokens; the vocabulary has 320"),
     "draft rows": (_draft(2, rows=3), "draft logits have shape (3, 320); expected [2, vocab_size]"),
     "draft NaN": ({**_draft(2, value=NAN), "runtime_top_k": integers(5)}, "The draft logits have NaN, +infinity"),
     "drafted beams": ({**_draft(2), "beam_width": integers(2)}, "Draft tokens need beam width 1"),
@@ -212,7 +212,7 @@ CORE: dict[str, tuple[Tensors, str]] = {
 
 
 @pytest.mark.parametrize("case", CORE)
-def test_tensors_that_cannot_be_served(refused: Callable[[str, Tensors], str], case: str) -> None:
+def test_bad_tensors_fail(refused: Callable[[str, Tensors], str], case: str) -> None:
     change, message = CORE[case]
     assert message in refused("tensorrt_llm", {**NEWEST.core(PROMPT, 4), **change})
 
@@ -237,7 +237,7 @@ def test_rows_of_a_batch_fail_alone(features: ModelServer, oracle: InProcess) ->
 
 @pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
 def test_ten_thousand_words(features: ModelServer, oracle: InProcess, name: str) -> None:
-    """The words are two tokens of which the first never comes."""
+    """Each word has two tokens, the first of which never comes."""
     plain = oracle.tokens(PROMPT, 6)
     never = next(token for token in range(3, VOCABULARY) if token not in (*plain, *PROMPT))
     words = _words([never, 5] * 10_000, [*range(2, 20_001, 2), *[-1] * 10_000])
@@ -246,7 +246,7 @@ def test_ten_thousand_words(features: ModelServer, oracle: InProcess, name: str)
     assert answer["output_ids"].reshape(-1)[-6:].tolist() == plain
 
 
-def test_more_tokens_than_there_is_room_for(features: ModelServer) -> None:
+def test_max_tokens_beyond_the_engine_is_cut(features: ModelServer) -> None:
     """Reduced, not refused."""
     with features.stream() as stream:
         tensors = {**NEWEST.core([60] * 4090, MOST), "end_id": integers(-1)}
@@ -267,14 +267,16 @@ TEXT: dict[str, tuple[dict[str, Any], str]] = {
     "context logits": ({"return_context_logits": True}, "return_context_logits needs an engine that was built"),
     "adapter": ({"lora_task_id": 987}, "LoRA task 987 not found in cache. Please send LoRA weights with request"),
     "path of an adapter": ({"lora_name": "../../model"}, "lora_name is '../../model'"),
-    "guide": ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"}, "guide of type REGEX is wrong"),
+    "guide": ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"}, "guide of type REGEX is invalid"),
+    "empty guide": ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": ""}, "guide"),
+    "guide of no kind": ({"guided_decoding_guide": "a+"}, "guided_decoding_guide needs guided_decoding_guide_type"),
     "no text": ({"text_input": []}, "text_input"),
 }
 
 
 @pytest.mark.parametrize("model", TEXT_MODELS)
 @pytest.mark.parametrize("case", TEXT)
-def test_texts_that_cannot_be_served(features: ModelServer, model: str, case: str) -> None:
+def test_bad_texts_fail(features: ModelServer, model: str, case: str) -> None:
     change, message = TEXT[case]
     status, answer = features.generate(model, {"text_input": "What?", "max_tokens": 4, **change})
     assert status >= 400

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.in_process import InProcess
-from tests.support.model_server import ModelServer, Tensors, flags, floats, integers
+from tests.support.model_server import ModelServer, Tensors, flags, floats
 from tests.support.release_client import NEWEST
 
 pytestmark = pytest.mark.triton
@@ -70,35 +69,6 @@ def test_fewer_beams_come_back_on_demand(features: ModelServer, oracle: InProces
         (answer,) = stream.all("tensorrt_llm", asked)
     assert answer["output_ids"].shape[1] == 2
     assert answer["output_ids"][0, 0, : len(expected[0])].tolist() == expected[0]
-
-
-def test_more_beams_than_built_are_refused(features: ModelServer) -> None:
-    status, answer = features.generate("tiny", {"text_input": TEXT, "max_tokens": 6, "beam_width": 5})
-    assert status >= 400
-    assert "beam width" in answer["error"]
-    with features.stream() as stream:
-        (answer_of_one,) = stream.all("tensorrt_llm", {**NEWEST.core(PROMPT, 2), "beam_width": integers(1)})
-    assert answer_of_one["sequence_length"].item() == len(PROMPT) + 2
-
-
-def test_widths_take_turns(features: ModelServer, oracle: InProcess) -> None:
-    """Requests of several widths at once: each waits until none of another width is active, and nobody notices."""
-    widths = [1, 3, 2, 1, 4, 2, 3, 1]
-    prompts = [[1, 60 + number, 61, 62] for number in range(len(widths))]
-
-    def ask(prompt: list[int], width: int) -> list[list[int]]:
-        with features.stream() as stream:
-            asked = NEWEST.core(prompt, 8, beam_width=width, exclude_input_in_output=True, end_id=-1)
-            (answer,) = stream.all("tensorrt_llm", asked)
-        beams: list[list[int]] = answer["output_ids"][0].tolist()
-        return beams
-
-    with ThreadPoolExecutor(len(widths)) as pool:
-        found = list(pool.map(ask, prompts, widths))
-    assert found == [
-        oracle.result(prompt, 8, sampling={"beam_width": width}, end_id=-1).output_token_ids
-        for prompt, width in zip(prompts, widths, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", *TEXT_MODELS])

@@ -1,4 +1,4 @@
-"""What the BLS model does beyond handing on: stop words on text, beams, several sequences, their streams and ends."""
+"""Features of the BLS model itself: stop words on text, beams, several sequences, their streams and ends."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_streamed_text_ends_behind_the_stop_word(features: ModelServer, whole: s
 
 
 def test_a_stop_in_the_text_ends_the_request(features: ModelServer, whole: str) -> None:
-    """The word stands for a byte that is no character: the core model cannot match it as ids."""
+    """The word stands for a byte that is not a character: the core model cannot match it as ids."""
     wait_until(lambda: is_idle(features))
     before = features.metric("nv_llm_output_token_len_sum")
     asked = request(PROMPT, 900, stream=True, stop_words=[BROKEN], end_id=-1)
@@ -150,7 +150,7 @@ def test_finish_reasons(features: ModelServer, whole: str) -> None:
     assert pieces[-1]["finish_reason"].reshape(-1).tolist() == [b"length"]
 
 
-def test_many_streams_stop_at_once(features: ModelServer, whole: str, word: str) -> None:
+def test_many_streams_stop_together(features: ModelServer, whole: str, word: str) -> None:
     """Requests that stop by their text are cancelled in the core model while others end there by themselves."""
 
     def ended(number: int) -> str:

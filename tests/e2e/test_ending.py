@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.doors import RunningDoor, running_door
 from tests.support.model_server import ModelServer, Tensors, flags, integers
 from tests.support.release_client import NEWEST, long_integers
 from tests.support.text_requests import is_idle
@@ -52,7 +53,7 @@ def test_one_data_response_and_an_empty_final_one(features: ModelServer, model: 
 
 
 def test_the_ensemble_answers_once(features: ModelServer) -> None:
-    """Triton joins its last two responses when the core model's end comes before the text of its data."""
+    """Triton joins the last two responses when the core model ends before the text is ready."""
     found = responses(features, "ensemble", asked("ensemble", 5, streaming=False), "an id")
     assert found in ([(True, True)], [(True, False), (False, True)])
 
@@ -77,14 +78,14 @@ def endless(model: str, **given: Any) -> Tensors:
 
 @contextmanager
 def ended_before(tokens: int, server: ModelServer) -> Iterator[None]:
-    """After the block the engine comes to rest, and has generated fewer tokens than were asked for."""
+    """Check that the engine becomes idle after the block, with fewer tokens than requested, or none."""
     wait_until(lambda: is_idle(server))
     before = server.metric("nv_llm_output_token_len_sum")
     requests = server.metric("nv_llm_output_token_len_count")
     yield
     wait_until(lambda: server.metric("nv_llm_output_token_len_count") > requests)
     wait_until(lambda: is_idle(server))
-    assert 0 < server.metric("nv_llm_output_token_len_sum") - before < tokens
+    assert server.metric("nv_llm_output_token_len_sum") - before < tokens
 
 
 KINDS: dict[str, Tensors] = {
@@ -143,13 +144,13 @@ def test_a_stop_of_nothing_is_answered(features: ModelServer) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tiny"])
-def test_a_client_that_goes_frees_its_blocks(features: ModelServer, model: str, kind: str) -> None:
+def test_a_disconnected_client_frees_its_blocks(features: ModelServer, model: str, kind: str) -> None:
     with ended_before(ENDLESS * (1 if kind == "plain" else 3), features), features.stream() as stream:
         stream.send(model, {**endless(model), **KINDS[kind]})
         assert not stream.next()[1]
 
 
-def test_nothing_is_computed_behind_the_end(features: ModelServer) -> None:
+def test_nothing_is_computed_after_the_end(features: ModelServer) -> None:
     """Once a stopped request has had its final response, the engine makes no step for it."""
     with features.stream() as stream, features.stream() as stopper:
         stream.send("tensorrt_llm", endless("tensorrt_llm"), "at once")
@@ -179,7 +180,7 @@ def test_an_http_client_that_leaves_ends_its_request(features: ModelServer, mode
 
 @contextmanager
 def run_to_its_end(tokens: int, server: ModelServer) -> Iterator[None]:
-    """The request of the block generates all of its tokens, although nobody waits for them."""
+    """Check that the request of the block generates all of its tokens although no client waits for them."""
     before = server.metric("nv_llm_output_token_len_sum")
     requests = server.metric("nv_llm_output_token_len_count")
     yield
@@ -198,7 +199,7 @@ def test_an_http_client_that_leaves_the_ensemble_is_not_noticed(features: ModelS
 
 
 def test_a_cancelled_call_of_the_ensemble_is_not_noticed(features: ModelServer) -> None:
-    """Triton tells the models of an ensemble nothing about it."""
+    """Triton does not pass the cancellation on to the models of an ensemble."""
     with run_to_its_end(300, features), features.stream() as stream:
         stream.send("ensemble", {**asked("ensemble", 300, streaming=True), "end_id": integers(-1)})
         assert not stream.next()[1]
@@ -224,3 +225,22 @@ def test_many_short_requests(features: ModelServer) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(ask, range(400))) == {200}
+
+
+@pytest.fixture(scope="module")
+def door(features: ModelServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDoor]:
+    folder, port = tmp_path_factory.mktemp("door"), features.address.http_port
+    with running_door(folder, port, model="tiny", core_models=("tensorrt_llm",)) as door:
+        yield door
+
+
+@pytest.mark.parametrize("verb", ["generate", "generate_stream"])
+@pytest.mark.parametrize("model", ["ensemble", "tiny"])
+def test_a_client_of_the_door_that_leaves_ends_its_request(
+    features: ModelServer, door: RunningDoor, model: str, verb: str
+) -> None:
+    """Triton itself would let the ensemble run to its end."""
+    body = {"text_input": "Ending", "max_tokens": ENDLESS, "end_id": -1, "stream": verb == "generate_stream"}
+    with ended_before(ENDLESS, features), door.connected() as connection:
+        connection.request("POST", f"/v2/models/{model}/{verb}", json.dumps(body), {"Content-Type": "application/json"})
+        wait_until(lambda: not is_idle(features))

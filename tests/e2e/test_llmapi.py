@@ -1,4 +1,4 @@
-"""Repositories of the LLM API in a real Triton, on a stand-in for TensorRT-LLM: NVIDIA's shape, and the alias."""
+"""Repositories of the LLM API in a real Triton, on a stand-in for TensorRT-LLM: NVIDIA's layout, and the alias."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from tests.support.model_server import ModelServer, flags, integers, serving, texts
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model, ModelRepository
-from trtserve.bench import run_benchmark
+from trtserve.bench import plan_benchmark, run_benchmark
 from trtserve.cli import run
-from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
+from trtserve.repo import assemble_repository
+from trtserve.repo.llmapi import plan_llmapi_repository
 from trtserve.specs import BenchSpec, RepositorySpec
 from trtserve.triton.client import Endpoint
-from trtserve.triton.preflight import inspect_repository
 
 pytestmark = pytest.mark.triton
 
@@ -33,7 +33,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> ModelRepository:
     root = tmp_path_factory.mktemp("llmapi")
     model = write_tiny_model(root / "model")
     spec = RepositorySpec(name="tiny", settings={"kv_cache_config.free_gpu_memory_fraction": "0.5"})
-    made = assemble_llmapi(plan_llmapi(Model(path=model), spec, out=root / "made"))
+    made = assemble_repository(plan_llmapi_repository(Model(path=model), spec, out=root / "made"))
     return ModelRepository(path=made.path.rename(root / "moved"), manifest=made.manifest)
 
 
@@ -49,12 +49,6 @@ def server(repository: ModelRepository, tmp_path_factory: pytest.TempPathFactory
 
 def words(count: int) -> str:
     return "".join(f" w{number}" for number in range(count))
-
-
-def test_preflight(repository: ModelRepository) -> None:
-    served = inspect_repository(repository)
-    assert (served.runtime, served.backend, served.world_size, served.model) == ("llmapi", "llmapi", 1, "tiny")
-    assert served.core_models[0].settings["kv_cache_config"] == {"free_gpu_memory_fraction": 0.5}
 
 
 def test_nvidias_shape(server: ModelServer) -> None:
@@ -93,21 +87,21 @@ def test_streams_of_the_alias_are_pieces(server: ModelServer) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"beam_width": 2}, "beam_width cannot be carried out on the llmapi runtime"),
-        ({"return_log_probs": True}, "return_log_probs cannot be carried out"),
+        ({"beam_width": 2}, "beam_width is not supported on the llmapi runtime"),
+        ({"return_log_probs": True}, "return_log_probs is not supported"),
         ({"seed": 1, "random_seed": 2}, "Two names of one setting"),
         ({"max_tokens": 0}, "max_tokens must be a single value > 0"),
         ({"top_p": 1.5}, "top_p"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused_by_name(server: ModelServer, change: dict[str, Any], message: str) -> None:
+def test_unsupported_inputs_are_refused_by_name(server: ModelServer, change: dict[str, Any], message: str) -> None:
     status, answer = server.generate("tiny", {"text_input": PROMPT, "max_tokens": 4, **change})
     assert status >= 400
     assert message in answer["error"]
 
 
 def test_many_streams_at_once(server: ModelServer) -> None:
-    """Each of them comes whole, through two python models that push to each other."""
+    """Every stream is complete, through two python models that push to each other."""
     from concurrent.futures import ThreadPoolExecutor
 
     def ask(count: int) -> str:
@@ -121,13 +115,14 @@ def test_many_streams_at_once(server: ModelServer) -> None:
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tiny"])
 def test_benchmarks_count_every_token_once(server: ModelServer, repository: ModelRepository, model: str) -> None:
-    """NVIDIA's model sends all text and tokens so far in each answer, the alias what is new."""
+    """NVIDIA's model repeats all text and tokens in each answer, the alias sends only new ones."""
     endpoint = Endpoint(grpc_port=server.address.grpc_port, repository=repository.path)
-    report = run_benchmark(BenchSpec(model=model, num_requests=3, warmup_requests=1), endpoint)
+    spec = BenchSpec(model=model, num_requests=3, warmup_requests=1, calibrate=False)
+    report = run_benchmark(plan_benchmark(spec, endpoint))
     assert report.tokens_counted_by == "server"
     assert report.statistics.short_answers == 0
     for record in report.records:
-        assert "".join(response.text for response in record.texts) == words(record.requested_tokens)
+        assert "".join(response.text or "" for response in record.responses) == words(record.requested_tokens)
         assert [tokens for _, tokens in record.arrivals] == [1] * record.requested_tokens
 
 
@@ -144,16 +139,6 @@ def test_a_stop_reaches_the_request_behind_the_alias(server: ModelServer) -> Non
             deque(iter(stream.next, None), maxlen=0)
 
 
-def test_model_yaml_has_what_nvidias_has(repository: ModelRepository) -> None:
-    import yaml
-
-    content = yaml.safe_load((repository.path / "tensorrt_llm" / "1" / "model.yaml").read_text())
-    assert content["model"] == "tensorrt_llm/1/model"
-    assert (content["backend"], content["tensor_parallel_size"], content["pipeline_parallel_size"]) == ("pytorch", 1, 1)
-    assert content["triton_config"] == {"max_batch_size": 0, "decoupled": True}
-    assert json.loads((repository.path / content["model"] / "config.json").read_text())["model_type"]
-
-
 def test_query_asks_the_alias(server: ModelServer, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("query", PROMPT, "-u", f"127.0.0.1:{server.address.grpc_port}", "--model", "tiny", "--max-tokens", "4")
     for more in ((), ("--stream",), ("--protocol", "http", "-u", f"127.0.0.1:{server.address.http_port}")):
@@ -166,7 +151,7 @@ def test_query_asks_the_alias(server: ModelServer, capsys: pytest.CaptureFixture
         "stop_words",
     )
     assert run([*asked, "--beam-width", "2"]) == 41
-    assert "beam_width cannot be carried out on the llmapi runtime" in capsys.readouterr().err
+    assert "beam_width is not supported on the llmapi runtime" in capsys.readouterr().err
     # Of a server that was not started here the benchmark knows no tokenizer, of which it makes texts.
     assert run(["bench", "token-norm-dist", "--url", asked[3]]) == 2
-    assert "the server's tokenizer is not known here" in capsys.readouterr().err
+    assert "the server's tokenizer is not available here" in capsys.readouterr().err

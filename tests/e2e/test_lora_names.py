@@ -1,4 +1,4 @@
-"""Adapters by name, and NVIDIA's multi-LoRA example: several adapters and none in one batch, each as if alone."""
+"""Adapters by name, and NVIDIA's multi-LoRA example: requests with and without adapters in one batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.peft_adapters import write_adapter
 from tests.support.text_requests import answers, ask, is_idle, request, text_of
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.lora import convert_adapter
-from trtserve.repo import assemble_repository
+from trtserve.convert.lora import convert_adapter
+from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -33,7 +33,7 @@ def text(server: ModelServer, adapter: str, prompt: str = PROMPT, **options: Any
 
 
 def adapter_tensors(folder: Path, number: int) -> Tensors:
-    """What NVIDIA's client sends for `--lora-path FOLDER --lora-task-id NUMBER`."""
+    """Return what NVIDIA's client sends for `--lora-path FOLDER --lora-task-id NUMBER`."""
     return {
         "lora_task_id": np.array([[number]], dtype=np.uint64),
         "lora_weights": np.load(folder / "model.lora_weights.npy"),
@@ -41,7 +41,7 @@ def adapter_tensors(folder: Path, number: int) -> Tensors:
     }
 
 
-def test_a_name_means_the_tensors_of_its_folder(features: ModelServer, features_adapters: dict[str, Path]) -> None:
+def test_an_adapter_name_means_its_tensors(features: ModelServer, features_adapters: dict[str, Path]) -> None:
     named = {name: text(features, name) for name in ADAPTERS}
     assert len(set(named.values())) == 3
     assert named[""] == text_of(ask(features, NAME, PROMPT, 12, exclude_input_in_output=True))
@@ -139,7 +139,9 @@ def crowded(features_root: Path, features_model: Path, features_engine: Engine) 
     settings = {"lora_cache_optimal_adapter_size": "8", "lora_cache_max_adapter_size": "8"}
     settings |= {"lora_cache_host_memory_bytes": "75000"}
     spec = RepositorySpec(name=NAME, lora=folders, settings=settings)
-    repository = assemble_repository(features_engine, features_model, spec, out=features_root / "crowded")
+    repository = assemble_repository(
+        plan_repository(features_engine, features_model, spec, out=features_root / "crowded")
+    )
     with serving(repository.path, features_root / "crowded-server") as server:
         yield server
 
@@ -153,7 +155,7 @@ def test_adapters_that_were_evicted_are_sent_again(crowded: ModelServer) -> None
 
 
 def test_an_id_alone_is_not_found_once_it_was_evicted(crowded: ModelServer, features_adapters: dict[str, Path]) -> None:
-    """Clients of the core model have to send the tensors again, as upstream; the error says that they must."""
+    """Clients of the core model must send the tensors again, as with TensorRT-LLM; the error says so."""
     from tritonclient.utils import InferenceServerException
 
     tensors = adapter_tensors(features_adapters["left"], 77)

@@ -1,7 +1,7 @@
 """Many streams at once through the BLS model: Triton 2.51 has two faults there that the models must keep clear of.
 
-Without the fetched answers (`core_pulls.py`) the BLS process comes to a standstill after some thousand short streams;
-without the kept calls (`inner_models.py`) its memory is corrupted and it dies within seconds.
+Without the fetched answers (`fetched_answers.py`) the BLS process hangs after some thousand short streams; without the
+kept calls (`inner_models.py`) its memory is corrupted and it dies within seconds.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import pytest
 from tests.support.model_server import ModelServer, serving
 from trtserve.artifacts import Checkpoint
 from trtserve.build import build_engine
-from trtserve.repo import assemble_repository
+from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, RepositorySpec
-from trtserve.triton.client import CHANNEL_OPTIONS, Endpoint, GrpcClient, ModelDescription, infer_request
+from trtserve.triton.client import Endpoint, ModelDescription
+from trtserve.triton.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
 
 pytestmark = pytest.mark.triton
 
 MODEL = "tensorrt_llm_bls"
 STREAMS = 64
-SECONDS = 8.0
+SECONDS = 5.0
 TOKENS = 16
 CANCELLED = 0.25
 # Far above what a stream takes here; a hang ends the test instead of the suite.
@@ -38,17 +39,19 @@ EXPECTED = {"completed", "cancelled"}
 
 @pytest.fixture(scope="module")
 def server(features_root: Path, features_model: Path, features_checkpoint: Checkpoint) -> Iterator[ModelServer]:
-    """A server of its own, which may not survive; all streams are in work at once."""
+    """A separate server, since it may crash; it runs all streams at once."""
     root = features_root / "many"
     spec = BuildSpec(max_batch_size=STREAMS, max_seq_len=128, runtime="openvino")
     engine = build_engine(features_checkpoint, spec, out=root / "engine")
-    repository = assemble_repository(engine, features_model, RepositorySpec(name="many"), out=root / "repository")
+    repository = assemble_repository(
+        plan_repository(engine, features_model, RepositorySpec(name="many"), out=root / "repository")
+    )
     with serving(repository.path, root / "server") as ready:
         yield ready
 
 
 def description(server: ModelServer) -> ModelDescription:
-    """What the BLS model takes."""
+    """Return the inputs of the BLS model."""
     endpoint = Endpoint(
         host=server.address.host, http_port=server.address.http_port, grpc_port=server.address.grpc_port
     )

@@ -1,4 +1,4 @@
-"""What the metrics port of a real server says of requests, and `trtserve metrics` of that."""
+"""Metrics of a real server, and `trtserve metrics`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from tests.support.model_server import ModelServer
 from tests.support.release_client import NEWEST
 from trtserve.cli import run
-from trtserve.metrics import Reading, read_metrics, remote_source
+from trtserve.server.metrics import Reading, read_metrics, remote_source
 from trtserve.triton.metrics import GENERAL, KV_BLOCKS, LENGTHS, REQUESTS, TOKENS, CoreMetrics, parse
 
 pytestmark = pytest.mark.triton
@@ -40,7 +41,7 @@ def once(server: ModelServer, wanted: Callable[[CoreMetrics], bool]) -> CoreMetr
 
 
 def idle(server: ModelServer) -> CoreMetrics:
-    """A reading without requests, also those of the tests before, whose last counts may still be on their way."""
+    """Wait until no request is active and the counts of earlier tests have arrived; return that reading."""
     deadline, last = time.monotonic() + 20, core(server)
     while True:
         time.sleep(0.25)
@@ -108,10 +109,12 @@ def test_lengths_of_ended_requests_fall_into_the_buckets_of_the_backend(features
 
 def test_gauges_are_live_and_return_to_rest(features: ModelServer) -> None:
     rest = idle(features)
-    with features.stream() as stream:
-        for number_of_request in range(2):
-            stream.send("tensorrt_llm", NEWEST.core(PROMPT, 3500, streaming=True), str(number_of_request))
+    with features.stream() as stream, features.stream() as stopper:
+        for identifier in ("first", "second"):
+            stream.send("tensorrt_llm", NEWEST.core(PROMPT, 3500, streaming=True, end_id=-1), identifier)
         busy = once(features, lambda found: found.value(INFLIGHT, "generation_requests") == 2)
+        for identifier in ("first", "second"):
+            stopper.all("tensorrt_llm", NEWEST.stop(), identifier)
         open_requests = 2
         while open_requests:
             open_requests -= stream.next()[1]
@@ -120,6 +123,15 @@ def test_gauges_are_live_and_return_to_rest(features: ModelServer) -> None:
     assert number(busy, KV_BLOCKS, "fraction") == number(busy, KV_BLOCKS, "used") / number(busy, KV_BLOCKS, "max")
     done = idle(features)
     assert number(done, KV_BLOCKS, "used") == number(rest, KV_BLOCKS, "used")
+
+
+def test_the_prompt_of_a_refused_request_does_not_count(features: ModelServer) -> None:
+    before = number(idle(features), TOKENS, "prompt")
+    with features.stream() as stream, pytest.raises(InferenceServerException):
+        stream.all("tensorrt_llm", NEWEST.core([5] * 5000, 3, streaming=True))
+    with features.stream() as stream:
+        stream.all("tensorrt_llm", NEWEST.core(PROMPT, 3, streaming=True))
+    once(features, lambda found: found.value(TOKENS, "prompt") == before + len(PROMPT))
 
 
 def test_requests_of_triton_are_counted_for_each_model(features: ModelServer) -> None:

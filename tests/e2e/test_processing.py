@@ -99,14 +99,14 @@ def test_words_bias_and_ids_of_each_row(infer: Infer, features_tokenizer: Any) -
         "EMBEDDING_BIAS": (np.float32, bias),
         "OUT_END_ID": (np.int32, [[7], [8]]),
         "OUT_PAD_ID": (np.int32, [[9], [10]]),
-        # No id of these texts stands for a row of a table.
+        # These texts have no ids of table rows.
         "OUT_PROMPT_TABLE_EXTRA_IDS": (np.uint64, np.zeros((2, 5))),
     }
     same(found, expected)
 
 
 def test_texts_of_beams(infer: Infer, features_tokenizer: Any) -> None:
-    """Ids [batch, beams, length] are cut to their lengths, and the texts come row by row and beam by beam."""
+    """Ids [batch, beams, length] are cut to their lengths; the texts come row by row and beam by beam."""
     ids = np.array(
         [features_tokenizer.encode(text, add_special_tokens=False) for text in ("abcd", "efgh", "ijkl", "mnop")]
     )
@@ -168,7 +168,7 @@ def by_hand(features: ModelServer, infer: Infer, given: Tensors) -> str:
 
 
 @pytest.mark.parametrize("case", CHAINS)
-def test_the_chain_by_hand_says_what_the_text_models_say(features: ModelServer, infer: Infer, case: str) -> None:
+def test_calling_the_models_one_by_one_gives_the_same_text(features: ModelServer, infer: Infer, case: str) -> None:
     found = by_hand(features, infer, CHAINS[case])
     assert found.startswith(PROMPT)
     assert len(found) > len(PROMPT)

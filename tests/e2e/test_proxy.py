@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,11 +15,11 @@ from tests.support.servers import HOST
 from tests.support.text_requests import is_idle
 from tests.support.waiting import wait_until
 from trtserve.cli import run
-from trtserve.launch.nginx import proxy_config
-from trtserve.ports import free_ports, is_free
-from trtserve.process import program
+from trtserve.host.ports import free_ports, is_free
+from trtserve.process import find_sbin_program
+from trtserve.server.proxy import proxy_config
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.needs("nginx")]
 
 PROMPT = [1, 30, 31]
 
@@ -28,11 +27,7 @@ PROMPT = [1, 30, 31]
 @pytest.fixture(scope="module")
 def proxied(features: ModelServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
     """The server as it is seen through nginx, which counts it as two instances."""
-    nginx = program("nginx", os.environ["PATH"] + ":/usr/sbin")
-    # .ci/run installs it.
-    assert nginx is not None or os.environ.get("TRTSERVE_ORACLE") != "required"
-    if nginx is None:
-        pytest.skip("nginx is not installed")
+    nginx = find_sbin_program("nginx")
     file = tmp_path_factory.mktemp("proxy") / "nginx.conf"
     http_port, grpc_port = free_ports(HOST, 2)
     addresses = (features.address, features.address)
@@ -75,7 +70,7 @@ def test_streams_come_in_pieces(features: ModelServer, proxied: ModelServer) -> 
     assert len(expected) == 6
 
 
-def test_a_client_that_goes_away_is_noticed(features: ModelServer, proxied: ModelServer) -> None:
+def test_a_disconnected_client_stops_its_request(features: ModelServer, proxied: ModelServer) -> None:
     """The proxy closes the call of the instance, which stops the request: `stop` is the other way, to one instance."""
     wait_until(lambda: is_idle(features))
     before = features.metric("nv_llm_output_token_len_sum")

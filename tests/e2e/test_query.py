@@ -87,12 +87,6 @@ def test_inputs_arrive(server: Endpoint, protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_older_release_gets_its_own_names(server: Endpoint, protocol: str) -> None:
-    asked = spec("inputs", protocol, model="text_plain", options={"seed": 11})
-    assert json.loads(generate(asked, server).text)["random_seed"] == [11]
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_request_ids_are_unique(server: Endpoint, protocol: str) -> None:
     ids = {generate(spec("x", protocol), server).request_id for _ in range(3)}
     assert len(ids) == 3
@@ -127,7 +121,7 @@ def test_timeout_is_a_refused_request(server: Endpoint, protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_nobody_answers(protocol: str) -> None:
+def test_an_unreachable_server_is_reported(protocol: str) -> None:
     with pytest.raises(ServerUnreachableError, match="No Triton server answers"):
         generate(spec("x", protocol, model="m"), Endpoint(http_port=1, grpc_port=1))
 
@@ -161,7 +155,7 @@ def test_command_prints_json(server: Endpoint, capsys: pytest.CaptureFixture[str
     assert (envelope["result"]["text"], envelope["result"]["request_id"]) == ("Echo: hi", "r")
 
 
-def test_command_says_that_a_model_does_not_stream(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_a_model_that_does_not_stream(server: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["query", "hi", "--stream", "--model", "text_plain", *address(server, "http")]) == 0
     captured = capsys.readouterr()
     assert captured.out == "Echo: hi\n"
@@ -172,21 +166,6 @@ def test_dry_run_sends_no_request(server: Endpoint, capsys: pytest.CaptureFixtur
     assert run(["query", "fail", "--dry-run", "--model", "echo", "--top-k", "2", *address(server)]) == 0
     body = json.loads(capsys.readouterr().out)["result"]
     assert (body["text_input"], body["top_k"], body["max_tokens"]) == ("fail", 2, 256)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["fail", "--model", "echo"], 41),
-        (["x", "--model", "nope"], 41),
-        (["", "--model", "echo"], 2),
-        (["x", "--model", "echo", "--max-tokens", "0"], 2),
-        (["x", "--server", "a"], 2),
-        (["x", "--host", "localhost"], 2),
-    ],
-)
-def test_exit_codes(server: Endpoint, arguments: list[str], code: int) -> None:
-    assert run(["query", *arguments, *address(server)]) == code
 
 
 def test_recorded_server_is_the_default(
@@ -234,7 +213,7 @@ def test_interrupt_stops_the_request(server: Endpoint, folder: Path, protocol: s
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    # The call itself was cancelled, and the core model was told to stop the id.
+    # The call itself was cancelled, and the core model got a stop request for the id.
     _wait_for(folder / "trace", f"cancelled {request_id}", f"stop {request_id}")
 
 
@@ -329,7 +308,7 @@ def test_calls_may_be_compressed(server: Endpoint, algorithm: str) -> None:
 
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """A server whose gRPC port wants certificates of both sides."""
+    """A server whose gRPC port requires certificates of both sides."""
     flags = ["--grpc-use-ssl=true", "--grpc-use-ssl-mutual=true"]
     made = certificates()
     files = {"server-cert": made.server, "server-key": made.server_key, "root-cert": made.root}

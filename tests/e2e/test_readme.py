@@ -1,7 +1,8 @@
-"""What the README shows of `make demo` is what happens."""
+"""The picture in the README shows what `make demo` prints."""
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import environment
-from trtserve.ports import free_ports
+from trtserve.host.ports import free_ports
 
 pytestmark = pytest.mark.triton
 
@@ -20,21 +21,28 @@ TIMEOUT = 180.0
 
 
 def _shown() -> list[str]:
-    """The lines under `$ make demo` in the README."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"```console\n\$ make demo\n(.*?)```", text, re.DOTALL)
-    assert block is not None
-    return [line for line in block[1].splitlines() if line.strip(" …")]
+    """Return the lines of the picture in the README (`make recording`), with single spaces."""
+    picture = (ROOT / "docs" / "assets" / "demo.svg").read_text(encoding="utf-8")
+    lines: dict[int, str] = {}
+    for number, text in re.findall(r'<text[^>]*clip-path="url\(#[\w-]+-line-(\d+)\)">(.*?)</text>', picture):
+        lines[int(number)] = f"{lines.get(int(number), '')} {html.unescape(text)}"
+    return [" ".join(line.split()) for _number, line in sorted(lines.items())]
 
 
-def _shape(line: str) -> str:
-    """A line without what differs from run to run: numbers, hashes, folders, tree branches, spaces and the CPU."""
-    line = re.sub(r"\S*/repositories/demo-\w+", "REPOSITORY", line)
-    line = re.sub(r"\b(bf16|f32) arithmetic", "arithmetic", line)
-    return re.sub(r"[\d.,]+|[│├└─\s]+", " ", line).strip()
+def _answers(lines: list[str]) -> dict[str, str]:
+    """Return each command and its output as one text: a terminal breaks long lines."""
+    answers: dict[str, str] = {}
+    command = ""
+    for line in lines:
+        if line.startswith("$ "):
+            command = line
+            answers[command] = ""
+        elif command:
+            answers[command] += line.strip() + " "
+    return answers
 
 
-def test_demo_of_the_readme(tmp_path: Path) -> None:
+def test_demo_prints_what_the_picture_shows(tmp_path: Path) -> None:
     ports = free_ports("127.0.0.1", 3)
     names = ("TRTSERVE_START_HTTP_PORT", "TRTSERVE_START_GRPC_PORT", "TRTSERVE_START_METRICS_PORT")
     variables = {**dict(zip(names, map(str, ports), strict=True)), "PATH": _path()}
@@ -49,8 +57,13 @@ def test_demo_of_the_readme(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout
-    happened = {_shape(line) for line in result.stdout.splitlines()}
-    assert [line for line in _shown() if _shape(line) not in happened] == []
+    happened = _answers(result.stdout.splitlines())
+    shown = _answers(_shown())
+    assert list(shown) == list(happened)
+    questions = [command for command in shown if " query " in command]
+    assert questions
+    for question in questions:
+        assert shown[question].split() == happened[question].split()
 
 
 def _path() -> str:

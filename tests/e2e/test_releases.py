@@ -1,8 +1,9 @@
-"""NVIDIA's clients of each release, unchanged, against the default repository and against that of their own release."""
+"""NVIDIA's clients of each release, unchanged, with the default repository and the repository of their release."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from trtserve.artifacts import Engine
 from trtserve.cli import run
 from trtserve.executor import api
 from trtserve.releases import RELEASES, order
-from trtserve.repo import assemble_repository
+from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -28,19 +29,22 @@ pytestmark = pytest.mark.triton
 PROMPT = [1, 90, 91, 92]
 TEXT = "Releases"
 VOCABULARY, HIDDEN, ROWS = 320, 64, 4
-# Every release → whether its repository is decoupled; NVIDIA's guides show both.
 DECOUPLED = ("0.12", "0.13", "0.14", "0.18", "0.19", "0.21", "1.1")
-SERVED = {release: release in DECOUPLED for release in RELEASES}
+"""Releases whose repository is decoupled here; NVIDIA's guides show both policies."""
+DIFFERENT = ("0.12", "0.16", "0.18", "0.20", "1.2")
+"""Releases that stand for those whose models have the same inputs and outputs; TRTSERVE_ALL=1 serves every release."""
+SERVED = RELEASES if os.environ.get("TRTSERVE_ALL") else DIFFERENT
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server, the client that talks to it, and the release whose outputs it has."""
+    """A server, its client, and the release whose outputs it has."""
 
     server: ModelServer
     client: ReleaseClient
     release: str
     decoupled: bool
+    all_releases: bool = False
 
     def ask(self, model: str, tensors: Tensors, *, stream: bool, outputs: Sequence[str] = ()) -> list[Tensors]:
         """The answers, by the kind of call that the client makes.
@@ -60,7 +64,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def tuned_tokenizer(features_root: Path, features_model: Path) -> Path:
-    """The tokenizer with words for the first ids behind the engine's vocabulary: rows of a prompt table."""
+    """The tokenizer with words for the first ids after the engine's vocabulary: rows of a prompt table."""
     from tokenizers import AddedToken, Tokenizer
 
     folder = Path(shutil.copytree(features_model, features_root / "tuned-tokenizer"))
@@ -79,17 +83,18 @@ def own(
     """The exact repository of a release; logits are FP16 where the release lets them be."""
     release: str = request.param
     settings = {"logits_datatype": "TYPE_FP16"} if order(release) >= (0, 17) else {}
-    spec = RepositorySpec(name="tiny", release=release, streaming=SERVED[release], settings=settings)
+    streaming = release in DECOUPLED
+    spec = RepositorySpec(name="tiny", release=release, streaming=streaming, settings=settings)
     with ExitStack() as stack:
         root = features_root / f"release-{release}"
-        repository = assemble_repository(logits_engine, tuned_tokenizer, spec, out=root / "repository")
+        repository = assemble_repository(plan_repository(logits_engine, tuned_tokenizer, spec, out=root / "repository"))
         server = stack.enter_context(serving(repository.path, root / "server"))
-        yield Served(server, ReleaseClient(release), release, SERVED[release])
+        yield Served(server, ReleaseClient(release), release, streaming)
 
 
 @pytest.fixture
 def default(features: ModelServer) -> Served:
-    return Served(features, ReleaseClient("1.2"), "1.2", True)
+    return Served(features, ReleaseClient("1.2"), "1.2", True, all_releases=True)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +109,7 @@ def asked_for(served: Served, *, text: bool) -> dict[str, bool]:
 
 
 def expected_outputs(served: Served, asked: dict[str, bool], base: set[str]) -> set[str]:
-    """Names of the outputs that come back."""
+    """Return the names of the outputs."""
     names = set(base)
     if "return_log_probs" in asked:
         names |= {"cum_log_probs", "output_log_probs"}
@@ -112,6 +117,8 @@ def expected_outputs(served: Served, asked: dict[str, bool], base: set[str]) -> 
         names.add("generation_logits")
     if served.before("0.14"):
         names |= {"cum_log_probs", "output_log_probs", "context_logits", "generation_logits", "batch_index"}
+    if served.all_releases:
+        names.add("batch_index")
     if {"return_kv_cache_reuse_stats", "return_perf_metrics"} & asked.keys():
         names |= set(KV_CACHE_OUTPUTS if served.before("0.19") else PERF_OUTPUTS)
     return names
@@ -140,7 +147,7 @@ def check_core(served: Served, tokens: list[int]) -> None:
 
 
 def check_text(served: Served, model: str, tokens: list[int], tokenizer: Any) -> None:
-    """end_to_end_grpc_client.py, which streams every request and names the outputs that it wants: none other come."""
+    """Ask as end_to_end_grpc_client.py does: it streams every request and gets only the outputs that it names."""
     client = served.client
     expected = tokenizer.decode([*tokenizer.encode(TEXT), *tokens], skip_special_tokens=True)
     worded = client.text(TEXT, 8, stop_words=["never"], bad_words=["neither"])
@@ -166,12 +173,12 @@ def check_text(served: Served, model: str, tokens: list[int], tokenizer: Any) ->
 
 
 def check_benchmark(served: Served, tokens: list[int]) -> None:
-    """benchmark_core_model.py: HTTP, gRPC, or a stream with `--decoupled`."""
+    """benchmark_core_model.py: HTTP, gRPC, or a stream with `--decoupled`; it counts the tokens of the first output."""
     tensors = served.client.benchmark(PROMPT, 8)
     answers = served.ask("tensorrt_llm", tensors, stream=False)
     if not served.decoupled:
         answers.append(served.server.infer_http("tensorrt_llm", tensors))
-    assert [answer["output_ids"].tolist() for answer in answers] == [[[PROMPT + tokens]]] * len(answers)
+    assert [next(iter(answer.values())).tolist() for answer in answers] == [[[PROMPT + tokens]]] * len(answers)
 
 
 def test_clients_of_a_release_on_its_own_repository(
@@ -188,7 +195,7 @@ def test_clients_of_a_release_on_its_own_repository(
 def test_clients_of_every_release_on_the_default_repository(
     default: Served, oracle: InProcess, tokens: list[int], features_tokenizer: Any, release: str
 ) -> None:
-    served = Served(default.server, ReleaseClient(release), "1.2", True)
+    served = Served(default.server, ReleaseClient(release), "1.2", True, all_releases=True)
     check_core(served, tokens)
     check_benchmark(served, tokens)
     of_text = oracle.tokens(features_tokenizer.encode(TEXT), 8)
@@ -208,6 +215,19 @@ def test_context_logits_in_the_declared_type(own: Served) -> None:
     if own.before("0.17"):  # Triton writes no FP16 into JSON
         status, body = own.server.generate("tiny", {"text_input": TEXT, "max_tokens": 4, "return_context_logits": True})
         assert (status, len(body["context_logits"])) == (200, (len(TEXT) + 1) * VOCABULARY)
+
+
+def test_unrequested_outputs(own: Served, features_tokenizer: Any) -> None:
+    """Up to release 0.13 they come as zeros, log probabilities one for each token of the prompt."""
+    body = {"text_input": TEXT, "max_tokens": 4, "random_seed": 3, "min_length": 1}
+    status, answer = own.server.generate("ensemble", body)
+    assert status == 200
+    if not own.before("0.14"):
+        assert not answer.keys() & {"cum_log_probs", "output_log_probs", "context_logits", "generation_logits"}
+        return
+    assert answer["cum_log_probs"] == answer["context_logits"] == answer["generation_logits"] == 0.0
+    assert answer["output_log_probs"] == [0.0] * len(features_tokenizer.encode(TEXT))
+    assert answer["batch_index"] == 0
 
 
 def test_several_answers_need_the_decoupled_policy(own: Served) -> None:
@@ -233,7 +253,7 @@ def test_unary_calls_are_refused_by_a_decoupled_model(default: Served) -> None:
 
 
 def test_requested_outputs_of_the_core_model(own: Served) -> None:
-    """inflight_batcher_llm_client.py with `--requested-outputs`, whose list must hold two names."""
+    """inflight_batcher_llm_client.py with `--requested-outputs`, whose list must contain two names."""
     from tritonclient.utils import InferenceServerException
 
     tensors = own.client.core(PROMPT, 4, return_log_probs=True)
@@ -252,7 +272,7 @@ def table(seed: int) -> Any:
 
 
 def tuned_request(served: Served, text: str, count: int, number: int, **more: Any) -> Tensors:
-    """A request with table `number`, which says so from the release on that can use blocks of tables again."""
+    """Return a request with table `number`, named by an id in releases that can reuse blocks of tables."""
     tensors: Tensors = {"prompt_embedding_table": table(number)[np.newaxis], "prompt_vocab_size": integers(ROWS)}
     if not served.before("0.13"):
         tensors["prompt_table_extra_id"] = long_integers(number)
@@ -272,7 +292,7 @@ def reused_blocks(served: Served, model: str, number: int) -> int:
 
 @pytest.mark.parametrize("number", [5, 6])
 def test_prompt_tables_of_texts(own: Served, oracle: InProcess, tuned_tokenizer: Path, number: int) -> None:
-    """Words of the tokenizer that the engine does not know stand for rows of the request's table."""
+    """Words beyond the engine's vocabulary stand for rows of the request's table."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(tuned_tokenizer))

@@ -1,4 +1,4 @@
-"""Batching and scheduling settings of the core model: the answers stay what they are, and the metrics tell the rest."""
+"""Batching and scheduling settings of the core model do not change answers; metrics show their effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.model_server import ModelServer, integers, serving
 from tests.support.release_client import NEWEST, long_integers
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
-from trtserve.repo import assemble_repository
+from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -30,7 +30,7 @@ FIT_TO_THEIR_END = 2
 def served(root: Path, name: str, engine: Engine, model: Path, settings: dict[str, str]) -> Iterator[ModelServer]:
     """A server on a repository with these settings."""
     spec = RepositorySpec(name="tiny", settings=BASE | settings)
-    repository = assemble_repository(engine, model, spec, out=root / name)
+    repository = assemble_repository(plan_repository(engine, model, spec, out=root / name))
     with serving(repository.path, root / f"{name}-server") as server:
         yield server
 
@@ -64,7 +64,7 @@ def expected(oracle: InProcess) -> list[list[int]]:
 
 
 def most_scheduled(server: ModelServer, streaming: bool, expected: list[list[int]]) -> float:
-    """Ask all at once and check the answers; the most requests that were seen to be computed at a time."""
+    """Send all requests at once, check the answers, and return the most requests that were computed together."""
     most = 0.0
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = [pool.submit(answers, server, prompt, streaming=streaming) for prompt in PROMPTS]
@@ -84,7 +84,7 @@ def test_paused_requests_go_on_without_gap_or_repeat(
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_static_batches(static: ModelServer, expected: list[list[int]], streaming: bool) -> None:
-    """Static batches do not stream: the answer comes whole, and without the prompt."""
+    """Static batches do not stream: the answer comes in one piece, without the prompt."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         found = list(pool.map(lambda prompt: answers(static, prompt, streaming=streaming), PROMPTS))
     assert found == [[tokens] for tokens in expected]
@@ -97,7 +97,7 @@ def families(server: ModelServer) -> set[str]:
 
 
 def test_metrics_of_static_batches(static: ModelServer) -> None:
-    """No request takes the place of one that has ended, until the whole batch has."""
+    """No request takes the place of an ended one before the complete batch has ended."""
     assert families(static) == {"v1", "request", "general", "kv_cache_block", "runtime_memory"}
     assert static.has_metric("nv_trt_llm_v1_metrics", 'v1_specific_metric="total_context_tokens"')
     seen = dict.fromkeys(("total_generation_tokens", "empty_generation_slots"), 0.0)
@@ -128,7 +128,7 @@ def test_metrics_of_reuse(features: ModelServer) -> None:
 
 
 def two_blocks(seed: int) -> list[int]:
-    """A prompt of two blocks, and one token that is computed anew whenever it is asked."""
+    """Return a prompt of two blocks and one more token, which is computed in every request."""
     ids: list[int] = np.random.default_rng(seed).integers(3, 320, 65).tolist()
     return ids
 
@@ -144,7 +144,7 @@ def core_answer(server: ModelServer, ids: list[int], count: int = 1, **retention
 
 
 def test_retention_decides_which_blocks_stay(pausing: ModelServer) -> None:
-    """Each of the requests leaves two of the cache's eight blocks; those of later ones push out what is worth least."""
+    """Each request leaves two of the cache's eight blocks; later requests evict those of the lowest priority."""
     whole = {"token_range_starts": 0, "token_range_ends": -1}
     kept, plain, expired = two_blocks(1), two_blocks(2), two_blocks(3)
     core_answer(pausing, kept, **whole, token_range_priorities=90, token_range_durations_ms=600_000)
@@ -167,7 +167,7 @@ def test_retention_of_the_answers_blocks(pausing: ModelServer) -> None:
 
 
 def test_a_full_queue_refuses_what_does_not_fit(pausing: ModelServer) -> None:
-    """A whole request with more rows than the queue has places, and nothing else."""
+    """A request with more rows than the queue has places is refused as one, and no other request."""
     body: dict[str, Any] = {"text_input": "x", "max_tokens": 4, "num_return_sequences": 17, "top_k": 5}
     status, refused = pausing.generate("tiny", body)
     assert status >= 400

@@ -22,7 +22,7 @@ from trtserve.artifacts import Engine, Model
 from trtserve.build import build_engine
 from trtserve.cli import run
 from trtserve.convert import convert_model
-from trtserve.repo import assemble_repository
+from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 pytestmark = pytest.mark.triton
@@ -54,7 +54,9 @@ def drafting(
     features_root: Path, features_model: Path, features_engine: Engine, draft_engine: Engine
 ) -> Iterator[ModelServer]:
     out = features_root / "drafting"
-    made = assemble_repository(features_engine, features_model, RepositorySpec(name=NAME), draft=draft_engine, out=out)
+    made = assemble_repository(
+        plan_repository(features_engine, features_model, RepositorySpec(name=NAME), draft=draft_engine, out=out)
+    )
     shutil.copytree(made.path / NAME, made.path / TWIN)
     config = (made.path / TWIN / "config.pbtxt").read_text()
     config = config.replace(f'name: "{NAME}"', f'name: "{TWIN}"').replace('"tensorrt_llm_draft"', '"tensorrt_llm"')
@@ -149,14 +151,14 @@ def test_log_probs_are_those_of_the_whole_answer(drafting: ModelServer) -> None:
     np.testing.assert_allclose(answer["cum_log_probs"], expected["cum_log_probs"], rtol=1e-3)
 
 
-def test_beyond_the_drafts_end_the_target_goes_on(drafting: ModelServer) -> None:
+def test_the_target_continues_beyond_the_drafts_limit(drafting: ModelServer) -> None:
     """The draft engine ends at 400 tokens; byte tokens make the prompt nearly that long."""
     prompt = "x" * (DRAFT_LENGTH - 20)
     found = text_of(ask(drafting, NAME, prompt, COUNT, end_id=-1, num_draft_tokens=4))
     assert found == plain(drafting, prompt)
 
 
-def test_the_targets_end_cuts_the_answer_as_without_drafts(drafting: ModelServer) -> None:
+def test_the_targets_limit_cuts_the_answer(drafting: ModelServer) -> None:
     prompt = "y" * 1000
     assert text_of(ask(drafting, NAME, prompt, 100, end_id=-1, num_draft_tokens=4)) == plain(drafting, prompt, 100)
 
@@ -227,7 +229,7 @@ def generated(server: ModelServer) -> float:
 
 
 def is_quiet(server: ModelServer) -> bool:
-    """Between two rounds nothing is open either, so no token may come for as long as several rounds take."""
+    """Return whether no token comes for the time of several rounds; between rounds nothing is open."""
     before = generated(server)
     time.sleep(0.5)
     return generated(server) == before and is_idle(server)
@@ -235,7 +237,7 @@ def is_quiet(server: ModelServer) -> bool:
 
 @contextmanager
 def long_answer(server: ModelServer) -> Iterator[float]:
-    """A stream whose long answer has begun; gives how many tokens there were before."""
+    """Start a stream with a long answer and yield the token count before it."""
     wait_until(lambda: is_idle(server))
     before = generated(server)
     with server.stream() as stream:
@@ -246,7 +248,7 @@ def long_answer(server: ModelServer) -> Iterator[float]:
 
 @pytest.fixture(scope="module")
 def whole(drafting: ModelServer) -> float:
-    """Tokens of both models when nobody ends a long answer."""
+    """Tokens of both models for a long answer that runs to its end."""
     with long_answer(drafting) as before:
         wait_until(lambda: is_quiet(drafting))
     return generated(drafting) - before
@@ -276,11 +278,11 @@ def test_a_stop_with_the_clients_id_ends_the_rounds(drafting: ModelServer, whole
 def old(
     features_root: Path, features_model: Path, features_engine: Engine, draft_engine: Engine
 ) -> Iterator[ModelServer]:
-    """Core models that cannot be told to leave the prompt out and do not say why they ended; room for 128 × 4 beams."""
+    """Core models of 0.12, which always return the prompt and no finish reason; room for 128 × 4 beams."""
     flags: dict[str, Any] = {"streaming": False, "enable_kv_cache_reuse": True, "max_tokens_in_paged_kv_cache": 512}
     spec = RepositorySpec(name=NAME, release="0.12", **flags)
     out = features_root / "old-drafting"
-    made = assemble_repository(features_engine, features_model, spec, draft=draft_engine, out=out)
+    made = assemble_repository(plan_repository(features_engine, features_model, spec, draft=draft_engine, out=out))
     with serving(made.path, features_root / "old-drafting-server") as server:
         yield server
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
+from tests.support.transformers_oracle import ENGINES
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
 from trtserve.convert import convert_model
@@ -46,13 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("beams") / "model", "llama", seed=5)
 
 
-@pytest.fixture(scope="module")
-def executor(folder: Path) -> Iterator[api.Executor]:
+@pytest.fixture(scope="module", params=ENGINES)
+def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[api.Executor]:
     checkpoint = convert_model(Model(path=folder), ConvertSpec(dtype="float32"), out=folder.parent / "checkpoint")
-    limits = BuildSpec(
-        max_batch_size=4, max_beam_width=4, max_seq_len=96, max_num_tokens=64, runtime="openvino", kv_precision="f32"
-    )
-    engine = build_engine(checkpoint, limits, out=folder.parent / "engine")
+    build = ENGINES[request.param]
+    limits = BuildSpec(max_batch_size=4, max_beam_width=4, max_seq_len=96, max_num_tokens=64, **build)
+    engine = build_engine(checkpoint, limits, out=folder.parent / request.param)
     with api.Executor(engine.path, api.ModelType.DECODER_ONLY, api.ExecutorConfig(max_beam_width=4)) as running:
         yield running
 
@@ -61,8 +61,11 @@ class Transformers:
     """The search of the original model."""
 
     def __init__(self, folder: Path) -> None:
-        self._torch = pytest.importorskip("torch")
-        transformers = pytest.importorskip("transformers")
+        import torch
+        import transformers
+
+        self._torch = torch
+        self._torch.set_num_threads(1)
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=self._torch.float32).eval()
 
     def search(self, prompt: list[int], *, end_id: int | None, length_penalty: float, **options: Any) -> Beams:
@@ -116,7 +119,7 @@ def _prompts() -> list[list[int]]:
     return [random.integers(3, 320, size=length).tolist() for length in PROMPT_LENGTHS]
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 def test_beams_equal_transformers(
@@ -155,7 +158,7 @@ def test_beams_equal_transformers(
     assert ended > len(cases) // 4
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 def test_the_best_beams_alone_can_be_asked_for(executor: api.Executor) -> None:
     prompt = _prompts()[1]
     (all_beams,) = _search(executor, [_request(prompt, 9, 4, 0.0, 1, None)])

@@ -14,76 +14,34 @@ from typing import Any
 import pytest
 
 from tests.support.conversion_faults import config_faults, faults_of
-from tests.support.tiny_models import FAMILIES, read_safetensors, write_safetensors, write_tiny_model
+from tests.support.families import FAMILIES
+from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.architectures import family
-from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.artifacts import Model
-from trtserve.check import constants, original, rows
-from trtserve.check.comparison import Verdict
-from trtserve.convert import checkpoint_config, convert_model
+from trtserve.checkpoint.config import checkpoint_config
+from trtserve.checkpoint.unified import CheckpointReader
+from trtserve.convert import convert_model
+from trtserve.parity import constants, original, rows
+from trtserve.parity.comparison import Verdict
 from trtserve.specs import ConvertSpec
 
-pytestmark = pytest.mark.oracle
+pytestmark = pytest.mark.needs("torch")
 
-# As published: Mistral 7B v0.1, Gemma 2 and 3, Phi-3-mini-4k and -128k, StarCoder2, Qwen2 with windows, Llama 3.1.
-REAL: dict[str, dict[str, Any]] = {
-    "llama3": {"max_position_embeddings": 131072, "rope_scaling": {"original_max_position_embeddings": 8192}},
-    "mistral": {"sliding_window": 4096, "max_position_embeddings": 32768},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1},
-    "gemma2": {"sliding_window": 4096},
-    "gemma3": {"sliding_window": 512},
-    "phi3": {"sliding_window": 2047, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-    "phi3_long": {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
-    "starcoder2": {"sliding_window": 4096},
-}
 LONGEST = 32768
-BASE = {"wrong rope base", "rope base by a hundredth"}
-SIZE, SCORES = {"wrong rope size"}, {"wrong scale of scores"}
-SCALING = {"rope scaling dropped", "wrong rope factor"}
-WINDOW = {"windows dropped", "windows by one"}
-LAYERS = {"windows in other layers"}
-ATTENTION_CAP = {"attention soft-cap dropped", "wrong attention soft-cap"}
-LONG = {"wrong short factors", "wrong long factors", "wrong original positions"}
-EXPERTS = {"probabilities of experts"}
-EXPECTED: dict[str, set[str]] = {
-    "llama": BASE,
-    "llama3": BASE | SCALING,
-    "llama_linear": BASE | SCALING,
-    "llama_dynamic": BASE,
-    "mistral": BASE | WINDOW,
-    "qwen2": BASE | WINDOW | LAYERS,
-    "qwen3": BASE,
-    "mixtral": BASE | EXPERTS,
-    "qwen2_moe": BASE | EXPERTS,
-    "qwen3_moe": BASE | EXPERTS,
-    "gemma": BASE,
-    "gemma2": BASE | WINDOW | LAYERS | ATTENTION_CAP | SCORES | {"logits soft-cap dropped"},
-    "gemma3": BASE | LAYERS | SCORES | {"windows by one", "rope scaling dropped", "wrong local rope base"},
-    "gpt2": SCORES,
-    "gptj": SIZE,
-    "gpt_neox": {"wrong rope base"} | SIZE,
-    "opt": set(),
-    "phi": BASE | SIZE,
-    "phi3": BASE | SIZE | WINDOW,
-    "phi3_long": BASE | LONG,
-    "starcoder2": BASE | WINDOW | SCORES,
-    "bloom": set(),
-    "falcon": BASE,
-    "falcon_new": BASE,
-    "falcon_rw": set(),
-}
 # Every sequence shows these, so that logits judge them.
 SEEN = {"wrong scale of scores", "probabilities of experts"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def transformers_is_there() -> None:
-    pytest.importorskip("torch").set_num_threads(1)
+    import torch
+
+    torch.set_num_threads(1)
     importlib.import_module("transformers.modeling_utils")
 
 
 def write_real(folder: Path, name: str) -> Path:
-    defaults, changed = FAMILIES[name][0], dict(REAL.get(name, {}))
+    defaults, changed = FAMILIES[name].config, dict(FAMILIES[name].real)
     if "rope_scaling" in changed:
         changed["rope_scaling"] = defaults["rope_scaling"] | changed["rope_scaling"]
     if "max_position_embeddings" in defaults and name != "opt":
@@ -106,7 +64,7 @@ def test_every_constant_is_compared_by_value(name: str, tmp_path: Path) -> None:
     of = constants.constants_of(original._load(folder))
     assert failed(judged(config, of)) == []
     faults = config_faults(config)
-    assert faults.keys() == EXPECTED[name]
+    assert faults.keys() == FAMILIES[name].constants
     found = {fault: failed(judged(config | {key: change(config[key])}, of)) for fault, (key, change) in faults.items()}
     assert {fault for fault, names in found.items() if not names} == SEEN & faults.keys()
 
@@ -115,7 +73,7 @@ def test_every_constant_is_compared_by_value(name: str, tmp_path: Path) -> None:
     ("name", "changed"),
     [("llama", {}), ("qwen3_moe", {}), ("gpt2", {}), ("opt", {}), ("opt", {"word_embed_proj_dim": 32}), ("phi", {})],
 )
-def test_one_wrong_row_that_no_prompt_asks_for_is_found(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
+def test_a_wrong_row_outside_of_the_prompts_is_found(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", name, vocab_size=1000, **changed)
     made = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=tmp_path / "made").path
     products = rows.products_of(original._load(model))
@@ -134,7 +92,7 @@ def test_one_wrong_row_that_no_prompt_asks_for_is_found(name: str, changed: dict
         assert tables[table] in beyond()
 
 
-def test_a_table_of_another_length_is_no_table_of_the_model(tmp_path: Path) -> None:
+def test_a_table_of_another_length_fails(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", "gpt2")
     made = convert_model(Model(path=model), ConvertSpec(), out=tmp_path / "made").path
     products = rows.products_of(original._load(model))

@@ -19,24 +19,25 @@ import numpy as np
 import pytest
 
 from tests.support.conversion_faults import config_faults, copied, faults_of, faulty_copies
-from tests.support.tiny_models import FAMILIES, read_safetensors, write_safetensors, write_tiny_model
-from trtserve.architectures.checkpoint import read_config
+from tests.support.families import FAMILIES
+from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.check import CheckPlan, check_checkpoint, compare_checkpoint, plan_check, require_passed
-from trtserve.check.original import Original, run_original
+from trtserve.checkpoint.config import checkpoint_config
+from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
-from trtserve.convert import checkpoint_config, convert_model
+from trtserve.convert import convert_model
 from trtserve.errors import CheckError, CorruptFileError
+from trtserve.parity import CheckPlan, check_checkpoint, compare_checkpoint, plan_check, require_passed
+from trtserve.parity.original import Original, run_original
 from trtserve.specs import CheckSpec, ConvertSpec
 
-pytestmark = pytest.mark.oracle
+pytestmark = pytest.mark.needs("torch")
 
-# What a family may have beside its defaults; an odd vocabulary shows how it is padded.
+# Settings that differ from a family's defaults; an odd vocabulary shows the padding.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "vocab_size": 323},
     "gpt2": {"vocab_size": 323},
 }
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 # The others of Llama's family differ from it in numbers alone.
 FAULTY = [name for name in FAMILIES if name not in ("llama_dynamic", "mistral")]
 GOOD: list[dict[str, Any]] = [
@@ -49,7 +50,7 @@ GOOD: list[dict[str, Any]] = [
 GAIN = 1.0
 # Families that are given all faults; test_check_constants_oracle has the wrong constants of every family by value.
 WHOLE = ("llama", "gemma3", "gpt2", "gpt_neox")
-# No value stands beside these: logits must show them.
+# These have no value of their own to compare: logits must show them.
 ALWAYS_SEEN = {"wrong scale of scores", "probabilities of experts"}
 # What every family has, and what each has besides; tests of constants name those of config.json.
 COMMON = {
@@ -58,13 +59,11 @@ COMMON = {
     *("transposed, attention.dense.weight", "transposed, attention.qkv.weight"),
     *("transposed, mlp.fc.weight", "transposed, mlp.proj.weight"),
 }
-GATED = ("llama", "qwen", "gemma", "mistral", "mixtral", "phi3")
-BIASED = ("gpt", "opt", "starcoder2", "bloom", "falcon_rw")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A good checkpoint, what is to be asked, and what the original says to it."""
+    """A good checkpoint, its prompts, and the original's output."""
 
     folder: Path
     checkpoint: Path
@@ -77,7 +76,9 @@ def quick() -> Iterator[None]:
     """The models are too small to gain from a second thread; and a check collects garbage, which took two thirds of
     the time as long as it went through all of PyTorch and transformers.
     """
-    pytest.importorskip("torch").set_num_threads(1)
+    import torch
+
+    torch.set_num_threads(1)
     importlib.import_module("transformers.modeling_utils")
     gc.collect()
     gc.freeze()
@@ -103,7 +104,7 @@ def make_case(name: str, prompts: CheckSpec, folder: Path, **spec: Any) -> Case:
 
 
 def beyond(case: Case, checkpoint: Path) -> list[str]:
-    """Figures beyond their bounds; a file that cannot be what its config says counts as one."""
+    """Return the figures beyond their bounds; a file that contradicts its config counts as one."""
     try:
         stages = compare_checkpoint(case.plan, case.said, checkpoint)
     except CorruptFileError as error:
@@ -130,15 +131,23 @@ def faults_found(case: Case, folder: Path, *, but: Set[str] = frozenset()) -> di
 
 @pytest.mark.parametrize("name", FAULTY)
 def test_every_fault_is_caught(name: str, prompts: CheckSpec, tmp_path: Path) -> None:
-    """Half of the faults for each family but those of WHOLE, in turn: TRTSERVE_ALL=1 makes all of them."""
-    parallel = {"moe_ep_size": 2} if name in EXPERTS else {}
+    """Half of the faults for each family except those of WHOLE, in turn; TRTSERVE_ALL=1 tests all."""
+    parallel = {"moe_ep_size": 2} if FAMILIES[name].experts else {}
     case = make_case(name, prompts, tmp_path, dtype="bfloat16", tp_size=2, **parallel)
     faults = faults_of(case.checkpoint).keys()
     assert faults >= COMMON | _constants(case)
-    assert ("gate and up swapped" in faults) == name.startswith(GATED)
-    assert ("experts in another order" in faults) == (name in EXPERTS)
-    assert ("missing norm + 1, ln_f.weight" in faults) == name.startswith("gemma")
-    assert ("dropped bias, mlp.fc.bias" in faults) == (name.startswith(BIASED) or name in ("llama", "phi"))
+    source, hf = (
+        read_safetensors(case.folder / "model.safetensors"),
+        json.loads((case.folder / "config.json").read_text()),
+    )
+    (expected,) = FAMILIES[name].ranks(source, hf, 1)
+    gated = any(part in tensor for part in ("gate_proj", "gate_up_proj", ".w1.") for tensor in source)
+    final = expected["transformer.ln_f.weight"]
+    shifted = not any(np.array_equal(final, values) for values in source.values())
+    assert ("gate and up swapped" in faults) == gated
+    assert ("experts in another order" in faults) == FAMILIES[name].experts
+    assert ("dropped bias, mlp.fc.bias" in faults) == ("transformer.layers.0.mlp.fc.bias" in expected)
+    assert ("missing norm + 1, ln_f.weight" in faults) == shifted
     assert ("vocabulary padded in front" in faults) == ("vocab_size" in OVERRIDES.get(name, {}))
     turn = FAULTY.index(name) % 2
     later = {fault for number, fault in enumerate(sorted(faults - _constants(case))) if number % 2 != turn}
@@ -172,7 +181,7 @@ def test_good_conversions_pass(name: str, prompts: CheckSpec, tmp_path: Path) ->
     """A third of the conversions for each family, in turn: TRTSERVE_ALL=1 makes all of them."""
     model = write_tiny_model(tmp_path / "model", name, gain=GAIN)
     first = list(FAMILIES).index(name) % 3
-    for number, spec in enumerate(GOOD):
+    for number, spec in enumerate(spec for spec in GOOD if FAMILIES[name].stages or "pp_size" not in spec):
         if number % 3 != first and not os.environ.get("TRTSERVE_ALL"):
             continue
         checkpoint = convert_model(Model(path=model), ConvertSpec(**spec), out=tmp_path / str(number)).path
@@ -202,11 +211,11 @@ def test_a_model_that_int8_cannot_hold_fails_for_its_precision_alone(prompts: Ch
     assert "without --quantize" in str(caught.value.hint)
 
 
-def test_another_vocabulary_is_told_as_such(prompts: CheckSpec, tmp_path: Path) -> None:
+def test_another_vocabulary_size_is_reported(prompts: CheckSpec, tmp_path: Path) -> None:
     case = make_case("llama", prompts, tmp_path, dtype="float32")
     other = write_tiny_model(tmp_path / "other", vocab_size=400)
     made = convert_model(Model(path=other), ConvertSpec(), out=tmp_path / "second")
-    with pytest.raises(CheckError, match="logits of 400 tokens and the original of 323"):
+    with pytest.raises(CheckError, match=r"vocabulary of 400 tokens.*323"):
         compare_checkpoint(case.plan, case.said, made.path)
 
 
@@ -225,7 +234,7 @@ def test_the_command_prints_figures_and_has_an_exit_code(tmp_path: Path, capsys:
     result = json.loads(captured.out)["result"]
     assert (result["passed"], result["precision"], result["prompts"]) == (False, "float16", 9)
     assert {"maximum", "mean", "divergence", "top1", "greedy", "verdicts"} <= result["stages"][0].keys()
-    assert "is not the model in" in captured.err
+    assert "does not match the model in" in captured.err
 
 
 @pytest.fixture
@@ -236,7 +245,7 @@ def faulty_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: Any) -> dict[str, Any]:
         return (config := right(*arguments)) | {"rotary_base": config["rotary_base"] * 10}
 
-    monkeypatch.setattr("trtserve.convert.plan.checkpoint_config", wrong)
+    monkeypatch.setattr("trtserve.convert.conversion_plan.checkpoint_config", wrong)
 
 
 def test_convert_verifies_before_it_publishes(
@@ -272,7 +281,7 @@ def test_quantised_conversions_are_verified_as_the_engine_will_hold_them(
 
 
 @pytest.mark.usefixtures("faulty_converter")
-def test_what_lies_there_already_is_verified_too(tmp_path: Path) -> None:
+def test_a_reused_conversion_is_verified_too(tmp_path: Path) -> None:
     model = Model(path=write_tiny_model(tmp_path / "model"))
     made = convert_model(model, ConvertSpec(), name="first")
     with pytest.raises(CheckError):

@@ -1,4 +1,4 @@
-"""Checkpoints of AWQ, GPTQ and FP8 models beside the weights that the codes of their originals stand for."""
+"""Checkpoints of AWQ, GPTQ and FP8 models compared with their dequantised originals."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from tests.support.quantised_models import EXPERT_SIZES, write_quantised_model
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve.artifacts import Model
-from trtserve.check import check_checkpoint
 from trtserve.cli import run
 from trtserve.convert import convert_model
 from trtserve.errors import CorruptFileError
+from trtserve.parity import check_checkpoint
 from trtserve.specs import CheckSpec, ConvertSpec
 
-pytestmark = pytest.mark.oracle
+pytestmark = pytest.mark.needs("torch")
 
 SCALES = "mlp.fc.weights_scaling_factor"
 PROMPTS = "[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]\n[2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2, 3, 5, 3, 6]\n"
@@ -47,7 +47,7 @@ def asked(tmp_path: Path) -> CheckSpec:
         ("float_quantized", "mixtral", ConvertSpec(), {"conversion": "int8"}),
     ],
 )
-def test_codes_are_those_of_the_original(
+def test_quantised_weights_equal_the_original(
     scheme: str, family: str, spec: ConvertSpec, stages: dict[str, str], asked: CheckSpec, tmp_path: Path
 ) -> None:
     sizes = EXPERT_SIZES if family != "llama" else {}
@@ -78,7 +78,7 @@ def damage(checkpoint: Path) -> None:
         )
 
 
-def test_a_float_original_is_compared_within_what_codes_cost(asked: CheckSpec, tmp_path: Path) -> None:
+def test_a_float_original_is_compared_within_the_quantisation_error(asked: CheckSpec, tmp_path: Path) -> None:
     model = write_quantised_model(tmp_path / "model", "awq", gain=1.0)
     checkpoint = convert_model(Model(path=model.folder), ConvertSpec(), out=tmp_path / "checkpoint").path
     report = check_checkpoint(checkpoint, model.dequantised, asked)
@@ -101,5 +101,5 @@ def test_an_original_without_all_its_tensors_is_refused(asked: CheckSpec, tmp_pa
     tensors = read_safetensors(whole / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     write_safetensors(whole / "model.safetensors", tensors)
-    with pytest.raises(CorruptFileError, match=r"lacks tensors .*layers\.1\.mlp\.up_proj\.weight.*random numbers"):
+    with pytest.raises(CorruptFileError, match=r"lacks tensors .*layers\.1\.mlp\.up_proj\.weight"):
         check_checkpoint(checkpoint, whole, asked)

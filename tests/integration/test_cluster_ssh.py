@@ -1,6 +1,6 @@
 """The scripts of a LeaderWorkerSet with the real OpenSSH and the real mpirun: two pods that are this machine.
 
-What a pod has of its own is told apart here by one variable, and its files by a HOME of its own.
+One variable and a HOME for each pod keep their processes and files apart.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from tests.support.double_engines import core_config, write_engine_folder
 from tests.support.doubles import Doubles
 from tests.support.waiting import wait_until
 from trtserve.artifacts import ModelRepository
-from trtserve.launch.kubernetes import KubernetesSpec
-from trtserve.ports import free_ports
+from trtserve.host.ports import free_ports
+from trtserve.server.launch import write_job
+from trtserve.server.launch.kubernetes import KubernetesSpec, plan_job
 from trtserve.specs import ServerSpec
-from trtserve.start.jobs import plan_manifest, write_manifest
-from trtserve.triton.server import Address, is_ready, shared_memory_regions, sweep_shared_memory
+from trtserve.triton.tritonserver import Address, is_ready, shared_memory_regions, sweep_shared_memory
+
+pytestmark = pytest.mark.needs("sshd")
 
 HOST = "127.0.0.1"
 POD = "NVIDIA_TEST_POD"  # the doubles record variables of NVIDIA's
 
 
 def answers(port: int) -> bool:
-    """What the readiness probe of a worker asks."""
+    """Return whether the port of a worker accepts connections, as its readiness probe asks."""
     with socket.socket() as asking:
         return asking.connect_ex((HOST, port)) == 0
 
@@ -44,20 +47,19 @@ class Group:
         self.doubles, self.folder = doubles, folder
         self.ssh_port, http, grpc, metrics = free_ports(HOST, 4)
         self.address = Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)
-        # No other test's shared memory has this name: pods have one of their own, and here all share this machine's.
+        # A unique name: each pod has its own shared memory, but here all tests share this machine's.
         repository = ModelRepository(path=folder / f"pods{self.ssh_port}")
         self.prefix = f"trtserve_{repository.path.name}_"
         model = repository.path / "tensorrt_llm"
         write_engine_folder(model / "1", tp=4, container="25.04")
         (model / "config.pbtxt").write_text(core_config("tensorrt_llm", "tensorrt_llm/1"), encoding="utf-8")
         spec = ServerSpec(http_port=http, grpc_port=grpc, metrics_port=metrics)
-        wishes: dict[str, Any] = {"claim": "models", "mount_path": str(folder), "nodes": 2, "ssh_secret": "keys"}
-        manifest = plan_manifest(
-            repository, spec, lambda image: KubernetesSpec(image=image, worker_timeout=worker_timeout, **wishes)
-        )
-        write_manifest(manifest, folder / "server.yaml")
-        self.scripts = next(each for each in manifest.objects if each["kind"] == "ConfigMap")["data"]
-        workers = next(each for each in manifest.objects if each["kind"] == "LeaderWorkerSet")
+        given: dict[str, Any] = {"claim": "models", "mount_path": str(folder), "nodes": 2, "ssh_secret": "keys"}
+        cluster = KubernetesSpec(worker_timeout=worker_timeout, **given)
+        job = plan_job(repository, spec, cluster, folder / "server.yaml")
+        write_job(job)
+        objects = {each["kind"]: each for each in yaml.safe_load_all(job.script.read_text())}
+        self.scripts, workers = objects["ConfigMap"]["data"], objects["LeaderWorkerSet"]
         pods = workers["spec"]["leaderWorkerTemplate"]
         self.containers = {pod: pods[f"{pod}Template"]["spec"]["containers"][0] for pod in ("leader", "worker")}
         self.started: dict[str, subprocess.Popen[bytes]] = {}
@@ -70,7 +72,7 @@ class Group:
         return key.parent
 
     def worker(self) -> subprocess.Popen[bytes]:
-        # A port that is free, and none that the network of this machine sees.
+        # A free port on the loopback interface.
         listening = {"sshd -D -e -p 2222 ": f"sshd -D -e -p {self.ssh_port} -o ListenAddress={HOST} "}
         worker = self._start("worker", self.secret(), listening)
         wait_until(lambda: answers(self.ssh_port) or worker.poll() is not None)
@@ -85,7 +87,7 @@ class Group:
         return self._start("leader", secret, {**network, **server})
 
     def _start(self, pod: str, secret: Path, replaced: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """A pod's script in a home of its own, with what is replaced because all pods are this machine."""
+        """Start a pod's script in its own home, with the replacements for running all pods on this machine."""
         script = self.scripts[f"{pod}.sh"]
         for there, here in {"/trtserve/ssh/": f"{secret}/", **replaced}.items():
             assert there in script
@@ -112,7 +114,7 @@ class Group:
         return (self.folder / f"{pod}.log").read_text(encoding="utf-8")
 
     def processes(self, pod: str) -> list[psutil.Process]:
-        """What runs in a pod, beside the logins' sshd, which writes over its environment."""
+        """Return the processes of a pod, except sshd of the logins, which overwrites its environment."""
         seen = psutil.process_iter(["environ"])  # None for another user's
         return [each for each in seen if (each.info["environ"] or {}).get(POD) == f"{self.folder}\n{pod}"]
 
@@ -132,8 +134,8 @@ class Group:
 def group_of(doubles: Doubles, tmp_path: Path) -> Iterator[Callable[..., Group]]:
     groups = []
 
-    def make(**wishes: float) -> Group:
-        groups.append(Group(doubles, tmp_path, **wishes))
+    def make(**given: float) -> Group:
+        groups.append(Group(doubles, tmp_path, **given))
         return groups[-1]
 
     doubles.configure(container="25.04", gpus=2)
@@ -148,7 +150,7 @@ def group_of(doubles: Doubles, tmp_path: Path) -> Iterator[Callable[..., Group]]
         sweep_shared_memory(group.prefix)
 
 
-def test_ranks_of_two_pods_from_the_first_to_the_last(group_of: Callable[..., Group]) -> None:
+def test_two_pods_start_answer_and_end_together(group_of: Callable[..., Group]) -> None:
     group = group_of()
     leader = group.leader(group.secret())
     wait_until(lambda: "Connection refused" in group.log("leader"))  # it waits for pods that come later
@@ -175,7 +177,7 @@ def test_ranks_of_two_pods_from_the_first_to_the_last(group_of: Callable[..., Gr
     wait_until(group.nothing_is_left)
 
 
-def test_a_worker_knows_one_key(group_of: Callable[..., Group]) -> None:
+def test_a_worker_accepts_only_its_own_key(group_of: Callable[..., Group]) -> None:
     group = group_of(worker_timeout=1.0)
     worker = group.worker()
     leader = group.leader(group.secret("others"))
@@ -187,7 +189,7 @@ def test_a_worker_knows_one_key(group_of: Callable[..., Group]) -> None:
     assert not group.doubles.calls("tritonserver")
 
 
-def test_a_worker_that_is_gone_ends_the_leader(group_of: Callable[..., Group]) -> None:
+def test_a_lost_worker_ends_the_leader(group_of: Callable[..., Group]) -> None:
     """Open MPI 5 calls that a success and leaves its own ranks: a pod begins again after any code, and without them."""
     group = group_of()
     worker = group.worker()

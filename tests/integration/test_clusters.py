@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,28 +18,29 @@ import yaml
 
 from tests.support.double_engines import core_config, write_engine_folder
 from tests.support.doubles import Doubles
+from tests.support.launches import llmapi_repository
 from tests.support.waiting import wait_until
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
-from trtserve.launch.kubernetes import KubernetesSpec
-from trtserve.ports import free_ports
+from trtserve.host.ports import free_ports
+from trtserve.server.launch import write_job
+from trtserve.server.launch.kubernetes import KubernetesSpec, plan_job
 from trtserve.specs import ServerSpec
-from trtserve.start.jobs import plan_manifest, write_manifest
-from trtserve.triton.server import Address, is_ready, shared_memory_regions, sweep_shared_memory
+from trtserve.triton.tritonserver import Address, is_ready, shared_memory_regions, sweep_shared_memory
 
 HOST = "127.0.0.1"
 
 
 @pytest.fixture(autouse=True)
 def jobs(doubles: Doubles) -> Iterator[None]:
-    """Whatever a test submits has ended behind it."""
+    """Every submitted job has ended when the test ends."""
     yield
     for pid in doubles.folder.glob("scratch/jobs/*/pid"):
         subprocess.run(["scancel", pid.parent.name], check=True, timeout=60)
 
 
 def repository_of(tmp_path: Path, tp: int = 4, container: str = "25.04", **parameters: str) -> ModelRepository:
-    """With the engine inside, as trtllm-build left it: it says 8 GPUs on each node."""
+    """Write a repository with the engine inside, as trtllm-build left it for 8 GPUs per node."""
     model = tmp_path / "repository" / "tensorrt_llm"
     write_engine_folder(model / "1", tp=tp, container=container)
     (model / "config.pbtxt").write_text(core_config("tensorrt_llm", "tensorrt_llm/1", **parameters), encoding="utf-8")
@@ -74,11 +76,14 @@ def test_a_job_on_two_nodes_from_sbatch_to_scancel(doubles: Doubles, tmp_path: P
     assert "--load-model=tensorrt_llm" not in ranks[0].arguments
     for call in ranks[1:]:
         assert "--load-model=tensorrt_llm" in call.arguments
-    # Not the one core that srun gives a task by itself.
+    # More than the one core that srun gives a task by default.
     assert {call.environment["SLURM_CPU_BIND"] for call in ranks} == {"quiet,none"}
-    prefixes = {f"trtserve_repository_{number}_r{rank}_" for rank in range(4)}
-    given = {argument.rpartition("=")[2] for call in ranks for argument in call.arguments if "shm-region" in argument}
-    assert given == prefixes
+    prefixes = {
+        argument.rpartition("=")[2] for call in ranks for argument in call.arguments if "shm-region" in argument
+    }
+    # The part that nobody can guess is the same for all ranks.
+    (made,) = {prefix.removesuffix(f"_{number}_r{rank}_") for rank, prefix in enumerate(sorted(prefixes))}
+    assert re.fullmatch(r"trtserve_repository_[0-9a-f]{8}", made)
     assert sum(len(shared_memory_regions(prefix)) for prefix in prefixes) == 4
     subprocess.run(["scancel", number], check=True, timeout=60)
     wait_until(lambda: not any(shared_memory_regions(prefix) for prefix in prefixes))
@@ -90,11 +95,11 @@ def test_a_rank_that_dies_ends_the_job(doubles: Doubles, tmp_path: Path) -> None
     doubles.configure(container="25.04", gpus=2, die_rank=1, die_when="ready", die_after=0.2)
     number, _ = submit(repository_of(tmp_path, tp=2).path, tmp_path / "job")
     assert code_of(doubles, number) != 0
-    assert not shared_memory_regions(f"trtserve_repository_{number}_")
+    assert not shared_memory_regions(f"trtserve_repository_*_{number}_")
     assert "out of memory" in (tmp_path / "job" / "logs" / f"repository-{number}-rank1.out").read_text()
 
 
-def test_gpus_of_a_node_by_their_numbers(doubles: Doubles, tmp_path: Path) -> None:
+def test_gpus_of_a_node_can_be_chosen(doubles: Doubles, tmp_path: Path) -> None:
     """gpu_device_ids over two nodes: the same two GPUs on each."""
     doubles.configure(container="25.05", gpus=2)
     repository = repository_of(tmp_path, container="25.05", gpu_device_ids="1,0", num_nodes="2")
@@ -104,7 +109,7 @@ def test_gpus_of_a_node_by_their_numbers(doubles: Doubles, tmp_path: Path) -> No
     subprocess.run(["scancel", number], check=True, timeout=60)
 
 
-def test_an_engine_for_other_nodes_fails_as_on_real_ones(doubles: Doubles, tmp_path: Path) -> None:
+def test_an_engine_for_more_nodes_fails(doubles: Doubles, tmp_path: Path) -> None:
     """What the double says where a job is run with an engine that nobody told about the nodes."""
     doubles.configure(container="25.04", gpus=2)
     repository = repository_of(tmp_path).path
@@ -124,7 +129,7 @@ def test_an_engine_for_other_nodes_fails_as_on_real_ones(doubles: Doubles, tmp_p
     assert any("invalid device ordinal (2 GPUs on this node)" in log for log in logs)
 
 
-def test_a_job_that_asks_for_no_gpus_has_none(doubles: Doubles, tmp_path: Path) -> None:
+def test_a_job_without_gpus_has_none(doubles: Doubles, tmp_path: Path) -> None:
     doubles.configure(container="25.04", gpus=2)
     command = ["start", "--model-repository", str(repository_of(tmp_path, tp=2).path), "--slurm"]
     assert run([*command, "--out", str(tmp_path / "job")]) == 0
@@ -135,7 +140,7 @@ def test_a_job_that_asks_for_no_gpus_has_none(doubles: Doubles, tmp_path: Path) 
     number = done.stdout.strip()
     assert code_of(doubles, number) == 1
     log = (tmp_path / "job" / "logs" / f"repository-{number}.out").read_text()
-    assert "tasks: 2, GPUs: 0" in log
+    assert "one for each task: 2; GPUs found: 0" in log
     assert "--gres=gpu:2 or --exclusive" in log
 
 
@@ -143,7 +148,7 @@ def test_a_node_without_enough_gpus_ends_the_job_before_any_model_is_loaded(doub
     doubles.configure(container="25.04", gpus=1)
     number, _ = submit(repository_of(tmp_path).path, tmp_path / "job", "--nodes", "2")
     assert code_of(doubles, number) == 1
-    assert "tasks: 2, GPUs: 1" in (tmp_path / "job" / "logs" / f"repository-{number}.out").read_text()
+    assert "one for each task: 2; GPUs found: 1" in (tmp_path / "job" / "logs" / f"repository-{number}.out").read_text()
     assert not doubles.calls("tritonserver")
 
 
@@ -163,33 +168,18 @@ def test_tasks_in_a_container(doubles: Doubles, tmp_path: Path) -> None:
     wait_until(lambda: is_ready(Address(host=HOST, http_port=http, grpc_port=grpc, metrics_port=metrics)))
     assert all(call.environment["NVIDIA_TRITON_SERVER_VERSION"] == "25.04" for call in doubles.calls("tritonserver"))
     subprocess.run(["scancel", done.stdout.strip()], check=True, timeout=60)
-    wait_until(lambda: not shared_memory_regions(f"trtserve_repository_{done.stdout.strip()}_"))
-
-
-def llmapi_repository(tmp_path: Path, tp: int) -> Path:
-    model = tmp_path / "repository" / "tensorrt_llm"
-    (model / "1").mkdir(parents=True)
-    (model / "config.pbtxt").write_text(
-        'name: "tensorrt_llm"\nbackend: "python"\n'
-        'input [ { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] } ]\n'
-        'output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]\n'
-        "instance_group [ { count: 1 kind: KIND_CPU } ]\n",
-        encoding="utf-8",
-    )
-    for name in ("model.py", "helpers.py"):
-        (model / "1" / name).touch()
-    text = f"model: tiny\nbackend: pytorch\ntensor_parallel_size: {tp}\npipeline_parallel_size: 1\n"
-    (model / "1" / "model.yaml").write_text(text, encoding="utf-8")
-    return tmp_path / "repository"
+    wait_until(lambda: not shared_memory_regions(f"trtserve_repository_*_{done.stdout.strip()}_"))
 
 
 def test_the_llm_api_on_two_nodes(doubles: Doubles, tmp_path: Path) -> None:
     doubles.configure(container="25.12", gpus=2)
-    number, address = submit(llmapi_repository(tmp_path, 2), tmp_path / "job", "--nodes", "2", "--trtllm-version=1.1.0")
+    number, address = submit(
+        llmapi_repository(tmp_path, 2).path, tmp_path / "job", "--nodes", "2", "--trtllm-version=1.1.0"
+    )
     wait_until(lambda: is_ready(address))
     (server,) = doubles.calls("tritonserver")
     assert not [name for name in server.environment if name.startswith("SLURM_")]
-    assert f"--backend-config=python,shm-region-prefix-name=trtserve_repository_{number}_r0_" in server.arguments
+    assert any(argument.endswith(f"_{number}_r0_") for argument in server.arguments)
     assert [call.rank for call in doubles.calls("mgmn_worker_node")] == [1]
     os.kill(server.pid, signal.SIGTERM)  # the launcher tells the leader, and that the workers
     assert code_of(doubles, number) == 0
@@ -197,7 +187,7 @@ def test_the_llm_api_on_two_nodes(doubles: Doubles, tmp_path: Path) -> None:
 
 SSH = """\
 #!/bin/bash
-# A network of one machine: what stands behind the host is run here.
+# A network of one machine: the command after the host runs here.
 while [[ "$1" == -* ]]; do shift; done
 host="$1"; shift
 echo "${host}" >> "${SSH_LOG}"
@@ -212,10 +202,11 @@ def test_the_leader_of_a_leader_worker_set_starts_all_ranks(
     repository = repository_of(tmp_path)
     http, grpc, metrics = free_ports(HOST, 3)
     spec = ServerSpec(http_port=http, grpc_port=grpc, metrics_port=metrics)
-    wishes = {"claim": "models", "mount_path": str(tmp_path), "nodes": 2, "ssh_secret": "keys"}
-    manifest = plan_manifest(repository, spec, lambda image: KubernetesSpec(image=image, **wishes))  # type: ignore[arg-type]
-    write_manifest(manifest, tmp_path / "server.yaml")
-    script = next(yaml.safe_load_all(manifest.text))["data"]["leader.sh"]
+    given = {"claim": "models", "mount_path": str(tmp_path), "nodes": 2, "ssh_secret": "keys"}
+    job = plan_job(repository, spec, KubernetesSpec(**given), tmp_path / "server.yaml")  # type: ignore[arg-type]
+    write_job(job)
+    objects = {each["kind"]: each for each in yaml.safe_load_all(job.script.read_text())}
+    script = objects["ConfigMap"]["data"]["leader.sh"]
     for name, text in {"ssh": SSH, "ssh-keygen": "#!/bin/sh\necho key\n"}.items():
         (doubles.bin / name).write_text(text, encoding="utf-8")
         (doubles.bin / name).chmod(0o755)
@@ -245,7 +236,7 @@ def test_the_leader_of_a_leader_worker_set_starts_all_ranks(
     assert local == ["0", "1", "0", "1"]  # two on each node, in their order
     assert set((tmp_path / "ssh.log").read_text().split()) == {"repository-0-1.repository.default"}
     assert {rank.environment["OMPI_MCA_orte_keep_fqdn_hostnames"] for rank in ranks.values()} == {"1"}
-    workers = next(each for each in manifest.objects if each["kind"] == "LeaderWorkerSet")["spec"]
+    workers = objects["LeaderWorkerSet"]["spec"]
     (container,) = workers["leaderWorkerTemplate"]["leaderTemplate"]["spec"]["containers"]
     stop_first(container, leader.pid)
     assert not psutil.pid_exists(ranks[0].pid)
@@ -271,11 +262,11 @@ class Pod:
         # This machine may have fewer cores than the pod has ranks.
         spec = ServerSpec(http_port=http, grpc_port=grpc, metrics_port=metrics, oversubscribe=True)
         mount = str(repository.path.parent)
-        manifest = plan_manifest(
-            repository, spec, lambda image: KubernetesSpec(image=image, claim="models", mount_path=mount)
-        )
-        write_manifest(manifest, log.with_name("server.yaml"))
-        deployment = next(each for each in manifest.objects if each["kind"] == "Deployment")
+        cluster = KubernetesSpec(claim="models", mount_path=mount)
+        job = plan_job(repository, spec, cluster, log.with_name("server.yaml"))
+        write_job(job)
+        objects = yaml.safe_load_all(job.script.read_text())
+        deployment = next(each for each in objects if each["kind"] == "Deployment")
         (self.container,) = deployment["spec"]["template"]["spec"]["containers"]
         # The image's own server, which this machine does not have at that place.
         there, here = "/opt/tritonserver/bin/tritonserver", str(doubles.bin / "tritonserver")
@@ -305,8 +296,8 @@ def start_pod(doubles: Doubles, tmp_path: Path) -> Iterator[Callable[[ModelRepos
     for pod in started:
         pod.process.terminate()  # nothing where it has ended
         pod.process.wait(60)
-    # A pod has shared memory of its own, which ends with it.
-    sweep_shared_memory("trtserve_repository_r")
+    # A pod has its own shared memory, which ends with it.
+    sweep_shared_memory("trtserve_repository_*_r")
 
 
 def test_the_pod_of_a_deployment_starts_all_ranks(

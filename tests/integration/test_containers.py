@@ -22,9 +22,13 @@ from trtserve.build import build_engine
 from trtserve.cli import run
 from trtserve.convert import convert_model
 from trtserve.errors import MachineError, RepositoryError, ServerDiedError, ServerStartError
-from trtserve.servers import condition, recorded_server
+from trtserve.server.launch_plan import plan_server
+from trtserve.server.shutdown import stop_server
+from trtserve.server.start import start_server
+from trtserve.server.state import recorded_server
+from trtserve.server.status import server_state
+from trtserve.server.supervision import serve_foreground
 from trtserve.specs import BuildSpec, ConvertSpec, ServerSpec
-from trtserve.start import serve_foreground, start_server, stop_server
 from trtserve.store import Store
 
 TAG, VERSION = "25.12", "1.1.0"
@@ -32,7 +36,7 @@ TAG, VERSION = "25.12", "1.1.0"
 
 @pytest.fixture
 def host(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> Doubles:
-    """A machine with docker and GPUs, and no TensorRT-LLM of its own; mpirun and python3 are the image's."""
+    """A machine with docker and GPUs but without TensorRT-LLM; mpirun and python3 are the image's."""
     doubles.configure(container=TAG, gpus=2)
     monkeypatch.setenv("PATH", f"{doubles.bin}{os.pathsep}{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return doubles
@@ -56,10 +60,10 @@ def left(doubles: Doubles) -> list[str]:
 
 def test_a_server_in_a_container(host: Doubles, tmp_path: Path) -> None:
     store = Store(tmp_path / "home")
-    server = start_server(repository_of(tmp_path), spec(gpus=(0, 1)), store=store)
-    assert condition(server) == ("running", "")
+    server = start_server(plan_server(repository_of(tmp_path), spec(gpus=(0, 1)), store=store))
+    assert server_state(server) == ("ready", "")
     (call,) = [call for call in host.calls("docker") if call.arguments[0] == "run"]
-    assert call.arguments[call.arguments.index("--name") + 1] == server.container
+    assert call.arguments[call.arguments.index("--name") + 1] == server.instances[0].container
     assert f"{tmp_path / 'elsewhere' / 'engine'}:{tmp_path / 'elsewhere' / 'engine'}:ro" in call.arguments
     assert "CUDA_VISIBLE_DEVICES=0,1" in call.arguments
     ranks = host.calls("tritonserver")
@@ -67,57 +71,59 @@ def test_a_server_in_a_container(host: Doubles, tmp_path: Path) -> None:
     assert all(call.cwd == tmp_path / "repository" for call in ranks)
     stop_server("boxed", store=store)
     # Requests in flight are answered: mpirun, which docker's own signal reaches, kills its ranks instead.
-    assert "Waiting for in-flight requests to complete." in server.log.read_text()
+    assert "Waiting for in-flight requests to complete." in server.instances[0].log.read_text()
     asked, removed = [call.arguments for call in host.calls("docker")][-2:]
-    assert asked[:4] == ("exec", server.container, "bash", "-c")
-    assert removed == ("rm", "--force", server.container)
+    assert asked[:4] == ("exec", server.instances[0].container, "bash", "-c")
+    assert removed == ("rm", "--force", server.instances[0].container)
     assert not left(host)
 
 
-def test_a_client_that_is_killed_leaves_no_container(host: Doubles, tmp_path: Path) -> None:
+def test_a_killed_client_leaves_no_container(host: Doubles, tmp_path: Path) -> None:
     store = Store(tmp_path / "home")
-    server = start_server(repository_of(tmp_path, tp=1), spec(), store=store)
-    os.kill(server.pid, signal.SIGKILL)
+    server = start_server(plan_server(repository_of(tmp_path, tp=1), spec(), store=store))
+    os.kill(server.instances[0].process.pid, signal.SIGKILL)
     wait_until(lambda: not server.alive())
     assert left(host)
     stop_server("boxed", store=store)
     wait_until(lambda: not left(host))
 
 
-def test_ctrl_c_and_a_rank_that_dies(host: Doubles, tmp_path: Path) -> None:
+def test_ctrl_c_or_a_dead_rank_ends_the_container(host: Doubles, tmp_path: Path) -> None:
     store, repository = Store(tmp_path / "home"), repository_of(tmp_path)
     main = threading.main_thread().ident or 0
-    serve_foreground(repository, spec(), on_ready=lambda _: signal.pthread_kill(main, signal.SIGINT), store=store)
+    serve_foreground(
+        plan_server(repository, spec(), store=store), on_ready=lambda _: signal.pthread_kill(main, signal.SIGINT)
+    )
     assert recorded_server("boxed", store) is None
     host.configure(container=TAG, gpus=2, die_rank=1, die_when="ready", die_after=0.5)
     with pytest.raises(ServerDiedError, match=r"(?s)[Rr]ank 1 .* which ends all ranks.*out of memory"):
-        serve_foreground(repository, spec(), on_ready=lambda _: None, store=store)
+        serve_foreground(plan_server(repository, spec(), store=store), on_ready=lambda _: None)
     assert not left(host)
 
 
 def test_the_engine_is_compared_with_the_container(host: Doubles, tmp_path: Path) -> None:
     repository = repository_of(tmp_path, container="25.04")
     with pytest.raises(RepositoryError, match=VERSION):
-        start_server(repository, spec(), store=Store(tmp_path / "home"))
+        start_server(plan_server(repository, spec(), store=Store(tmp_path / "home")))
     assert not [call for call in host.calls("docker") if call.arguments[0] == "run"]
 
 
 def test_docker_without_gpus_and_an_unknown_image(host: Doubles, tmp_path: Path) -> None:
     repository = repository_of(tmp_path, tp=1)
-    with pytest.raises(MachineError, match="cannot get the image"):
-        start_server(repository, replace(spec(), container="no_such_image", trtllm_version=VERSION))
+    with pytest.raises(MachineError, match="cannot pull the image"):
+        start_server(plan_server(repository, replace(spec(), container="no_such_image", trtllm_version=VERSION)))
     host.configure(container=TAG, gpus=1, images="mine")
     with pytest.raises(ServerStartError):
-        start_server(repository, replace(spec(), container="mine", extra_arguments=("--no-such-flag",)))
+        start_server(plan_server(repository, replace(spec(), container="mine", extra_arguments=("--no-such-flag",))))
 
 
 def test_a_container_decides_the_runtime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     assert run(["import", str(model), "--container", TAG, "--tp-size", "2", "--dry-run"]) == 0
-    told = capsys.readouterr()
-    assert f"Runtime: tensorrt_llm (the container {TAG} has it)" in told.err
-    assert "openvino" not in told.err
-    assert "trtllm-build" in told.out
+    printed = capsys.readouterr()
+    assert f"Runtime: tensorrt_llm (the container {TAG} has it)" in printed.err
+    assert "openvino" not in printed.err
+    assert "trtllm-build" in printed.out
 
 
 def test_an_engine_is_built_in_a_container(host: Doubles, tmp_path: Path) -> None:
@@ -144,7 +150,7 @@ def test_nvidias_converter_in_a_container(tag: str, release: str, host: Doubles,
     assert "docker run" in made.manifest.facts["command"]
 
 
-def test_containers_before_0_17_need_a_checkout(
+def test_containers_before_0_17_need_the_examples(
     host: Doubles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_tiny_model(tmp_path / "model", "llama", dtype="bfloat16")

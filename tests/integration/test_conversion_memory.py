@@ -54,10 +54,8 @@ def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("rank*")}
 
 
-@pytest.mark.parametrize(("tp_size", "dtype"), [(1, "bfloat16"), (2, "float16")])
-def test_a_model_that_is_larger_than_the_limit_is_converted(
-    model: Path, tmp_path: Path, tp_size: int, dtype: Any
-) -> None:
+@pytest.mark.parametrize(("tp_size", "dtype"), [(2, "bfloat16")])
+def test_a_model_larger_than_memory_is_converted(model: Path, tmp_path: Path, tp_size: int, dtype: Any) -> None:
     result = limited(model, tmp_path / "limited", tp_size, dtype, ALLOWANCE)
     assert result.returncode == 0, result.stderr
     facts = json.loads(result.stdout)
@@ -68,16 +66,14 @@ def test_a_model_that_is_larger_than_the_limit_is_converted(
     assert len(hashes(free)) == tp_size
 
 
-@pytest.mark.parametrize("megabytes", [26, 100])
-def test_the_command_ends_as_too_large_under_any_limit(model: Path, tmp_path: Path, megabytes: int) -> None:
-    """Also where not even the command line can be loaded."""
+def test_a_memory_limit_gives_the_memory_exit_code(model: Path, tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "trtserve", "convert", str(model), "--out", str(tmp_path / "out")],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (megabytes * 10**6, megabytes * 10**6)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (10**8, 10**8)),
     )
     assert result.returncode == MemoryLimitError.code, result.stderr
     assert "memory" in result.stderr
@@ -85,7 +81,7 @@ def test_the_command_ends_as_too_large_under_any_limit(model: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_limit_that_is_too_low_is_felt(model: Path, tmp_path: Path) -> None:
+def test_the_memory_limit_of_these_tests_works(model: Path, tmp_path: Path) -> None:
     result = limited(model, tmp_path / "limited", 1, "bfloat16", -(8 << 20))
     assert result.returncode != 0
     assert "MemoryLimitError: This conversion needs" in result.stderr

@@ -21,7 +21,7 @@ from trtserve.doctor import mpi, packages
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Findings of one whole examination for the CPU runtime, by name."""
+    """Findings of one complete examination for the CPU runtime, by name."""
     home = tmp_path_factory.mktemp("doctor")
     environment = {**os.environ, "TRTSERVE_HOME": str(home / "store"), "HF_HOME": str(home / "hf")}
     argv = [sys.executable, "-m", "trtserve", "doctor", "--json", "--runtime", "openvino"]
@@ -39,14 +39,14 @@ def test_this_machine_runs_the_cpu_runtime(whole: dict[str, dict[str, str]]) -> 
     assert whole["round trip"]["evidence"] == "strings and integers came back through Triton"
 
 
-def test_every_finding_that_is_not_fine_has_a_fix(whole: dict[str, dict[str, str]]) -> None:
+def test_every_problem_comes_with_a_fix(whole: dict[str, dict[str, str]]) -> None:
     for finding in whole.values():
         assert finding["evidence"]
         assert bool(finding["fix"]) == (finding["state"] != "ok"), finding
 
 
-def test_two_ranks_of_the_real_mpirun_hear_each_other(whole: dict[str, dict[str, str]]) -> None:
-    assert whole["mpirun"]["evidence"].startswith("two ranks heard each other (mpi4py")
+def test_two_ranks_of_the_real_mpirun_communicate(whole: dict[str, dict[str, str]]) -> None:
+    assert whole["mpirun"]["evidence"].startswith("two ranks exchanged messages (mpi4py")
 
 
 def test_an_mpirun_whose_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def _on_a_terminal(arguments: list[str], columns: int, environment: dict[str, st
     return written.decode().replace("\r", "").splitlines()
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_on_a_terminal(columns: int, tmp_path: Path) -> None:
+def test_on_a_terminal(tmp_path: Path) -> None:
+    columns = 80
     environment = {
         **{name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")},
         "TERM": "xterm",
@@ -100,7 +100,9 @@ def test_on_a_terminal(columns: int, tmp_path: Path) -> None:
     assert broken == []
 
 
-def test_a_word_for_scripts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_output_is_a_table_for_scripts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trtserve.doctor import examination
 
     for part in ("_python", "_triton", "_gpus", "_tools"):

@@ -1,4 +1,4 @@
-"""Conversions that signals end: what was begun is cleared away, however often the signal comes."""
+"""Conversions that signals end: they clean up, however often the signal comes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ main()
         ([signal.SIGHUP, signal.SIGTERM], 129),
     ],
 )
-def test_what_was_begun_is_cleared_away(tmp_path: Path, signals: list[signal.Signals], code: int) -> None:
+def test_an_ended_conversion_leaves_nothing(tmp_path: Path, signals: list[signal.Signals], code: int) -> None:
     model, place = write_tiny_model(tmp_path / "model"), tmp_path / "place"
     arguments = ["convert", str(model), "--out", str(place / "made"), "--tp-size", "2", "--quiet"]
     conversion = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], stderr=subprocess.PIPE, text=True)
@@ -54,7 +54,7 @@ def test_what_was_begun_is_cleared_away(tmp_path: Path, signals: list[signal.Sig
 
 
 @pytest.mark.parametrize("stream", ["1", "2"])
-def test_a_stream_that_is_closed_is_not_written_to(tmp_path: Path, stream: str) -> None:
+def test_a_closed_stream_is_not_written_to(tmp_path: Path, stream: str) -> None:
     model, made = write_tiny_model(tmp_path / "model"), tmp_path / "made"
     command = [sys.executable, "-m", "trtserve", "convert", str(model), "--out", str(made)]
     result = subprocess.run(["sh", "-c", f'exec "$@" {stream}>&-', "sh", *command], timeout=60, check=False)

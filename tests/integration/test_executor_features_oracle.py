@@ -1,7 +1,9 @@
-"""What requests can ask for, on a float32 engine of a random llama: log-probs, logits, drafts, pauses and reuse."""
+"""Features of requests on a float32 engine of a random llama: log-probs, logits, drafts, pauses and reuse."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
+from tests.support.transformers_oracle import ENGINES
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
 from trtserve.convert import convert_model
@@ -29,27 +32,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("features") / "model", "llama", seed=5)
 
 
-def _build(folder: Path, name: str, **features: Any) -> Path:
+@pytest.fixture(scope="module", params=ENGINES)
+def runtime(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def _build(folder: Path, runtime: str, name: str, **features: Any) -> Path:
+    build = BuildSpec(max_batch_size=8, max_seq_len=128, max_num_tokens=96, **ENGINES[runtime], **features)
     checkpoint = convert_model(Model(path=folder), ConvertSpec(dtype="float32"), out=folder.parent / "checkpoint")
-    spec = BuildSpec(
-        max_batch_size=8, max_seq_len=128, max_num_tokens=96, runtime="openvino", kv_precision="f32", **features
-    )
-    return build_engine(checkpoint, spec, out=folder.parent / name).path
+    return build_engine(checkpoint, build, out=folder.parent / runtime / name).path
 
 
 @pytest.fixture(scope="module")
-def gathering(folder: Path) -> Iterator[api.Executor]:
+def gathering(folder: Path, runtime: str) -> Iterator[api.Executor]:
     """An engine that gives logits, in chunks of at most 96 tokens."""
-    engine = _build(folder, "gathering", gather_context_logits=True, gather_generation_logits=True, max_beam_width=2)
+    logits = {"gather_context_logits": True, "gather_generation_logits": True}
+    engine = _build(folder, runtime, "gathering", **logits, max_beam_width=2)
     config = api.ExecutorConfig(enable_chunked_context=True, max_num_tokens=64, max_beam_width=2)
     with api.Executor(engine, api.ModelType.DECODER_ONLY, config) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def drafting(folder: Path) -> Iterator[api.Executor]:
+def drafting(folder: Path, runtime: str) -> Iterator[api.Executor]:
     """An engine that verifies drafts, with blocks that are used again."""
-    engine = _build(folder, "drafting", max_draft_len=8, speculative_decoding_mode="draft_tokens_external")
+    engine = _build(folder, runtime, "drafting", max_draft_len=8, speculative_decoding_mode="draft_tokens_external")
     config = api.ExecutorConfig(kv_cache_config=api.KvCacheConfig(enable_block_reuse=True))
     with api.Executor(engine, api.ModelType.DECODER_ONLY, config) as running:
         yield running
@@ -58,8 +65,10 @@ def drafting(folder: Path) -> Iterator[api.Executor]:
 @pytest.fixture(scope="module")
 def logits_of(folder: Path) -> Any:
     """Logits f64[n, V] of the original model after each of n tokens."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def compute(tokens: list[int]) -> Floats:
@@ -89,7 +98,7 @@ def _request(prompt: list[int], count: int, **other: Any) -> api.Request:
     return api.Request(prompt, count, output_config=output, sampling_config=sampling, **other)
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["5", "70"])
 def test_log_probs_and_logits_equal_transformers(gathering: api.Executor, logits_of: Any, prompt: list[int]) -> None:
     wanted = {"return_log_probs": True, "return_context_logits": True, "return_generation_logits": True}
@@ -105,7 +114,7 @@ def test_log_probs_and_logits_equal_transformers(gathering: api.Executor, logits
     assert result.cum_log_probs == pytest.approx([log_probs.sum()], abs=1e-3)
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 def test_logits_of_beams_equal_transformers(gathering: api.Executor, logits_of: Any) -> None:
     engine_allows = {"beam_width": 2}
     request = _request(PROMPTS[0], 6, sampling=engine_allows, output={"return_generation_logits": True})
@@ -116,10 +125,10 @@ def test_logits_of_beams_equal_transformers(gathering: api.Executor, logits_of: 
         np.testing.assert_allclose(result.generation_logits[beam], expected, atol=2e-4)
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("right", [True, False], ids=["right", "half wrong"])
 def test_drafts_equal_plain_decoding(drafting: api.Executor, logits_of: Any, right: bool) -> None:
-    """A whole answer by drafts of four tokens, each request continuing where the last one ended."""
+    """An answer by drafts of four tokens, each request continuing where the last one ended."""
     prompt = PROMPTS[1]
     ((plain,),) = _results(drafting, [_request(prompt, 30)])
     (expected,) = plain.output_token_ids
@@ -137,9 +146,9 @@ def test_drafts_equal_plain_decoding(drafting: api.Executor, logits_of: Any, rig
     assert requests == 5 if right else requests > 5
 
 
-@pytest.mark.oracle
-def test_pauses_do_not_change_the_answers(folder: Path) -> None:
-    engine = _build(folder, "plain")
+@pytest.mark.needs("torch")
+def test_pauses_do_not_change_the_answers(folder: Path, runtime: str) -> None:
+    engine = _build(folder, runtime, "plain")
     prompts = [np.random.default_rng(seed).integers(3, VOCAB, size=20).tolist() for seed in range(6)]
     requests = [
         _request(
@@ -165,3 +174,15 @@ def test_pauses_do_not_change_the_answers(folder: Path) -> None:
     for calm, paused in zip(*answers, strict=True):
         assert [result.output_token_ids for result in calm] == [result.output_token_ids for result in paused]
         assert calm[-1].log_probs[0] == pytest.approx(paused[-1].log_probs[0], abs=1e-4)
+
+
+@pytest.mark.needs("torch")
+def test_engines_for_openvino_import_no_torch(folder: Path) -> None:
+    program = (
+        "import sys; from trtserve.executor import api; "
+        "api.Executor(sys.argv[1], api.ModelType.DECODER_ONLY, api.ExecutorConfig()).shutdown(); "
+        "print(sorted(name for name in sys.modules if name.split('.')[0] == 'torch'))"
+    )
+    command = [sys.executable, "-c", program, str(_build(folder, "openvino", "plain"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
+from tests.support.transformers_oracle import ENGINES
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
 from trtserve.convert import convert_model
@@ -30,8 +31,17 @@ SCHEDULES = {
 
 
 @dataclass(frozen=True)
+class Original:
+    """A model, prompts of mixed lengths, and the answers of transformers."""
+
+    folder: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@dataclass(frozen=True)
 class Case:
-    """An engine, prompts of mixed lengths, and what transformers says to them."""
+    """An engine, prompts, and the answers of transformers."""
 
     engine: Path
     prompts: list[list[int]]
@@ -39,21 +49,28 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp(request.param)
-    model = Model(path=write_tiny_model(folder / "model", request.param, seed=5))
-    checkpoint = convert_model(model, ConvertSpec(dtype="float32"), out=folder / "checkpoint")
-    limits = BuildSpec(max_batch_size=8, max_seq_len=128, max_num_tokens=MAX_NUM_TOKENS, runtime="openvino")
-    engine = build_engine(checkpoint, limits, out=folder / "engine")
+def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Original:
+    folder = write_tiny_model(tmp_path_factory.mktemp(request.param) / "model", request.param, seed=5)
     random = np.random.default_rng(11)
     prompts = [random.integers(3, 320, size=length).tolist() for length in PROMPT_LENGTHS]
-    return Case(engine.path, prompts, _continue_with_transformers(folder / "model", prompts))
+    return Original(folder, prompts, _continue_with_transformers(folder, prompts))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def case(request: pytest.FixtureRequest, original: Original) -> Case:
+    out = original.folder.parent
+    checkpoint = convert_model(Model(path=original.folder), ConvertSpec(dtype="float32"), out=out / "checkpoint")
+    limits = BuildSpec(max_batch_size=8, max_seq_len=128, max_num_tokens=MAX_NUM_TOKENS, **ENGINES[request.param])
+    engine = build_engine(checkpoint, limits, out=out / request.param)
+    return Case(engine.path, original.prompts, original.expected)
 
 
 def _continue_with_transformers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """The most probable continuation of each prompt alone, computed from the whole sequence for every token."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    """Return the most probable continuation of each prompt alone, each token from the complete sequence."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)  # more would wait for each other on a busy machine
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     continuations = []
     for prompt, count in zip(prompts, NEW_TOKENS, strict=True):
@@ -96,21 +113,21 @@ def _request(prompt: list[int], count: int, sampling: api.SamplingConfig | None 
     )
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 def test_greedy_tokens_in_a_mixed_batch_equal_transformers(case: Case, executor: api.Executor) -> None:
     requests = [_request(prompt, count) for prompt, count in zip(case.prompts, NEW_TOKENS, strict=True)]
     assert len({token for tokens in case.expected for token in tokens}) > 30
     assert _generate(executor, requests) == case.expected
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 def test_greedy_tokens_alone_equal_transformers(case: Case) -> None:
     with api.Executor(case.engine, api.ModelType.DECODER_ONLY, api.ExecutorConfig()) as executor:
         requests = [_request(prompt, count) for prompt, count in zip(case.prompts, NEW_TOKENS, strict=True)]
         assert [_generate(executor, [request])[0] for request in requests] == case.expected
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 def test_sampled_tokens_do_not_depend_on_batch_or_chunks(case: Case, executor: api.Executor) -> None:
     samplings = [
         api.SamplingConfig(top_k=20, temperature=1.5, seed=1),

@@ -16,7 +16,7 @@ from trtserve.cli.app import run
 from trtserve.store import Store
 
 ID = "org/tiny-vision"
-SCALED = "scales the rotary embedding (linear) of its layers without a window only"
+SCALED = "scales the rotary embedding (linear) only in layers without a window"
 
 
 @pytest.fixture
@@ -42,15 +42,17 @@ def test_a_plan_counts_the_text_model_only(hub: Hub, tmp_path: Path, capsys: pyt
     assert seen["architecture"] == "Gemma3ForConditionalGeneration"
 
 
-def test_a_plan_for_gpus_says_what_engines_do_not(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_gpus_names_what_engines_leave_out(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert SCALED in _plan(capsys, ID, "--gpu", "h100")["gpu"]["note"]
     plain = write_tiny_model(tmp_path / "plain", "gemma3", dtype="bfloat16", rope_scaling=None)
     assert _plan(capsys, str(plain), "--gpu", "h100")["gpu"]["note"] is None
 
 
-def test_an_import_says_what_it_leaves_out(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_import_names_what_it_leaves_out(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["import", ID, "--max-seq-len", "128"]) == 0
-    assert "The model's parts for images are left out (25 KiB)" in capsys.readouterr().err
+    assert "The model's vision tensors are left out (25 KiB)" in capsys.readouterr().err
     (record,) = Store().recorded()
     config = json.loads((Path(record.engine) / "config.json").read_text())["pretrained_config"]
     assert config["architecture"] == "Gemma3ForCausalLM"

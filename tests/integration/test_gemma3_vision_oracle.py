@@ -13,13 +13,13 @@ from tests.support.tiny_models import read_safetensors, write_safetensors
 from tests.support.tiny_vision import Spelling, write_tiny_vision_model
 from tests.support.transformers_oracle import Oracle, engine_of, greedy_tokens
 from trtserve.artifacts import Model
-from trtserve.check import check_checkpoint, require_passed
 from trtserve.convert import convert_model
 from trtserve.errors import CheckError
 from trtserve.executor.paged_model import PagedModel
+from trtserve.parity import check_checkpoint, require_passed
 from trtserve.specs import BuildSpec, ConvertSpec
 
-pytestmark = pytest.mark.oracle
+pytestmark = pytest.mark.needs("torch")
 
 SEQUENCE = [int(token) for token in np.random.default_rng(11).integers(3, 259, 150)]
 PROMPT = SEQUENCE[20:65]
@@ -43,7 +43,7 @@ def test_logits_and_tokens_are_those_of_the_whole_model(spelling: Spelling, tmp_
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("convert", [{"dtype": "bfloat16"}, {"dtype": "float16", "quantize": "int8"}])
-def test_the_check_holds_it_against_the_text_model(spelling: Spelling, convert: Any, tmp_path: Path) -> None:
+def test_the_check_compares_the_text_model(spelling: Spelling, convert: Any, tmp_path: Path) -> None:
     folder = write_tiny_vision_model(
         tmp_path / "model", spelling, dtype="bfloat16", gain=1.0, tie_word_embeddings=False
     )

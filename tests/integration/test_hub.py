@@ -20,8 +20,8 @@ import pytest
 
 from tests.support.hub import Hub, running_hub
 from tests.support.tiny_models import write_tiny_model
-from trtserve.architectures import pickled_files
 from trtserve.artifacts import Model, load_artifact
+from trtserve.checkpoint import pickled_files
 from trtserve.errors import (
     AccessDeniedError,
     CorruptFileError,
@@ -58,6 +58,9 @@ class _Recorder:
     def advance(self, amount: int) -> None:
         self.done += amount
 
+    def describe(self, text: str) -> None:
+        pass
+
     @contextmanager
     def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> Iterator[Task]:
         assert unit == "bytes"
@@ -67,7 +70,7 @@ class _Recorder:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, with files beside it that nobody needs."""
+    """A model with extra files that are not needed."""
     folder = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
     (folder / "pytorch_model.bin").write_bytes(b"pickled")
     (folder / "consolidated.safetensors").write_bytes(b"the weights once more")
@@ -112,7 +115,7 @@ def test_second_import_asks_for_no_weights(hub: Hub, tiny: Path) -> None:
     assert any("reused" in step for step in progress.steps)
 
 
-def test_commit_that_is_here_needs_no_network(hub: Hub, tiny: Path) -> None:
+def test_a_downloaded_commit_needs_no_network(hub: Hub, tiny: Path) -> None:
     served = hub.add(ID, tiny)
     first = import_model(ID)
     hub.requests.clear()
@@ -134,7 +137,7 @@ def test_cut_connection_is_resumed_within_one_call(hub: Hub, tiny: Path, monkeyp
     assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
 
 
-def test_server_without_ranges_is_asked_for_the_whole_again(hub: Hub, tiny: Path) -> None:
+def test_a_server_without_ranges_sends_the_whole_file_again(hub: Hub, tiny: Path) -> None:
     hub.add(ID, tiny, cut={"model.safetensors": 40_000}, ranges=False)
     progress = _Recorder()
     model = import_model(ID, progress=progress)
@@ -168,7 +171,10 @@ def test_token_stays_with_the_hub(hub: Hub, tiny: Path) -> None:
     assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
     tokens = {request.path.split("/")[1]: request.token for request in hub.asked_for("model.safetensors")}
     assert tokens == {"acme": "hf_secret", "cdn": None}
-    assert not any("hf_secret" in path.read_text() for path in Store().root.rglob("*.json"))
+    places = (Store().root, Path(os.environ["HF_HOME"]))
+    files = [path for place in places for path in place.rglob("*") if path.is_file()]
+    assert files
+    assert not any(b"hf_secret" in path.read_bytes() for path in files)
 
 
 def test_two_at_once_pull_once(hub: Hub, tiny: Path) -> None:
@@ -226,9 +232,9 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.code == 12
 
 
-def test_full_disk_is_told_before_the_first_byte(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_the_download(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(ID, tiny)
-    monkeypatch.setattr("trtserve.capacity.room.free_disk", lambda path: 1000)
+    monkeypatch.setattr("trtserve.planner.guards.free_disk", lambda path: 1000)
     with pytest.raises(DiskSpaceError, match="MiB"):
         import_model(ID)
     assert not hub.asked_for("model.safetensors")
@@ -241,7 +247,7 @@ def test_file_above_the_limit_of_the_hub_is_refused_first(hub: Hub, tiny: Path) 
     assert not hub.asked_for("model.safetensors")
 
 
-def test_unsupported_architecture_is_named_before_weights(hub: Hub, tiny: Path, tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_reported_before_the_weights(hub: Hub, tiny: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for path in tiny.iterdir():
@@ -285,7 +291,7 @@ def test_sharded_weights(hub: Hub, tiny: Path, tmp_path: Path) -> None:
         plan_model("acme/incomplete")
 
 
-def test_offline_uses_what_is_here(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_uses_downloaded_files(hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add(ID, tiny)
     first = import_model(ID)
     hub.requests.clear()
@@ -311,7 +317,7 @@ def test_cache_of_the_client_is_used(hub: Hub, tiny: Path, tmp_path: Path, monke
     assert import_model(ID, store=Store(tmp_path / "other")).fingerprint == model.fingerprint
 
 
-def test_what_a_kill_left_of_the_cache_is_not_trusted(
+def test_a_half_written_cache_is_not_trusted(
     hub: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants, hf_hub_download
@@ -351,7 +357,7 @@ def test_an_empty_file_is_pulled(hub: Hub, tiny: Path, tmp_path: Path, lists_siz
     assert (model.path / "__init__.py").read_bytes() == b""
 
 
-def test_a_limit_of_file_sizes_is_no_failure_of_the_network(
+def test_a_file_size_limit_is_not_reported_as_a_network_error(
     hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add(ID, tiny)

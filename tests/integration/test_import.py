@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.hub import Hub, running_hub
+from tests.support.planning_calls import ONCE, count_planning_calls
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Manifest
 from trtserve.cli.app import run
@@ -57,13 +58,22 @@ def test_from_hub_to_repository_in_a_process_of_its_own(hub: Hub) -> None:
     assert ran.returncode == 0, ran.stderr
     first, *tree = ran.stdout.splitlines()
     assert Path(first).parent == Store().root / "repositories"
-    assert "├── tiny-llama/" in tree
+    assert any(line.split()[:2] == ["├──", "tiny-llama/"] for line in tree)
+    assert ran.stderr.splitlines()[-1] == "Next: trtserve start tiny-llama"
     for model in ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls", "tiny-llama"):
         assert (Path(first) / model / "config.pbtxt").is_file()
     assert (Path(first) / "tensorrt_llm" / "1" / "rank0.bin").is_file()
     # Progress bars of the hub's client would show as carriage returns or per cent signs.
     assert "\r" not in ran.stderr
     assert "%" not in ran.stderr
+
+
+def test_each_stage_of_a_hub_model_is_planned_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_planning_calls(monkeypatch)
+    for _ in range(2):
+        assert run(["import", ID, *FLOAT32]) == 0
+        assert calls == ONCE
+        calls.clear()
 
 
 def test_second_run_reuses_everything(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,12 +168,14 @@ def test_another_name_pulls_and_builds_nothing_again(hub: Hub, capsys: pytest.Ca
     assert [record.name for record in Store().recorded()] == ["second"]
 
 
-def test_a_name_that_changes_its_meaning_is_told(hub: Hub, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_moves_to_another_engine_is_reported(
+    hub: Hub, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _import(capsys, ID, *FLOAT32)
     capsys.readouterr()
     assert run(["import", str(tiny), *FLOAT32, "--name", "tiny-llama", "--quiet"]) == 0
     captured = capsys.readouterr()
-    assert f"The name tiny-llama meant {ID} until now" in captured.err
+    assert f"The name tiny-llama meant {ID} before" in captured.err
     assert captured.out == f"{Store().recorded()[0].repository}\n"  # quiet: the path, and not what lies in it
 
 
@@ -178,7 +190,7 @@ def test_names_of_single_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("fault", ["tokenizer", "out"])
-def test_late_stages_are_checked_before_the_long_work(tmp_path: Path, fault: str) -> None:
+def test_options_of_late_stages_are_checked_first(tmp_path: Path, fault: str) -> None:
     folder = write_tiny_model(tmp_path / "model")
     out = tmp_path / "out"
     out.mkdir()
@@ -208,7 +220,7 @@ def test_dry_run_pulls_no_weights(hub: Hub, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "f32"), ("bfloat16", "u8"), ("bfloat16", "f16")])
-def test_kv_cache_is_as_large_as_foreseen(
+def test_the_kv_cache_is_as_large_as_planned(
     tiny: Path, capsys: pytest.CaptureFixture[str], dtype: str, precision: str
 ) -> None:
     result = _import(capsys, str(tiny), "--dtype", dtype, "--kv-precision", precision)
@@ -228,7 +240,7 @@ def test_kv_cache_is_as_large_as_foreseen(
         (("--release", "9.9"), UsageError.code),
     ],
 )
-def test_what_cannot_work_is_told_before_the_pull(hub: Hub, arguments: tuple[str, ...], code: int) -> None:
+def test_impossible_options_are_reported_before_the_download(hub: Hub, arguments: tuple[str, ...], code: int) -> None:
     assert run(["import", ID, *arguments]) == code
     assert not hub.asked_for("model.safetensors")
 
@@ -236,10 +248,13 @@ def test_what_cannot_work_is_told_before_the_pull(hub: Hub, arguments: tuple[str
 def test_too_large_for_this_machine(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: 2**30)
+    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: 2**30)
     arguments = ("--max-tokens-in-paged-kv-cache", "10000000")
     assert run(["import", ID, *arguments]) == MemoryLimitError.code
-    assert "--max-tokens-in-paged-kv-cache" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "--max-tokens-in-paged-kv-cache" in refused
+    assert run(["import", ID, *arguments, "--dry-run"]) == 0, "it may be for another machine"
+    assert "10000000 tokens" in capsys.readouterr().err, "it warns with what the import raises"
     assert not hub.asked_for("model.safetensors")
 
 

@@ -1,4 +1,4 @@
-"""`import` for GPUs in one go: an engine by a double of trtllm-build, and the LLM API, which has none."""
+"""`import` for GPUs in one go: an engine by a double of trtllm-build, and the LLM API without an engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import yaml
 from tests.support.doubles import Doubles
 from tests.support.servers import HOST
 from tests.support.tiny_models import write_tiny_model
+from tests.support.unsupported_release import ENGINELESS
 from trtserve import runtimes
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
 from trtserve.errors import MemoryLimitError
-from trtserve.ports import free_ports
+from trtserve.host.ports import free_ports
 from trtserve.store import Store
 
 
@@ -61,15 +62,15 @@ def test_an_engine_of_two_ranks_up_to_the_repository(
     assert len(doubles.calls("trtllm-build")) == 1
 
 
-def test_weights_that_no_gpu_here_holds_are_refused_before_they_are_converted(
+def test_weights_too_large_for_the_gpus_are_refused_before_the_conversion(
     doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     doubles.configure(container="26.07", version="1.2.1", gpus=2, gpu_memory_mib=5)
     monkeypatch.syspath_prepend(str(doubles.packages("1.2.1")))
     model = write_tiny_model(tmp_path / "tiny", vocab_size=20_000)
     assert run(["import", str(model), "--runtime", "tensorrt_llm"]) == MemoryLimitError.code
-    told = capsys.readouterr().err
-    assert "the largest GPU of this machine 5 MiB" in told
+    printed = capsys.readouterr().err
+    assert "the largest GPU of this machine has 5 MiB of memory" in printed
     assert not doubles.calls("trtllm-build")
     assert not (Store().root / "checkpoints").exists()
     assert run(["convert", str(model), "--out", str(tmp_path / "c"), "--quiet"]) == 0
@@ -110,7 +111,7 @@ def test_the_llm_api_needs_the_model_alone(
 
 
 def _renamed(model: Path, architecture: str, model_type: str) -> Path:
-    """The model as one of another architecture, with a program and a processor of its own."""
+    """Return the model under the name of another architecture, with its own program and processor."""
     file = model / "config.json"
     file.write_text(
         json.dumps(json.loads(file.read_text()) | {"architectures": [architecture], "model_type": model_type})
@@ -120,7 +121,7 @@ def _renamed(model: Path, architecture: str, model_type: str) -> Path:
     return model
 
 
-def test_a_name_that_the_llm_api_takes_over_is_told(
+def test_a_name_taken_over_by_the_llm_api_is_reported(
     model: Path, tmp_path: Path, doubles: Doubles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = shutil.copytree(model, tmp_path / "elsewhere" / model.name)
@@ -128,7 +129,7 @@ def test_a_name_that_the_llm_api_takes_over_is_told(
     assert run(["import", str(model), *flags]) == 0
     assert "The name mine meant" not in capsys.readouterr().err
     assert run(["import", str(other), *flags]) == 0
-    assert f"The name mine meant {model} until now" in capsys.readouterr().err
+    assert f"The name mine meant {model} before" in capsys.readouterr().err
     assert not doubles.calls("trtllm-build")
 
 
@@ -152,7 +153,7 @@ def test_the_llm_api_takes_architectures_that_nothing_converts(
     assert run(["stop", "tiny"]) == 0
 
 
-def test_nvidias_converter_imports_what_ours_does_not_know(
+def test_nvidias_converter_imports_other_architectures(
     doubles: Doubles, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubles.configure(container="26.07", version="1.2.1", gpus=2)
@@ -160,7 +161,7 @@ def test_nvidias_converter_imports_what_ours_does_not_know(
     model = _renamed(write_tiny_model(tmp_path / "tiny", "gpt2"), "GPTBigCodeForCausalLM", "gpt_bigcode")
     flags = ("--converter", "upstream", "--trtllm-examples", str(doubles.examples("1.2")), "--tp-size", "2")
     assert run(["import", str(model), "--runtime", "openvino", *flags]) == 15
-    assert "GPTBigCodeForCausalLM cannot be converted" in capsys.readouterr().err
+    assert "GPTBigCodeForCausalLM is not supported" in capsys.readouterr().err
     assert run(["import", str(model), "--runtime", "tensorrt_llm", *flags, "--quiet"]) == 0
     assert run(["import", str(model), "--runtime", "tensorrt_llm", *flags, "--dry-run"]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -183,7 +184,7 @@ def test_nvidias_converter_imports_what_ours_does_not_know(
     ],
     ids=" ".join,
 )
-def test_what_the_llm_api_does_not_have_is_refused(
+def test_options_the_llm_api_lacks_are_refused(
     flags: tuple[str, ...], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if flags == ("--tokenizer", "demo"):
@@ -192,22 +193,25 @@ def test_what_the_llm_api_does_not_have_is_refused(
     assert f"{flags[0]} has no meaning with --runtime llmapi" in capsys.readouterr().err
 
 
-def test_auto_takes_the_llm_api_where_engines_are_gone(
+def test_auto_takes_the_llm_api_for_releases_without_engines(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gpus" / "0").mkdir(parents=True)
     monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path / "gpus")
-    packages = tmp_path / "packages" / "tensorrt_llm-1.3.0.dist-info"
+    packages = tmp_path / "packages" / f"tensorrt_llm-{ENGINELESS}.dist-info"
     packages.mkdir(parents=True)
-    (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorrt-llm\nVersion: 1.3.0\n")
+    (packages / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tensorrt-llm\nVersion: {ENGINELESS}\n")
     monkeypatch.syspath_prepend(str(packages.parent))
     assert run(["import", str(model), "--dry-run"]) == 0
     shown = capsys.readouterr()
-    assert "Runtime: llmapi (an NVIDIA GPU and TensorRT-LLM 1.3.0 on this machine, which has no engines" in shown.err
+    assert (
+        f"Runtime: llmapi (an NVIDIA GPU and TensorRT-LLM {ENGINELESS} on this machine, which has no engines"
+        in shown.err
+    )
     assert "convert" not in shown.out
 
 
-def test_a_plan_for_gpus_wants_one(
+def test_a_plan_for_gpus_needs_a_gpu(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -232,7 +236,7 @@ def test_a_second_model_in_the_same_repository(
     repository = Store().find(ModelRepository, "tiny").path
     models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
     capsys.readouterr()
-    # Names that are taken are told before anything is done.
+    # Taken names are reported before any work.
     assert run([*start, "--name", "second", "--into", str(repository), "--dry-run"]) == 22
     assert "--suffix _b --name OTHER" in capsys.readouterr().err
     assert run([*start, "--into", str(repository), "--out", str(tmp_path / "out")]) == 2
@@ -254,7 +258,7 @@ def test_a_second_model_in_the_same_repository(
     assert (repository / "second" / "config.pbtxt").is_file()
 
 
-def test_a_plan_takes_this_machines_gpus(
+def test_a_plan_uses_the_gpus_of_this_machine(
     model: Path, doubles: Doubles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -264,12 +268,12 @@ def test_a_plan_takes_this_machines_gpus(
     shown = _result(capsys)
     assert (shown["machine"], shown["gpu"]["note"]) == (None, None)
     gpu = shown["gpu"]["asked"]["gpu"]
-    assert gpu == {"name": "this machine's NVIDIA H200", "memory": 143767 * 2**20, "sm": 90, "here": 2}
+    assert gpu == {"name": "this machine's NVIDIA H200", "memory_bytes": 143767 * 2**20, "sm": 90, "here": 2}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert run(["plan", str(model), "--runtime", "tensorrt_llm", "--tp-size", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "GPU         this machine's NVIDIA H200, 140.4 GiB free (estimated" in said
-    assert "note        2 ranks; 1 GPU can be seen" in said
+    printed = capsys.readouterr().out
+    assert "GPU         this machine's NVIDIA H200, 140.4 GiB free (estimated" in printed
+    assert "note        2 ranks; 1 GPU can be seen" in printed
     # What only CPUs have decides for them.
     assert run(["plan", str(model), "--kv-precision", "u8", "--json"]) == 0
     assert _result(capsys)["gpu"] is None

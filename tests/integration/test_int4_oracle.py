@@ -1,7 +1,7 @@
 """int4 engines of every family against transformers: with the weights of the engine, and with those of the model.
 
 Weights of an engine are rounded to 4 bits in groups of inputs. The first comparison leaves only what float16 and the
-int8 output head cost; the second tells what 4 bits cost random weights, which have no redundancy to lose.
+int8 output head cost; the second shows what 4 bits cost random weights, which have no redundancy (`Family.int4`).
 """
 
 from __future__ import annotations
@@ -14,44 +14,23 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.families import FAMILIES
 from tests.support.paged_steps import PagedSteps
 from tests.support.tiny_models import write_tiny_model
-from trtserve.architectures.quantized import group_size
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
+from trtserve.checkpoint.quantized import group_size
 from trtserve.convert import convert_model
-from trtserve.executor.int4 import quantize_in_groups
 from trtserve.executor.paged_model import PagedModel
+from trtserve.executor.weight_quantization import quantize_in_groups
 from trtserve.specs import BuildSpec, ConvertSpec
 
-pytestmark = pytest.mark.oracle
+pytestmark = pytest.mark.needs("torch")
 
 Logits = npt.NDArray[np.float32]
 
-# A family, what its config has beside the defaults, and how far 4 bits may take logits from those of the model: the
-# root mean square of the difference as a share of the standard deviation, of the median token. Norms behind attention
-# and MLP (gemma2, gemma3) pass on all of an error that others damp.
-FAMILIES: dict[str, tuple[dict[str, Any], float]] = {
-    "llama": ({"attention_bias": True, "mlp_bias": True}, 0.3),
-    "mistral": ({"sliding_window": 24}, 0.3),
-    "mixtral": ({}, 0.35),
-    "qwen2": ({}, 0.3),
-    "qwen2_moe": ({}, 0.3),
-    "qwen3": ({"tie_word_embeddings": False}, 0.3),
-    "qwen3_moe": ({}, 0.3),
-    "gemma": ({"tie_word_embeddings": False}, 0.3),
-    "gemma2": ({"attn_logit_softcapping": None, "tie_word_embeddings": False}, 0.5),
-    "gemma3": ({"tie_word_embeddings": False}, 0.5),
-    "gpt2": ({}, 0.3),
-    "gptj": ({}, 0.3),
-    "gpt_neox": ({}, 0.3),
-    "opt": ({}, 0.3),
-    "phi": ({}, 0.3),
-    "phi3": ({}, 0.3),
-    "starcoder2": ({}, 0.3),
-    "bloom": ({}, 0.3),
-    "falcon_new": ({}, 0.3),
-}
+CASES = [(name, family.logits[0]) for name, family in FAMILIES.items() if family.logits]
+# The root mean square of the difference as a share of the standard deviation of the logits, of the median token.
 OF_THE_SAME_WEIGHTS = 0.045
 # Matrices of GPT-2, which are stored [in, out].
 CONV1D = re.compile(r"\.h\.\d+\.(attn|mlp)\.c_(attn|proj|fc)\.weight$")
@@ -68,7 +47,7 @@ def rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 def originals(folder: Path) -> tuple[Logits, Logits]:
     """Logits [tokens, vocab] of transformers with the model's weights, and with those of an int4 engine."""
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
@@ -92,9 +71,8 @@ def shares(ours: Logits, theirs: Logits) -> Logits:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_of_int4_engines(name: str, tmp_path: Path) -> None:
-    overrides, bound = FAMILIES[name]
+@pytest.mark.parametrize(("name", "overrides"), CASES)
+def test_logits_of_int4_engines(name: str, overrides: dict[str, Any], tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", name, gain=1.0, **overrides)
     spec = ConvertSpec(dtype="float16", quantize="int4", tp_size=2)
     checkpoint = convert_model(Model(path=folder), spec, out=tmp_path / "checkpoint")
@@ -104,4 +82,4 @@ def test_logits_of_int4_engines(name: str, tmp_path: Path) -> None:
     assert np.median(shares(ours, same)) < OF_THE_SAME_WEIGHTS
     # A router that hesitates sends a token to another expert.
     assert (shares(ours, same) > 0.2).mean() < 0.05
-    assert 0.05 < np.median(shares(ours, plain)) < bound
+    assert 0.05 < np.median(shares(ours, plain)) < FAMILIES[name].int4

@@ -23,6 +23,7 @@ from tests.support.launches import (
     assert_gone,
     command,
     family,
+    llmapi_repository,
     repository_of,
     running_rank,
     running_server,
@@ -33,13 +34,18 @@ from tests.support.servers import free_spec
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import RepositoryError, ServerDiedError, ServerStartError, UsageError
-from trtserve.servers import Server, condition, list_servers, recorded_server
+from trtserve.server import gpu_checks, health, launch_plan, readiness
+from trtserve.server.launch_plan import plan_server
+from trtserve.server.shutdown import stop_server
+from trtserve.server.start import start_server
+from trtserve.server.state import Server, list_servers, recorded_server
+from trtserve.server.status import server_state
+from trtserve.server.supervision import serve_foreground
 from trtserve.specs import ServerSpec
-from trtserve.start import checks, life, plan_server, readiness, serve_foreground, start_server
 from trtserve.store import Store
-from trtserve.triton.server import is_ready, shared_memory_regions
+from trtserve.triton.tritonserver import is_ready, shared_memory_regions
 
-KILLS = int(os.environ.get("TRTSERVE_KILLS", "20"))
+KILLS = int(os.environ.get("TRTSERVE_KILLS", "8"))
 
 
 @pytest.fixture
@@ -51,7 +57,7 @@ def store(tmp_path: Path) -> Store:
 def test_leader(tmp_path: Path, store: Store, doubles: Doubles) -> None:
     repository = repository_of(tmp_path)
     with started(repository, store, gpus=(2, 3)) as server:
-        assert (condition(server), server.mode, len(server.ranks)) == (("running", ""), "leader", 2)
+        assert (server_state(server), server.mode, len(server.instances[0].ranks)) == (("ready", ""), "leader", 2)
         calls = sorted(doubles.calls("tritonserver"), key=lambda call: call.rank)
         assert [call.rank for call in calls] == [0, 1]
         assert all(call.environment["CUDA_VISIBLE_DEVICES"] == "2,3" for call in calls)
@@ -61,12 +67,25 @@ def test_leader(tmp_path: Path, store: Store, doubles: Doubles) -> None:
         again = command("start", "--model-repository", str(repository.path), "--name", "launched", "--detach")
         assert again.returncode == 32, again.stderr
     # Rank 0 was asked and ended in order, and the others with it.
-    assert "Waiting for in-flight requests" in server.log.read_text()
-    assert "Terminating worker process" in server.log.read_text()
+    assert "Waiting for in-flight requests" in server.instances[0].log.read_text()
+    assert "Terminating worker process" in server.instances[0].log.read_text()
+
+
+def test_a_start_runs_its_plan_and_plans_nothing_again(
+    tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_server(repository_of(tmp_path, tp=1), replace(free_spec("planned"), oversubscribe=True), store=store)
+    monkeypatch.setattr(launch_plan, "plan_server", None)
+    monkeypatch.setattr(launch_plan, "inspect_repository", None)
+    server = start_server(plan)
+    stop_server("planned", store=store)
+    assert server.address == plan.instances[0].address
+    (call,) = doubles.calls("tritonserver")
+    assert tuple(call.arguments) == plan.instances[0].launch.groups[0][1:]
 
 
 @pytest.mark.parametrize("container", ["24.08", "25.05", "26.03"])
-def test_every_form_of_the_command_is_taken(container: str, tmp_path: Path, store: Store, doubles: Doubles) -> None:
+def test_commands_of_every_release_start(container: str, tmp_path: Path, store: Store, doubles: Doubles) -> None:
     doubles.configure(container=container)
     path = write_core_model(tmp_path / "repository", "tensorrt_llm", str(tmp_path / "engine"))
     write_engine_folder(tmp_path / "engine", tp=1, container=container)
@@ -75,7 +94,7 @@ def test_every_form_of_the_command_is_taken(container: str, tmp_path: Path, stor
 
 
 def test_a_rank_that_dies_ends_the_foreground(tmp_path: Path, store: Store, doubles: Doubles) -> None:
-    doubles.configure(die_rank=1, die_when="ready", die_signal=9)
+    doubles.configure(die_rank=1, die_when="ready", die_after=1.5, die_signal=9)
     repository = repository_of(tmp_path)
     ended = command("start", "--model-repository", str(repository.path), "--oversubscribe", *start_flags(free_spec()))
     assert ended.returncode == 35, ended.stderr
@@ -88,34 +107,34 @@ def test_a_rank_that_dies_while_loading_is_named(tmp_path: Path, store: Store, d
     doubles.configure(die_rank=1, die_when="start", die_code=3, load_seconds=5)
     spec = replace(free_spec(), oversubscribe=True)
     with pytest.raises(ServerStartError, match="Rank 1 ended with code 3 before the server was ready") as caught:
-        start_server(repository_of(tmp_path), spec, store=store)
+        start_server(plan_server(repository_of(tmp_path), spec, store=store))
     assert "out of memory" in caught.value.message
     assert list_servers(store) == []
 
 
-def test_a_rank_that_ends_quietly_while_loading_is_noticed(
+def test_a_rank_that_exits_with_0_while_loading_is_reported(
     tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mpirun lets a rank go that ends with code 0, and the others wait for it."""
     monkeypatch.setattr(readiness, "_RANK_INTERVAL", 0.1)
-    monkeypatch.setattr(readiness, "_LET_GO", 0.5)
+    monkeypatch.setattr(readiness, "_JOB_END", 0.5)
     doubles.configure(die_rank=1, die_when="start", die_after=1.0, die_code=0, load_seconds=2)
     spec = replace(free_spec(), oversubscribe=True)
-    with pytest.raises(ServerStartError, match="Rank 1 of 2 has ended before the server was ready") as caught:
-        start_server(repository_of(tmp_path), spec, store=store)
+    with pytest.raises(ServerStartError, match="Rank 1 of 2 ended before the server was ready") as caught:
+        start_server(plan_server(repository_of(tmp_path), spec, store=store))
     assert "rank 1: no process" in caught.value.message
     assert list_servers(store) == []
 
 
-def test_a_rank_that_ends_quietly_ends_the_server(
+def test_a_rank_that_exits_with_0_ends_the_server(
     tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "_EXPLANATION", 0.2)
+    monkeypatch.setattr(health, "_EXPLANATION", 0.2)
     doubles.configure(die_rank=1, die_when="ready", die_after=1.5, die_code=0)
     spec = replace(free_spec(), oversubscribe=True)
     seen: list[Server] = []
-    with pytest.raises(ServerDiedError, match="rank 1 of 2 has ended by itself"):
-        serve_foreground(repository_of(tmp_path), spec, store=store, on_ready=seen.append)
+    with pytest.raises(ServerDiedError, match="rank 1 of 2 has ended"):
+        serve_foreground(plan_server(repository_of(tmp_path), spec, store=store), on_ready=seen.append)
     assert_gone(seen[0], store)
 
 
@@ -123,7 +142,7 @@ def test_the_deadline_names_the_missing_rank(tmp_path: Path, store: Store, doubl
     doubles.configure(hang_rank=1)
     spec = replace(free_spec(ready_timeout=1.5), oversubscribe=True)
     with pytest.raises(ServerStartError, match=r"not ready after 1\.5 s.* keeps the others waiting:") as caught:
-        start_server(repository_of(tmp_path), spec, store=store)
+        start_server(plan_server(repository_of(tmp_path), spec, store=store))
     for rank in (0, 1):
         assert f"rank {rank}: " in caught.value.message
     assert "% CPU; last line: " in caught.value.message
@@ -133,13 +152,13 @@ def test_an_engine_of_another_machine_is_explained(tmp_path: Path, store: Store,
     doubles.configure(sm=80)
     spec = replace(free_spec(), oversubscribe=True)
     with pytest.raises(ServerStartError, match="incompatible device"):
-        start_server(repository_of(tmp_path, tp=1), spec, store=store)
+        start_server(plan_server(repository_of(tmp_path, tp=1), spec, store=store))
 
 
 def test_another_world_size_needs_another_engine(tmp_path: Path, store: Store) -> None:
     repository = repository_of(tmp_path)
     with pytest.raises(UsageError, match=r"--world-size is 4; the engine was built for 2 ranks") as caught:
-        plan_server(repository, ServerSpec(world_size=4), store=store, elsewhere=True)
+        plan_server(repository, ServerSpec(world_size=4), store=store, on_this_machine=False)
     assert "--tp_size 4" in str(caught.value.hint)
 
 
@@ -158,7 +177,7 @@ def test_orchestrator_with_workers_of_its_own(tmp_path: Path, store: Store, doub
         tmp_path, a="gpu_device_ids=0,1 participant_ids=1,2", b="gpu_device_ids=2,3 participant_ids=3,4"
     )
     with started(repository, store, multi_model=True, spawn_processes=False, world_size=5) as server:
-        assert len(server.ranks) == 5
+        assert len(server.instances[0].ranks) == 5
         assert {call.environment["TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"] for call in doubles.calls("tritonserver")} == {
             "0"
         }
@@ -185,39 +204,20 @@ def test_models_that_claim_the_same_gpu(tmp_path: Path, store: Store, doubles: D
 @pytest.mark.parametrize(
     ("parameter", "words"),
     [
-        (" executor_worker_path=/opt/nowhere/trtllmExecutorWorker", r"are /opt/nowhere/trtllmExecutorWorker \("),
-        (
-            "",
-            r"are .*/trtllmExecutorWorker \(executor_worker_path, which is not set\), not on this machine",
-        ),
+        (" executor_worker_path=/opt/nowhere/trtllmExecutorWorker", r"/opt/nowhere/trtllmExecutorWorker \("),
+        ("", r".*/trtllmExecutorWorker \(executor_worker_path, which is not set\), which is not on this machine"),
     ],
 )
-def test_workers_that_are_not_there(
+def test_missing_workers_are_refused(
     parameter: str, words: str, tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "WORKER", str(tmp_path / "opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"))
+    monkeypatch.setattr(
+        gpu_checks, "WORKER", str(tmp_path / "opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker")
+    )
     repository = repository_of(tmp_path, a=f"gpu_device_ids=0,1{parameter}")
-    with pytest.raises(RepositoryError, match=f"The workers of a {words}") as caught:
-        start_server(repository, replace(free_spec(), multi_model=True), store=store)
+    with pytest.raises(RepositoryError, match=f"The worker of a is {words}") as caught:
+        start_server(plan_server(repository, replace(free_spec(), multi_model=True), store=store))
     assert str(doubles.worker) in str(caught.value.hint)
-
-
-def llmapi_repository(tmp_path: Path, world_size: int) -> ModelRepository:
-    folder = tmp_path / "repository" / "tensorrt_llm" / "1"
-    folder.mkdir(parents=True)
-    (folder / "model.py").write_text("class TritonPythonModel:\n    pass\n")
-    (folder / "helpers.py").write_text("")
-    (folder / "model.yaml").write_text(
-        f"model: TinyLlama/TinyLlama-1.1B-Chat-v1.0\nbackend: pytorch\ntensor_parallel_size: {world_size}\n"
-        "triton_config:\n  decoupled: true\n"
-    )
-    (folder.parent / "config.pbtxt").write_text(
-        'name: "tensorrt_llm"\nbackend: "python"\nmodel_transaction_policy { decoupled: true }\n'
-        'input [ { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] } ]\n'
-        'output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]\n'
-        "instance_group [ { count: 1 kind: KIND_CPU } ]\n"
-    )
-    return ModelRepository(path=tmp_path / "repository")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -241,7 +241,7 @@ class Kill:
 
 
 def test_ranks_killed_at_random_moments_leave_nothing(tmp_path: Path, doubles: Doubles) -> None:
-    """Four launches at a time, each in a store of its own: most of a launch is waiting."""
+    """Four launches at a time, each in its own store: most of a launch is waiting."""
     repository = repository_of(tmp_path, tp=4)
     seed = int(os.environ.get("TRTSERVE_SEED", "5"))
     chance = random.Random(seed)
@@ -261,7 +261,7 @@ def test_ranks_killed_at_random_moments_leave_nothing(tmp_path: Path, doubles: D
 
 
 def killed_launch(kill: Kill, repository: ModelRepository, home: Path, doubles: Doubles) -> None:
-    """Start, kill one rank, and look for what is left."""
+    """Start, kill one rank, and check that nothing is left."""
     store = Store(home)
     environment = {**doubles.environment(load_seconds=kill.load), "TRTSERVE_HOME": str(home)}
     with foreground(repository, kill.name, environment) as one:
@@ -292,7 +292,7 @@ def foreground(
 def ready(name: str, store: Store) -> Server:
     """The server of this name when its start is complete."""
     running_server(name, store)
-    assert eventually(lambda: (found := recorded_server(name, store)) is None or found.phase == "running")
+    assert eventually(lambda: (found := recorded_server(name, store)) is None or found.state == "ready")
     return running_server(name, store)
 
 
@@ -309,7 +309,7 @@ def test_a_killed_worker_of_an_orchestrator_leaves_nothing(tmp_path: Path, store
     assert_gone(server, store)
 
 
-def test_a_killed_rank_beside_an_orchestrator_leaves_nothing(tmp_path: Path, store: Store, doubles: Doubles) -> None:
+def test_a_killed_rank_next_to_an_orchestrator_leaves_nothing(tmp_path: Path, store: Store, doubles: Doubles) -> None:
     repository = repository_of(
         tmp_path, a="gpu_device_ids=0,1 participant_ids=1,2", b="gpu_device_ids=2,3 participant_ids=3,4"
     )
@@ -329,7 +329,7 @@ def test_a_killed_node_of_the_llm_api_leaves_nothing(rank: int, tmp_path: Path, 
         server = ready("nodes", store)
         os.kill(running_rank("nodes", rank, store)[1], signal.SIGKILL)
         _, errors = one.communicate(timeout=120)
-    # mpirun does not tell of rank 0 as long as a tritonserver, which is no child of its own, holds the rank's output.
-    words = "rank 0 of 2 has ended by itself" if rank == 0 else "Rank 1 was killed"
+    # mpirun does not report rank 0 while a tritonserver that is not its child holds the rank's output.
+    words = "rank 0 of 2 has ended" if rank == 0 else "Rank 1 was killed"
     assert (one.returncode, words in errors) == (35, True), errors
     assert_gone(server, store)

@@ -16,6 +16,7 @@ import pytest
 from tests.support.engine_folders import write_engine
 from tests.support.in_process import END_ID, InProcess
 from tests.support.tiny_models import write_tiny_model
+from tests.support.unsupported_release import ENGINELESS
 from trtserve import process
 from trtserve.cli import run
 from trtserve.process import Command
@@ -29,7 +30,7 @@ STAND_INS = ROOT / "tests" / "support" / "stand_ins"
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the import `tiny`, whose arithmetic is float32."""
+    """A store with the import `tiny` in float32."""
     folder = tmp_path_factory.mktemp("local")
     model = write_tiny_model(folder / "tiny", max_position_embeddings=4096, num_hidden_layers=6)
     with pytest.MonkeyPatch.context() as patch:
@@ -95,11 +96,11 @@ def test_stop_words_and_times_end_it(store: Store, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "expected"),
     [
         (("--engine", "tiny"), 2, "--engine needs --local"),
         (("--local",), 2, "--local needs --engine ENGINE"),
-        (("--engine", "tiny", "--local", "--url", "localhost:8001"), 2, "--url belongs to servers"),
+        (("--engine", "tiny", "--local", "--url", "localhost:8001"), 2, "--url is for servers"),
         (("--engine", "tini", "--local"), 10, "Did you mean tiny?"),
         (
             ("--engine", "tiny", "--local", "--max-tokens", "3", "--beam-width", "3"),
@@ -114,17 +115,17 @@ def test_stop_words_and_times_end_it(store: Store, capsys: pytest.CaptureFixture
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_what_cannot_be_asked(
-    arguments: tuple[str, ...], code: int, told: str, store: Store, capsys: pytest.CaptureFixture[str]
+def test_impossible_queries_are_refused(
+    arguments: tuple[str, ...], code: int, expected: str, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["query", "--input-tokens-csv", "5,6,7", *arguments]) == code
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_tokenizer_is_that_of_the_model_it_was_made_of(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store of this test knows no import: only the manifests say what an engine was made of."""
+    """The store of this test has no import: only manifests name the source of an engine."""
     (record,) = Store(home).recorded()
     monkeypatch.setenv("TRTSERVE_HOME", str(tmp_path / "other"))
     asked = ("query", "What is ML?", "--local", "--max-tokens", "3", "--engine")
@@ -136,27 +137,27 @@ def test_tokenizer_is_that_of_the_model_it_was_made_of(
     shutil.copytree(record.engine, alone)
     (alone / "manifest.json").unlink()
     assert run([*asked, str(alone)]) == 2
-    told = capsys.readouterr().err
-    assert "its tokenizer is not known here" in told
-    assert "--tokenizer" in told
+    printed = capsys.readouterr().err
+    assert "needs a tokenizer" in printed
+    assert "--tokenizer" in printed
 
 
-def test_a_version_of_tensorrt_llm_is_not_used_in_silence(
+def test_another_version_of_tensorrt_llm_is_reported(
     store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (record,) = store.recorded()
     assembled = ["repo", record.engine, "--tokenizer", record.model, "--dry-run"]
     imported = ["import", record.model, "--dry-run"]
     for command in (assembled, imported):
-        assert run([*command, "--trtllm-version", "1.3.0"]) == 0
-        assert "--trtllm-version 1.3.0 is not used" in capsys.readouterr().err
+        assert run([*command, "--trtllm-version", ENGINELESS]) == 0
+        assert f"--trtllm-version {ENGINELESS} is not used" in capsys.readouterr().err
         with monkeypatch.context() as patch:
-            patch.setenv("TRTSERVE_TRTLLM_VERSION", "1.3.0")
+            patch.setenv("TRTSERVE_TRTLLM_VERSION", ENGINELESS)
             assert run(command) == 0
         assert "is not used" not in capsys.readouterr().err
 
 
-def test_a_runtime_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_runtime_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = write_engine(tmp_path / "engine", version="1.2.0").path
     assert run(["query", "--engine", str(engine), "--local", "--input-tokens-csv", "5,6"]) == 3
     error = capsys.readouterr().err
@@ -186,13 +187,9 @@ def test_ctrl_c_stops_it(store: Store) -> None:
     assert b"Traceback" not in errors
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 class TestTensorrtLlm:
-    """Against strict bindings, whose answers go on counting."""
-
-    @pytest.fixture(autouse=True)
-    def torch(self) -> None:
-        pytest.importorskip("torch")
+    """With strict bindings whose answers count upwards."""
 
     def _query(self, engine: Path, release: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{STAND_INS}"}

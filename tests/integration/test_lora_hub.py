@@ -12,10 +12,10 @@ import pytest
 from tests.support.hub import Hub, running_hub
 from tests.support.peft_adapters import write_adapter
 from trtserve.artifacts import Manifest
+from trtserve.convert.lora import WEIGHTS, convert_adapter, plan_adapter
 from trtserve.errors import ModelNotFoundError, UnsupportedModelError
 from trtserve.hub import resolve
-from trtserve.import_.downloads import download_folder
-from trtserve.lora import WEIGHTS, convert_adapter, plan_adapter
+from trtserve.import_ import download_folder
 from trtserve.store import Store
 
 ID = "acme/polite"
@@ -55,7 +55,7 @@ def test_a_plan_waits_for_the_process_that_has_the_folder(hub: Hub, tmp_path: Pa
         assert planned.result(timeout=30).source.name == "polite"
 
 
-def test_repositories_that_are_no_adapters(hub: Hub, tmp_path: Path) -> None:
+def test_repositories_without_an_adapter_are_refused(hub: Hub, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "old", modules=MODULES)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     hub.add(ID, folder)

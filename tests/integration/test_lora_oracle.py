@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_models import write_tiny_model
-from tests.support.transformers_oracle import engine_of
+from tests.support.transformers_oracle import ENGINES, engine_of
+from trtserve.convert.lora import CONFIG, WEIGHTS, convert_adapter
 from trtserve.executor import api
-from trtserve.lora import CONFIG, WEIGHTS, convert_adapter
 from trtserve.specs import BuildSpec, ConvertSpec
 
 # PEFT asks transformers for a name that this has renamed.
 pytestmark = [
-    pytest.mark.oracle,
+    pytest.mark.needs("torch"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
@@ -47,10 +47,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tuned_model(base: Path, folder: Path, **settings: Any) -> Any:
     """Let PEFT tune the model in `base` at random; its adapter is saved in `folder`."""
-    torch = pytest.importorskip("torch")
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
+    import peft
+    import torch
+    import transformers
 
+    torch.set_num_threads(1)
     torch.manual_seed(len(settings))
     spec = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(WORDS.values()), init_lora_weights=False, **settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
@@ -94,7 +95,7 @@ class Answer:
 
 
 def answer_of(model: Any) -> Answer:
-    """What a model of transformers, or one that PEFT has wrapped, says to PROMPT."""
+    """Return the answer to PROMPT of a transformers model, with or without PEFT."""
     import torch
 
     ids, logits = list(PROMPT), torch.empty(0)
@@ -117,21 +118,20 @@ def tuned(folder: Path) -> dict[str, Answer]:
     return answers
 
 
-@pytest.fixture(scope="module")
-def executor(folder: Path) -> Iterator[api.Executor]:
+@pytest.fixture(scope="module", params=ENGINES)
+def executor(request: pytest.FixtureRequest, folder: Path) -> Iterator[api.Executor]:
     """A float32 engine of the model that takes adapters on every module."""
     build = BuildSpec(
         max_batch_size=8,
         max_seq_len=128,
-        runtime="openvino",
-        kv_precision="f32",
+        **ENGINES[request.param],
         gather_context_logits=True,
         gather_generation_logits=True,
         lora_plugin="auto",
         lora_target_modules=ENGINE_MODULES,
         max_lora_rank=8,
     )
-    engine = engine_of(folder, folder.parent, ConvertSpec(dtype="float32"), build)
+    engine = engine_of(folder, folder.parent / request.param, ConvertSpec(dtype="float32"), build)
     with api.Executor(engine.path, api.ModelType.DECODER_ONLY, api.ExecutorConfig()) as running:
         yield running
 
@@ -147,7 +147,7 @@ def request(adapter: Path | None, task: int) -> api.Request:
 
 
 def test_one_batch_answers_as_peft_does(folder: Path, tuned: dict[str, Answer], executor: api.Executor) -> None:
-    """Every adapter and none, all enqueued at once: tokens and logits are those of PEFT's models."""
+    """Requests with every adapter and with none, all enqueued at once, give PEFT's tokens and logits."""
     requests = [request(folder.parent / name if name else None, task) for task, name in enumerate(tuned, start=1)]
     assert len({tuple(answer.tokens) for answer in tuned.values()}) == len(SETTINGS) + 1
     for number, expected in zip(executor.enqueue_requests(requests), tuned.values(), strict=True):

@@ -1,4 +1,4 @@
-"""A plan comes from config and headers alone, is the same for a folder and the hub, and holds what is made later."""
+"""A plan needs config and headers alone, is the same for a folder and the hub, and matches what is made later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.hub import Hub, running_hub
 from tests.support.quantised_models import write_quantised_model
 from tests.support.tiny_models import write_tiny_model
-from trtserve.architectures.tensor_files import TensorFile
+from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.cli.app import run
 from trtserve.errors import (
     ConversionError,
@@ -70,7 +70,7 @@ def test_options_of_experts_and_embedding_change_the_sizes(
 ) -> None:
     """A split embedding makes ranks smaller; how experts are shared out is checked as `convert` checks it."""
     asked = [
-        _plan(capsys, str(tiny), "--gpu", "h20", "--tp-size", "2", *wish)["gpu"]["asked"]["weights"]
+        _plan(capsys, str(tiny), "--gpu", "h20", "--tp-size", "2", *wish)["gpu"]["asked"]["weight_bytes"]
         for wish in ([], ["--use-parallel-embedding"], ["--use-parallel-embedding", "--embedding-sharding-dim", "1"])
     ]
     assert asked[0] - asked[1] == 8000 * 256 * 2 // 2
@@ -82,7 +82,9 @@ def test_options_of_experts_and_embedding_change_the_sizes(
     assert run(["plan", str(tiny), "--tp-size", "2", "--moe-ep-size", "2"]) == UsageError.code
 
 
-def test_what_is_no_model_ends_alike_everywhere(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_reports_the_same_error_for_no_model(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for path in tiny.iterdir():
         if path.suffix != ".safetensors" and "index" not in path.name:
             shutil.copy(path, tmp_path)
@@ -93,17 +95,17 @@ def test_what_is_no_model_ends_alike_everywhere(tiny: Path, tmp_path: Path, caps
         (tmp_path / "config.json").unlink(missing_ok=True)
 
 
-def test_nothing_is_pulled_of_a_folder(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_folder_is_not_downloaded(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(tiny)]) == 0
-    assert "to pull" not in capsys.readouterr().out
+    assert "to download" not in capsys.readouterr().out
 
 
-def test_what_is_planned_is_made(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_import_makes_what_was_planned(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = _plan(capsys, str(tiny), "--max-seq-len", "128")
     assert all(stage["seconds"] is None for stage in before["stages"])
     assert run(["import", str(tiny), "--max-seq-len", "128", "--quiet"]) == 0
     record = next(iter(Store().recorded()))
-    disk = {stage["stage"]: stage["disk"] for stage in before["stages"]}
+    disk = {stage["stage"]: stage["disk_bytes"] for stage in before["stages"]}
     for stage, folder in (("convert", record.checkpoint), ("build", record.engine)):
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
         assert size == pytest.approx(disk[stage], abs=2**20)
@@ -125,13 +127,13 @@ def test_gpus_and_settings(tiny: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert not none["asked"]["fits"]
     assert none["smallest"] is None
     half = _plan(capsys, str(tiny), "--gpu", "l4", "--tp-size", "2")["gpu"]["asked"]
-    assert half["kv_per_token"] * 2 == one["asked"]["kv_per_token"]
+    assert half["kv_bytes_per_token"] * 2 == one["asked"]["kv_bytes_per_token"]
     assert _plan(capsys, str(tiny), "--quantize", "int8")["engine_bytes"] < _plan(capsys, str(tiny))["engine_bytes"]
 
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models that are quantised already; Qwen's have biases beside their codes."""
+    """Quantised models; Qwen's have biases next to their codes."""
     folder = tmp_path_factory.mktemp("quantised")
     schemes = {"awq": "llama", "gptq_asym": "qwen2", "fp8": "llama"}
     return {scheme: write_quantised_model(folder / scheme, scheme, name).folder for scheme, name in schemes.items()}
@@ -141,7 +143,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_quantised_models_are_planned_from_their_headers(
     quantised: dict[str, Path], scheme: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A GPU holds what the rank's file will; afar no order of groups and no bias can be looked at."""
+    """A GPU holds the size of the rank's file; on the hub, order of groups and biases are unknown."""
     model = quantised[scheme]
     hub.add(f"org/{scheme}", model)
     for tp_size in ("1", "2"):
@@ -152,7 +154,7 @@ def test_quantised_models_are_planned_from_their_headers(
         out = tmp_path / tp_size
         assert run(["convert", str(model), "--tp-size", tp_size, "--out", str(out), "--quiet"]) == 0
         entries = TensorFile(out / "rank0.safetensors").entries.values()
-        assert local["gpu"]["asked"]["weights"] == sum(entry.size for entry in entries)
+        assert local["gpu"]["asked"]["weight_bytes"] == sum(entry.size for entry in entries)
     assert not list(Store().root.rglob("*.safetensors"))
 
 
@@ -177,16 +179,18 @@ def test_calibrated_quantisation_is_planned_without_nvidias_tools(
     for quantize, part in (("fp8", 0.5), ("int8_sq", 0.5), ("int4_awq", 0.26)):
         need = _plan(capsys, str(tiny), "--gpu", "h100", "--quantize", quantize)
         tables = 2 * 8000 * 256 * 2
-        weights, all_weights = (each["gpu"]["asked"]["weights"] for each in (need, whole))
+        weights, all_weights = (each["gpu"]["asked"]["weight_bytes"] for each in (need, whole))
         assert weights - tables == pytest.approx(part * (all_weights - tables), rel=0.05)
         convert = need["stages"][1]
-        assert convert["memory"] is None
-        assert convert["disk"] == pytest.approx(weights, abs=100_000)
+        assert convert["memory_bytes"] is None
+        assert convert["disk_bytes"] == pytest.approx(weights, abs=100_000)
     assert "W8A8_SQ" in _plan(capsys, str(tiny), "--quantize", "int8_sq", code=UNABLE)["problem"]
     assert _plan(capsys, str(tiny), "--quantize", "int4_awq")["engine_bytes"] > 0
 
 
-def test_what_a_gpu_cannot_run(tiny: Path, quantised: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_names_what_a_gpu_cannot_run(
+    tiny: Path, quantised: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     awq, fp8 = str(quantised["awq"]), str(quantised["fp8"])
     assert "8.9 or later; a100-80gb has 8.0" in _plan(capsys, fp8, "--gpu", "a100-80gb", code=UNABLE)["gpu"]["problem"]
     turing = _plan(capsys, str(tiny), "--gpu", "t4", code=UNABLE)["gpu"]
@@ -208,7 +212,7 @@ def test_what_a_gpu_cannot_run(tiny: Path, quantised: dict[str, Path], capsys: p
     assert _plan(capsys, fp8, "--gpu-memory", "80GB")["gpu"]["problem"] is None
 
 
-def test_the_table_says_what_was_not_measured(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_what_was_not_measured(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert run(["plan", str(tiny), "--quiet"]) == 0
     text = capsys.readouterr().out
@@ -220,10 +224,10 @@ def test_the_table_says_what_was_not_measured(tiny: Path, capsys: pytest.Capture
     assert "note        t4-16gb (Turing) is supported by TensorRT-LLM until 0.14" in text
 
 
-def test_what_does_not_fit_names_what_would(
+def test_a_model_that_does_not_fit_gets_limits_that_would(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: 2**20)
+    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: 2**20)
     machine = _plan(capsys, str(tiny), code=TOO_LARGE)["machine"]
     assert not machine["fits"]
     assert machine["tokens"] == 0
@@ -245,11 +249,13 @@ def test_what_does_not_fit_names_what_would(
         (("--tp-size", "3"), UsageError.code),
     ],
 )
-def test_wrong_questions(tiny: Path, arguments: tuple[str, ...], code: int) -> None:
+def test_wrong_options_are_refused(tiny: Path, arguments: tuple[str, ...], code: int) -> None:
     assert run(["plan", str(tiny), *arguments]) == code
 
 
-def test_missing_tensors_and_broken_headers_are_told_before_the_pull(hub: Hub, tiny: Path, tmp_path: Path) -> None:
+def test_missing_tensors_and_broken_headers_are_reported_before_the_download(
+    hub: Hub, tiny: Path, tmp_path: Path
+) -> None:
     folder = write_tiny_model(tmp_path / "less", dtype="bfloat16")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))

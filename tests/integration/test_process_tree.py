@@ -1,4 +1,4 @@
-"""Real process trees: spawned into a session of their own, and ended with everything that belongs to them."""
+"""Real process trees: started in their own session, and ended with all of their processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import eventually
-from trtserve.process import Command, Identity, exit_code, spawn, stop, tree
+from trtserve.process import Command, ProcessId, exit_code, spawn, stop, tree
 
 SLEEP = "import time; time.sleep(60)"
-# A child in a session of its own, as mpirun's daemons make; its pid is written once it runs.
+# A child in its own session, as mpirun's daemons make; its pid is written once it runs.
 PARENT = """
 import subprocess, sys, time
 sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -24,11 +24,11 @@ print(*(subprocess.Popen(sleeper, start_new_session=own).pid for own in {session
 """
 
 
-def python(code: str, log: Path) -> Identity:
+def python(code: str, log: Path) -> ProcessId:
     return spawn(Command(argv=(sys.executable, "-c", code)), log=log)
 
 
-def parent(log: Path, *, sessions: tuple[bool, ...], then: str = "time.sleep(60)") -> tuple[Identity, set[int]]:
+def parent(log: Path, *, sessions: tuple[bool, ...], then: str = "time.sleep(60)") -> tuple[ProcessId, set[int]]:
     identity = python(PARENT.format(sessions=sessions, then=then), log)
     assert eventually(lambda: log.read_text().endswith("\n"))
     return identity, {int(pid) for pid in log.read_text().split()}
@@ -70,7 +70,7 @@ def test_term_lets_the_process_end_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("grace", "urgent"), [(0.2, False), (3600.0, True)])
-def test_what_ignores_term_is_killed(tmp_path: Path, grace: float, urgent: bool) -> None:
+def test_a_process_that_ignores_term_is_killed(tmp_path: Path, grace: float, urgent: bool) -> None:
     code = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(60)"
     identity = python(code, tmp_path / "log")
     assert eventually(lambda: (tmp_path / "log").read_text() == "up\n")
@@ -80,7 +80,7 @@ def test_what_ignores_term_is_killed(tmp_path: Path, grace: float, urgent: bool)
 
 def test_a_reused_pid_is_left_alone(tmp_path: Path) -> None:
     identity = python(SLEEP, tmp_path / "log")
-    stale = Identity(pid=identity.pid, started=identity.started - 60)
+    stale = ProcessId(pid=identity.pid, started=identity.started - 60)
     assert not tree(stale)
     assert stop(stale, grace=0.1)
     assert identity.alive()
@@ -108,13 +108,13 @@ IN_A_THREAD = "thread = threading.Thread(target=start); thread.start(); thread.j
     [(True, "start()", False), (False, "start()", True), (True, IN_A_THREAD, True)],
     ids=["bound", "free", "bound in a thread"],
 )
-def test_what_becomes_of_a_killed_parents_child(bound: bool, run: str, survives: bool, tmp_path: Path) -> None:
+def test_a_bound_child_ends_with_its_killed_parent(bound: bool, run: str, survives: bool, tmp_path: Path) -> None:
     code = KILLED.format(bound=bound, run=run)
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
     ) as one:
         assert one.stdout is not None
-        sleeper = Identity.of(int(one.stdout.readline()))
+        sleeper = ProcessId.of(int(one.stdout.readline()))
         assert sleeper is not None
         time.sleep(0.1)
         assert sleeper.alive()

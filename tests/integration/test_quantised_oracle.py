@@ -1,4 +1,4 @@
-"""Engines of AWQ, GPTQ and FP8 models answer as transformers does with the weights that their codes stand for.
+"""Engines of AWQ, GPTQ and FP8 models answer as transformers does with the dequantised weights.
 
 Both calculate in float32: what is compared is the reading, splitting, packing, merging and unpacking of the codes.
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.paged_steps import PagedSteps
 from tests.support.quantised_models import EXPERT_SIZES, ROUTERS, QuantisedModel, write_quantised_model
+from tests.support.transformers_oracle import ENGINES, Oracle, engine_of
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
 from trtserve.convert import convert_model
 from trtserve.executor import api
 from trtserve.specs import BuildSpec, ConvertSpec
 
-pytestmark = pytest.mark.oracle
+pytestmark = pytest.mark.needs("torch")
 
 PROMPT_LENGTHS = (3, 17, 40)
 NEW_TOKENS = 12
@@ -63,6 +67,43 @@ def test_models_quantised_in_part(family: str, scheme: str, kept: str, spec: Con
     require_equal_tokens(model, spec, tmp_path)
 
 
+@pytest.mark.parametrize(("family", "spec"), [("llama", ConvertSpec()), ("qwen3_moe", ConvertSpec(tp_size=2))])
+def test_fp8_on_torch_stays_within_bounds(family: str, spec: ConvertSpec, tmp_path: Path) -> None:
+    """Inputs are rounded to FP8 there, so the differences are those of 3 bits of mantissa."""
+    from tests.support.torch_ranks import ThreadRanks
+
+    model = write_quantised_model(tmp_path, "fp8", family, gain=1.0, **(EXPERT_SIZES if family != "llama" else {}))
+    build = BuildSpec(max_seq_len=128, **ENGINES["torch"])
+    engine = engine_of(model.folder, tmp_path, spec, build)
+    ids = np.random.default_rng(1).integers(3, 259, 60).tolist()
+    ranks: Any = ThreadRanks(engine.path, spec.tp_size, 1)
+    found = PagedSteps(ranks, {"a": ids}).run([{"a": 40}, {"a": 20}])["a"]
+    expected = Oracle(model.dequantised).logits(ids)
+    shares = np.sqrt(np.square(found - expected).mean(axis=-1)) / expected.std()
+    assert 0.01 < np.median(shares) < 0.12
+    assert (shares > 0.2).mean() <= (0.1 if family != "llama" else 0)
+
+
+def test_fp8_matrices_with_different_scales_are_joined() -> None:
+    import torch
+
+    from trtserve.executor.torch import plain_operations
+    from trtserve.executor.torch.matrices import load_matrix
+
+    random = torch.Generator().manual_seed(3)
+    floats = {name: torch.randn(32, 64, generator=random) * size for name, size in (("a", 1.0), ("b", 0.5))}
+    scales = {name: weight.abs().max().reshape(1) / 448 for name, weight in floats.items()}
+    inputs = torch.tensor([1 / 64])
+    codes = {name: (weight / scales[name]).to(torch.float8_e4m3fn) for name, weight in floats.items()}
+    weights: Any = SimpleNamespace(tensor=codes.__getitem__, fp8_scales=lambda name: (scales[name], inputs))
+    x, bias = torch.randn(5, 64, generator=random), torch.randn(64, generator=random)
+    found = load_matrix(weights, ["a", "b"], plain_operations)(x, bias)
+    rounded = (x / inputs).to(torch.float8_e4m3fn).float() * inputs
+    halves = [codes["a"].float() * scales["a"], (codes["b"].float() * scales["b"] / scales["a"])]
+    halves[1] = halves[1].to(torch.float8_e4m3fn).float() * scales["a"]
+    torch.testing.assert_close(found, rounded @ torch.cat(halves).T + bias, atol=1e-4, rtol=1e-4)
+
+
 def require_equal_tokens(model: QuantisedModel, spec: ConvertSpec, tmp_path: Path) -> None:
     checkpoint = convert_model(Model(path=model.folder), spec, out=tmp_path / "checkpoint")
     limits = BuildSpec(max_batch_size=4, max_seq_len=128, kv_precision="f32", runtime="openvino")
@@ -88,7 +129,7 @@ def engine_answers(engine: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 def transformers_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     """New greedy tokens of transformers in float32, each prompt alone."""
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -108,7 +108,7 @@ def requests() -> list[api.Request]:
 
 @pytest.fixture(scope="module")
 def alone(executor: api.Executor, requests: list[api.Request]) -> list[api.Result]:
-    """What each request gives on its own."""
+    """The answer of each request alone."""
     found = [results(executor, request)[0] for request in requests]
     assert len({tuple(result.output_token_ids[0]) for result in found}) == len(requests)
     return found
@@ -192,7 +192,7 @@ def test_sequences_of_one_request_use_the_seeds_that_follow(executor: api.Execut
     assert [response.result.sequence_index for response in responses] == [0, 1, 2]
 
 
-def test_a_nucleus_that_has_decayed_is_greedy(executor: api.Executor) -> None:
+def test_a_decayed_nucleus_is_greedy(executor: api.Executor) -> None:
     (sampled,) = tokens(executor, request_of(2, top_p=1.0, top_p_decay=1e-6, temperature=3.0, seed=4))
     (greedy,) = tokens(executor, request_of(2))
     assert sampled[0] != greedy[0]
@@ -204,7 +204,7 @@ def test_a_nucleus_that_has_decayed_is_greedy(executor: api.Executor) -> None:
     assert response.result.output_token_ids[0] == sampled[1:]
 
 
-def test_what_leaves_one_token_is_greedy(executor: api.Executor) -> None:
+def test_settings_that_leave_one_token_are_greedy(executor: api.Executor) -> None:
     same: list[dict[str, Any]] = [
         {},
         {"top_k": 40, "min_p": 1.0},
@@ -294,7 +294,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("parts", "message"), WRONG.values(), ids=WRONG.keys())
-def test_what_cannot_be_done_fails_alone(executor: api.Executor, parts: dict[str, Any], message: str) -> None:
+def test_an_impossible_request_fails_alone(executor: api.Executor, parts: dict[str, Any], message: str) -> None:
     alone = tokens(executor, request_of(1))
     (failed,), (fine,) = answers(executor, [request_of(0, **parts), request_of(1)])
     assert failed.has_error()

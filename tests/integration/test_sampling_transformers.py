@@ -88,12 +88,14 @@ ORACLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
 
 
 def transformers_tokens(model: Any, number: int, **settings: Any) -> list[int]:
-    """What transformers generates greedily for a prompt."""
+    """Return the greedy answer of transformers to a prompt."""
     import torch
 
     prompt = torch.tensor([prompt_of(number)])
@@ -109,7 +111,7 @@ def transformers_tokens(model: Any, number: int, **settings: Any) -> list[int]:
     return generated
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize(("ours", "theirs"), ORACLES.values(), ids=ORACLES.keys())
 def test_greedy_decoding_equals_transformers(
     executor: api.Executor, model: Any, ours: dict[str, Any], theirs: dict[str, Any]
@@ -121,7 +123,7 @@ def test_greedy_decoding_equals_transformers(
         assert found != tokens(executor, *(request_of(number) for number in numbers))
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 def test_min_tokens_equals_transformers(executor: api.Executor, model: Any) -> None:
     (greedy,) = tokens(executor, request_of(1))
     end = greedy[1]
@@ -131,7 +133,7 @@ def test_min_tokens_equals_transformers(executor: api.Executor, model: Any) -> N
     assert len(ours) >= 6
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 def test_log_probs_equal_transformers(executor: api.Executor, model: Any) -> None:
     import torch
 

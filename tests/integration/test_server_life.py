@@ -1,4 +1,4 @@
-"""A real Triton through its whole life: ready or explained, supervised, stopped without a trace."""
+"""The life of a real Triton: ready or explained, supervised, stopped without a trace."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from tests.support.servers import HOST, free_spec, running_server
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import PortInUseError, ServerNotFoundError, ServerStartError
-from trtserve.ports import is_free
+from trtserve.host.ports import is_free
 from trtserve.process import tree
-from trtserve.servers import Server, condition, find_server, log_file, recorded_server, state_file
+from trtserve.server.discovery import find_server
+from trtserve.server.launch_plan import plan_server
+from trtserve.server.shutdown import stop_server
+from trtserve.server.start import start_server
+from trtserve.server.state import Server, last_record, list_servers, log_file, recorded_server, run_folder
+from trtserve.server.status import server_state
 from trtserve.specs import ServerSpec
-from trtserve.start import start_server, stop_server
 from trtserve.store import Store
-from trtserve.triton.probe import write_probe_repository
-from trtserve.triton.server import shared_memory_regions
+from trtserve.triton.stub_probe import write_probe_repository
+from trtserve.triton.tritonserver import shared_memory_regions
 
 pytestmark = pytest.mark.triton
 
@@ -47,7 +51,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def add_model(repository: Path, name: str, body: str) -> None:
-    """A model of which nothing but `initialize` is written."""
+    """Add a model that has only `initialize`."""
     version = repository / name / "1"
     version.mkdir(parents=True)
     (version / "model.py").write_text(MODEL.format(body=body))
@@ -56,12 +60,15 @@ def add_model(repository: Path, name: str, body: str) -> None:
 
 def assert_gone(server: Server, store: Store) -> None:
     """No process, port, shared memory or state file of a server is left; its log is."""
-    assert not server.identity.alive()
-    assert not tree(server.identity)
-    assert all(is_free(server.host, port) for port in server.address.ports.values())
+    assert not server.instances[0].process.alive()
+    assert not tree(server.instances[0].process)
+    assert all(is_free(server.address.host, port) for port in server.address.ports.values())
     assert not shared_memory_regions(server.shm_prefix)
-    assert not state_file(server.name, store).exists()
-    assert server.log.exists()
+    assert not run_folder(server.name, store).exists()
+    recorded = last_record(server.name, store)
+    assert recorded is not None
+    assert recorded.state in ("stopped", "failed")
+    assert server.instances[0].log.exists()
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -77,7 +84,7 @@ def start_line(repository: Path, spec: ServerSpec) -> list[str]:
 
 @contextmanager
 def foreground(repository: Path) -> Iterator[subprocess.Popen[str]]:
-    """`trtserve start` as a process of its own; killed at the end if it still runs."""
+    """Run `trtserve start` in its own process, and kill it at the end if it still runs."""
     line = [sys.executable, "-m", "trtserve", *start_line(repository, free_spec())]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -88,7 +95,7 @@ def foreground(repository: Path) -> Iterator[subprocess.Popen[str]]:
 
 def running(store: Store) -> Server:
     """The server `probe`, once it is ready."""
-    assert eventually(lambda: (found := recorded_server("probe", store)) is not None and found.phase == "running")
+    assert eventually(lambda: (found := recorded_server("probe", store)) is not None and found.state == "ready")
     return find_server("probe", store=store)
 
 
@@ -101,30 +108,32 @@ def test_commands_in_the_background(repository: Path, store: Store) -> None:
     assert 'trtserve query "What is ML?"' in started.stderr
     server = find_server(store=store)
     (shown,) = json.loads(command("status", "--json").stdout)["result"]
-    assert (shown["condition"], shown["models"]) == ("running", {"probe": "READY"})
+    assert (shown["state"], shown["models"]) == ("ready", {"probe": "READY"})
     lines = json.loads(command("logs", "-n", "20", "--json").stdout)["result"]["lines"]
     assert len(lines) == 20
     assert "Started HTTPService" in "".join(lines)
     again = command(*start_line(repository, free_spec()), "--detach")
     assert again.returncode == 32
-    assert "is running already" in again.stderr
+    assert "is already running" in again.stderr
     with pytest.raises(PortInUseError, match=f"--http-port {spec.http_port} is taken by trtserve's server probe"):
-        start_server(ModelRepository(path=repository), ServerSpec(name="b", http_port=spec.http_port), store=store)
+        start_server(
+            plan_server(ModelRepository(path=repository), ServerSpec(name="b", http_port=spec.http_port), store=store)
+        )
     stopped = command("stop")
     assert (stopped.returncode, stopped.stdout) == (0, "probe\n")
     assert_gone(server, store)
 
 
-def test_three_servers_start_and_stop_again_and_again(repository: Path, store: Store) -> None:
+def test_two_servers_start_and_stop_again_and_again(repository: Path, store: Store) -> None:
     def live_twice(name: str) -> None:
         for _ in range(2):
-            with running_server(repository, home=store.root, name=name) as server:
-                assert condition(server) == ("running", "")
-                assert len(server.stubs) == 1
+            with running_server(repository, home=store.root, name=name, gracefully=True) as server:
+                assert server_state(server) == ("ready", "")
+                assert len(server.instances[0].stubs) == 1
             assert_gone(server, store)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(live_twice, ("one", "two", "three")))
+        list(pool.map(live_twice, ("one", "two")))
 
 
 def test_foreground_ends_with_a_signal(repository: Path, store: Store) -> None:
@@ -133,7 +142,7 @@ def test_foreground_ends_with_a_signal(repository: Path, store: Store) -> None:
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=15)
     assert process.returncode == 0, errors
-    assert output == f"http://{HOST}:{server.http_port}\n"
+    assert output == f"http://{HOST}:{server.address.http_port}\n"
     assert "second terminal" in errors
     assert_gone(server, store)
 
@@ -155,11 +164,11 @@ def test_second_interrupt_kills_at_once(repository: Path, store: Store) -> None:
     with foreground(repository) as process:
         server = running(store)
         process.send_signal(signal.SIGINT)
-        assert eventually(lambda: "Signal (15) received" in server.log.read_text())
+        assert eventually(lambda: "Signal (15) received" in server.instances[0].log.read_text())
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=15)
     assert process.returncode == 0
-    assert "successfully unloaded" not in server.log.read_text()
+    assert "successfully unloaded" not in server.instances[0].log.read_text()
     assert_gone(server, store)
 
 
@@ -169,7 +178,7 @@ def test_interrupt_while_models_load(repository: Path, store: Store) -> None:
         assert eventually(lambda: recorded_server("probe", store) is not None)
         server = recorded_server("probe", store)
         assert server is not None
-        assert eventually(lambda: "successfully loaded 'probe'" in server.log.read_text())
+        assert eventually(lambda: "successfully loaded 'probe'" in server.instances[0].log.read_text())
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=15)
@@ -180,34 +189,34 @@ def test_interrupt_while_models_load(repository: Path, store: Store) -> None:
 def test_foreground_ends_when_a_stub_dies(repository: Path, store: Store) -> None:
     with foreground(repository) as process:
         server = running(store)
-        os.kill(server.stubs[0][0], signal.SIGKILL)
+        os.kill(server.instances[0].stubs[0].pid, signal.SIGKILL)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 35
     assert "1 of 1 Python stubs have ended" in errors
-    assert str(server.log) in errors
+    assert str(server.instances[0].log) in errors
     assert_gone(server, store)
 
 
 def test_killed_server_is_explained_and_replaced(repository: Path, store: Store) -> None:
     with running_server(repository, home=store.root) as server:
-        os.kill(server.pid, signal.SIGKILL)
-        assert eventually(lambda: condition(server)[0] == "failed")
+        os.kill(server.instances[0].process.pid, signal.SIGKILL)
+        assert eventually(lambda: server_state(server)[0] == "failed")
         status = command("status", "probe")
         assert status.returncode == 35
         assert "\nprobe\tfailed\t" in status.stdout
         with running_server(repository, home=store.root) as replacement:
-            assert replacement.pid != server.pid
+            assert replacement.instances[0].process.pid != server.instances[0].process.pid
             assert not shared_memory_regions(server.shm_prefix)
-            assert not tree(server.identity)
-            os.kill(replacement.pid, signal.SIGKILL)
-            assert eventually(lambda: not replacement.identity.alive())
+            assert not tree(server.instances[0].process)
+            os.kill(replacement.instances[0].process.pid, signal.SIGKILL)
+            assert eventually(lambda: not replacement.instances[0].process.alive())
             with pytest.raises(ServerNotFoundError, match="ended without being stopped"):
                 find_server("probe", store=store)
             assert stop_twice(store) == 33
 
 
 def stop_twice(store: Store) -> int:
-    """Clean up after the dead server, then ask again."""
+    """Clean up after the dead server, then stop it again and return the exit code."""
     if recorded_server("probe", store) is not None:
         stop_server("probe", store=store)
     return command("stop", "probe").returncode
@@ -218,14 +227,17 @@ def test_every_failing_model_is_named_with_its_reason(repository: Path, store: S
     add_model(repository, "unfinished", "x = (")
     spec = free_spec()
     with pytest.raises(ServerStartError) as caught:
-        start_server(ModelRepository(path=repository), spec, store=store)
+        start_server(plan_server(ModelRepository(path=repository), spec, store=store))
     message = caught.value.message
     assert "model raising: FileNotFoundError: the engine rank0.bin is gone" in message
     assert "model unfinished: SyntaxError" in message
     assert "CUDA" not in message
     assert caught.value.log == log_file("probe", store)
     assert caught.value.log.exists()
-    assert not state_file("probe", store).exists()
+    failed = recorded_server("probe", store)
+    assert failed is not None
+    assert failed.failure is not None
+    assert (failed.state, failed.failure.message) == ("failed", message)
     assert all(is_free(HOST, port) for port in (spec.http_port, spec.grpc_port, spec.metrics_port))
     assert not [process for process in psutil.process_iter() if _serves(process, repository)]
 
@@ -233,28 +245,28 @@ def test_every_failing_model_is_named_with_its_reason(repository: Path, store: S
 def test_models_that_never_end_loading_are_named(repository: Path, store: Store) -> None:
     add_model(repository, "endless", "time.sleep(60)")
     with pytest.raises(ServerStartError, match=r"not ready after 1 s; models still loading: .*endless"):
-        start_server(ModelRepository(path=repository), free_spec(ready_timeout=1.0), store=store)
-    assert not state_file("probe", store).exists()
+        start_server(plan_server(ModelRepository(path=repository), free_spec(ready_timeout=1.0), store=store))
+    assert list_servers(store) == []
 
 
 def test_port_taken_between_check_and_bind(repository: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.start.checks.is_free", lambda _host, _port: True)
+    monkeypatch.setattr("trtserve.server.checks.is_free", lambda _host, _port: True)
     with socket.create_server((HOST, 0)) as taken:
         spec = ServerSpec(http_port=free_spec().http_port, grpc_port=taken.getsockname()[1])
         with pytest.raises(PortInUseError, match="already in use"):
-            start_server(ModelRepository(path=repository), spec, store=store)
+            start_server(plan_server(ModelRepository(path=repository), spec, store=store))
 
 
 def test_two_starts_that_found_the_same_ports_free(
     repository: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.start.checks.is_free", lambda _host, _port: True)
+    monkeypatch.setattr("trtserve.server.checks.is_free", lambda _host, _port: True)
     with running_server(repository, home=store.root) as first:
-        spec = replace(free_spec("second"), http_port=first.http_port)
+        spec = replace(free_spec("second"), http_port=first.address.http_port)
         with pytest.raises(PortInUseError, match="already in use"):
-            start_server(ModelRepository(path=repository), spec, store=store)
-        assert condition(first) == ("running", "")
-    assert recorded_server("second", store) is None
+            start_server(plan_server(ModelRepository(path=repository), spec, store=store))
+        assert server_state(first) == ("ready", "")
+    assert list_servers(store) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

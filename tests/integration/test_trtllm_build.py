@@ -17,9 +17,10 @@ import pytest
 
 from tests.support.double_engines import write_checkpoint
 from tests.support.doubles import Doubles
+from tests.support.unsupported_release import ENGINELESS
 from tests.support.waiting import wait_until
-from trtserve.architectures.checkpoint import read_config
 from trtserve.artifacts import Engine, Manifest, load_artifact
+from trtserve.checkpoint.unified import read_config
 from trtserve.cli import run
 from trtserve.errors import UnsupportedModelError
 from trtserve.runtimes import tensorrt_llm
@@ -132,7 +133,7 @@ def test_every_typed_option_reaches_the_tool(late: Builder) -> None:
     assert " ".join(late.argv) == expected
 
 
-# Fault, exit code, what the message says beside the last lines.
+# Fault, exit code, text in the message besides the last lines.
 FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"build_fault": "oom"}, 14, ("signal 9: it ran out of memory", "It needs about", "were free", "--tp-size")),
     ({"build_fault": "no-engine"}, 21, ("rank0.engine is missing (2 ranks",)),
@@ -140,18 +141,18 @@ FAULTS: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"build_fault": "empty", "build_fault_rank": 1}, 21, ("rank1.engine has 0 bytes, too little",)),
     ({"build_fault": "cut-config"}, 21, ("config.json is not JSON",)),
     ({"build_fault": "error"}, 21, ("ended with code 1", "Provided tensor names are different", "The command was:")),
-    ({"version": "1.1.0"}, 21, ("TensorRT-LLM 1.1.0 built the engine; 1.2.1 was meant to", "--trtllm-version")),
+    ({"version": "1.1.0"}, 21, ("TensorRT-LLM 1.1.0 built the engine; expected 1.2.1", "--trtllm-version")),
 ]
 
 
-@pytest.mark.parametrize(("fault", "code", "told"), FAULTS, ids=[str(list(each[0].values())) for each in FAULTS])
+@pytest.mark.parametrize(("fault", "code", "expected"), FAULTS, ids=[str(list(each[0].values())) for each in FAULTS])
 def test_faults_are_explained_and_leave_nothing(
-    fault: dict[str, Any], code: int, told: tuple[str, ...], late: Builder, capsys: pytest.CaptureFixture[str]
+    fault: dict[str, Any], code: int, expected: tuple[str, ...], late: Builder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     late.doubles.configure(**{"container": "26.07", "version": "1.2.1", **fault})
     assert late() == code
     error = capsys.readouterr().err
-    for text in told:
+    for text in expected:
         assert text in error
     (log,) = (Store().root / "logs").iterdir()
     assert f"log:   {log}" in error
@@ -163,7 +164,7 @@ def test_faults_are_explained_and_leave_nothing(
 def test_progress_follows_the_log_and_remembers_the_time(late: Builder, capsys: pytest.CaptureFixture[str]) -> None:
     late.doubles.configure(container="26.07", version="1.2.1", gpus=1)
     assert late() == 0
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for text in (
         "Ranks are those of the checkpoint: tp 2 × pp 1.",
         "TensorRT builds engine 1 of 2",
@@ -171,8 +172,8 @@ def test_progress_follows_the_log_and_remembers_the_time(late: Builder, capsys: 
         "All engines are built",
         "trtllm-build --checkpoint_dir",
     ):
-        assert text in said
-    assert "as earlier builds did" not in said
+        assert text in printed
+    assert "as earlier builds did" not in printed
     assert late("--max-batch-size", "8") == 0
     assert "as earlier builds did" in capsys.readouterr().err
 
@@ -187,7 +188,7 @@ def test_equal_builds_are_reused_and_the_gpu_decides(late: Builder) -> None:
     assert load_artifact(Engine, late.out).manifest.facts["gpu"]["sm"] == "80"  # type: ignore[union-attr]
 
 
-def test_workers_follow_gpus_and_wishes(late: Builder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_workers_follow_gpus_and_options(late: Builder, capsys: pytest.CaptureFixture[str]) -> None:
     late.doubles.configure(container="26.07", version="1.2.1", gpus=1)
     assert late("--dry-run") == 0
     assert "--workers" not in capsys.readouterr().out
@@ -200,12 +201,12 @@ def test_workers_follow_gpus_and_wishes(late: Builder, capsys: pytest.CaptureFix
 def test_ranks_that_are_built_at_once_are_in_memory_at_once(
     late: Builder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two ranks do not fit where one does: refused before trtllm-build starts, and told what fits."""
+    """Two ranks do not fit where one does: refused before trtllm-build starts, with a number that fits."""
     late.doubles.configure(container="26.07", version="1.2.1", gpus=2)
     config = read_config(late.checkpoint)
     one, two = (tensorrt_llm.plan(config, BuildSpec(build_workers=workers)).memory_bytes for workers in (1, 2))
     assert two == 2 * one > 0
-    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: one)
+    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: one)
     assert late("--workers", "2") == 14
     assert "--workers 1 (of import: --build-workers 1)" in capsys.readouterr().err
     assert not late.doubles.calls("trtllm-build")
@@ -224,7 +225,7 @@ def test_dry_run_prints_the_command_without_tensorrt_llm(build: Builder, capsys:
     assert not build.doubles.calls("trtllm-build")
 
 
-def test_a_checkpoint_of_another_release_is_told(
+def test_a_checkpoint_of_another_release_is_reported(
     doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mapping = {"world_size": 1, "tp_size": 1, "pp_size": 1, "cp_config": {}}
@@ -238,7 +239,7 @@ def test_a_checkpoint_of_another_release_is_told(
     assert "cp_config" not in capsys.readouterr().out
 
 
-def test_stages_that_an_old_release_would_make_otherwise_are_refused(
+def test_pipeline_stages_that_old_releases_split_differently_are_refused(
     doubles: Doubles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_checkpoint(tmp_path / "checkpoint", pp=2, num_hidden_layers=3)
@@ -249,31 +250,31 @@ def test_stages_that_an_old_release_would_make_otherwise_are_refused(
 
 
 REFUSED = [
-    (("--trtllm-version", "1.3.0"), 2, "--runtime llmapi"),
+    (("--trtllm-version", ENGINELESS), 2, "--runtime llmapi"),
     (("--trtllm-version", "0.11.0"), 2, "older than 0.12"),
-    (("--kv-precision", "u8"), 2, "property of the checkpoint"),
-    (("--max-seq-len", "65"), 2, "the model knows 64 positions"),
-    (("--", "--tp_size", "2"), 2, "Parallelism is a property of the checkpoint"),
-    (("--", "--max_batch_size", "8"), 2, "Give it before the `--`, as --max-batch-size."),
-    (("--", "--max_multimodal_len", "8"), 2, "Give it before the `--`"),
+    (("--kv-precision", "u8"), 2, "checkpoint sets the precision"),
+    (("--max-seq-len", "65"), 2, "the model has 64 positions"),
+    (("--", "--tp_size", "2"), 2, "checkpoint fixes the parallelism"),
+    (("--", "--max_batch_size", "8"), 2, "Put it before the `--`, as --max-batch-size."),
+    (("--", "--max_multimodal_len", "8"), 2, "Put it before the `--`"),
     (("--", "--workers", "8"), 2, "Give `--workers N` before the `--`"),
     (("--", "--dry_run"), 2, "`trtserve build --dry-run`"),
     (("--", "--moe_plugin", "enable"), 2, "It takes one of auto"),
     (("--", "--enable_xqa", "enable"), 2, "XQA kernels are always on"),
-    (("--", "moe"), 2, "every argument of it has a name"),
-    (("--gather-context-logits", "--max-draft-len", "2"), 2, "Context logits cannot be gathered"),
-    (("--lora-plugin", "auto"), 2, "would take no adapter"),
-    (("--lora-target-modules", "attn_q"), 2, "does nothing without --lora-plugin"),
+    (("--", "moe"), 2, "all its arguments have names"),
+    (("--gather-context-logits", "--max-draft-len", "2"), 2, "cannot gather context logits"),
+    (("--lora-plugin", "auto"), 2, "accepts no adapter"),
+    (("--lora-target-modules", "attn_q"), 2, "has no effect without --lora-plugin"),
     (("--lora-plugin", "auto", "--lora-target-modules", "q_proj"), 2, "It takes one of attn_qkv"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "code", "told"), REFUSED, ids=[" ".join(each[0]) for each in REFUSED])
-def test_what_cannot_work_is_refused_before_the_launch(
-    arguments: tuple[str, ...], code: int, told: str, late: Builder, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("arguments", "code", "expected"), REFUSED, ids=[" ".join(each[0]) for each in REFUSED])
+def test_impossible_builds_are_refused_first(
+    arguments: tuple[str, ...], code: int, expected: str, late: Builder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert late(*arguments) == code
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert not late.doubles.calls("trtllm-build")
 
 
@@ -285,9 +286,9 @@ def test_a_gemma3_that_scales_some_layers_only_is_refused(
     gemma = {"architecture": "Gemma3ForCausalLM", key: {"rope_type": "linear", "factor": 8.0}}
     path.write_text(json.dumps(json.loads(path.read_text()) | gemma))
     assert late() == UnsupportedModelError.code
-    told = " ".join(capsys.readouterr().err.split())
-    assert "scales the rotary embedding (linear) of its layers without a window only, and an engine" in told
-    assert "--runtime llmapi" in told
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "scales the rotary embedding (linear) only in layers without a window, and a TensorRT-LLM engine" in printed
+    assert "--runtime llmapi" in printed
     assert not late.doubles.calls("trtllm-build")
 
 
@@ -303,14 +304,14 @@ def test_options_that_a_release_lacks_name_those_that_have_them(
     assert "Releases that have it: 0.15" in capsys.readouterr().err
 
 
-def test_the_expected_memory_is_told_and_not_the_least(build: Builder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_expected_memory_is_reported(build: Builder, capsys: pytest.CaptureFixture[str]) -> None:
     assert build("--dry-run", "--trtllm-version", "1.2.1", "--workers", "1") == 0
     assert re.search(r"needs +about 3\.0 GiB of memory \(an estimate\), for 1 rank", capsys.readouterr().out)
     assert build("--dry-run", "--trtllm-version", "1.2.1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["result"]["memory_bytes"] > 3 * 2**30
 
 
-def test_a_machine_without_gpu_is_told_before_the_build(late: Builder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_gpu_is_refused_before_the_build(late: Builder, capsys: pytest.CaptureFixture[str]) -> None:
     late.doubles.configure(container="26.07", version="1.2.1", gpus=0)
     assert late() == 30
     assert "needs an NVIDIA GPU of the kind that will serve" in capsys.readouterr().err
@@ -371,7 +372,7 @@ def _planned(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]
     return result
 
 
-WISHES = (
+OPTIONS = (
     (),
     ("--max-draft-len", "3", "--speculative-decoding-mode", "medusa", "--kv-cache-type", "continuous"),
     ("--logits-dtype", "float16", "--opt-num-tokens", "32", "--max-beam-width", "2", "--profiling-verbosity", "none"),
@@ -381,18 +382,18 @@ WISHES = (
 )
 
 
-@pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: " ".join(wishes[:2]) or "nothing")
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options[:2]) or "nothing")
 def test_the_rebuild_command_makes_the_same_engine(
-    wishes: tuple[str, ...], late: Builder, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...], late: Builder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits = ("--max-batch-size", "4", "--max-seq-len", "64")
-    assert late(*limits, *wishes) == 0
+    assert late(*limits, *options) == 0
     core, wanted = _core(late.out), Manifest.read(late.out)
     own = rebuild_command(core, str(late.checkpoint))
     assert _planned(own, capsys)["fingerprint"] == wanted.fingerprint
     # What its config.json alone tells, as of an engine that somebody else built.
-    told = _planned(rebuild_command(replace(core, built_with=None), str(late.checkpoint)), capsys)
-    assert set(told["arguments"]) == set(wanted.spec["arguments"])
+    planned = _planned(rebuild_command(replace(core, built_with=None), str(late.checkpoint)), capsys)
+    assert set(planned["arguments"]) == set(wanted.spec["arguments"])
 
 
 def test_the_rebuild_command_keeps_the_limits_of_the_engine(build: Builder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -407,15 +408,13 @@ def test_the_rebuild_command_keeps_the_limits_of_the_engine(build: Builder, caps
     assert "--container 25.12" in rebuild_command(core, container="25.12")
 
 
-def test_another_version_than_the_installed_one_is_told_before_the_build(
-    late: Builder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_version_than_the_installed_one_is_refused(late: Builder, capsys: pytest.CaptureFixture[str]) -> None:
     assert late("--trtllm-version", "1.1.0", "--dry-run") == 0
     assert late("--trtllm-version", "1.1.0") == 2
-    assert "--trtllm-version is 1.1.0, and TensorRT-LLM 1.2.1 is installed here" in capsys.readouterr().err
+    assert "--trtllm-version is 1.1.0, but TensorRT-LLM 1.2.1 is installed" in capsys.readouterr().err
     assert not late.doubles.calls("trtllm-build")
 
 
 def test_ranks_of_adapters_mean_nothing_without_them(late: Builder, capsys: pytest.CaptureFixture[str]) -> None:
     assert late("--max-lora-rank", "8") == 2
-    assert "--max-lora-rank does nothing without --lora-plugin" in capsys.readouterr().err
+    assert "--max-lora-rank has no effect without --lora-plugin" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The design card on GPUs: an import under an alias, then `start --world-size 4`, with doubles of NVIDIA's tools."""
+"""On GPUs: an import under an alias, then `start --world-size 4`, with doubles of NVIDIA's tools."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from trtserve import runtimes
 from trtserve.artifacts import Checkpoint, Engine, ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.pipeline.recorded import recorded_spec
+from trtserve.host.ports import free_ports
+from trtserve.pipeline.imported_names import recorded_spec
 from trtserve.pipeline.world_size import repository_for, with_world_size
-from trtserve.ports import free_ports
+from trtserve.server.repositories import find_repository
+from trtserve.server.world_size import wants_rebuild
 from trtserve.specs import ServerSpec
-from trtserve.start import find_repository, wants_rebuild
 from trtserve.store import Store
 from trtserve.triton.preflight import inspect_repository
 
@@ -43,7 +44,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """Made once; `auto` finds the GPU and the package by itself."""
+    """A machine on which `auto` finds the GPU and the package."""
     folder = tmp_path_factory.mktemp("world")
     doubles = Doubles(folder / "doubles", container="26.07", version="1.2.1", gpus=4)
     (folder / "gpus" / "0").mkdir(parents=True)
@@ -84,7 +85,7 @@ def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_dry_run_tells_stages_and_launch(
+def test_a_dry_run_shows_stages_and_launch(
     machine: Machine, imported: ModelRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engines = _names(Store().folder(Engine))
@@ -103,7 +104,7 @@ def test_a_dry_run_tells_stages_and_launch(
     assert not machine.doubles.calls("tritonserver")
 
 
-def test_the_design_card(
+def test_start_rebuilds_an_import_for_another_world_size(
     machine: Machine,
     imported: ModelRepository,
     tmp_path: Path,
@@ -123,8 +124,8 @@ def test_the_design_card(
         assert ("--max_batch_size", "2") in pairwise(again)
         assert run(["status", "--json"]) == 0
         (status,) = _result(capsys)
-        assert (status["condition"], status["server"]["mode"], len(status["server"]["ranks"])) == (
-            "running",
+        assert (status["state"], status["server"]["mode"], len(status["server"]["instances"][0]["ranks"])) == (
+            "ready",
             "leader",
             4,
         )
@@ -139,20 +140,20 @@ def test_the_design_card(
         # A second one is refused before anything is built for it.
         builds = len(machine.doubles.calls("trtllm-build"))
         assert run(["start", ALIAS, "--world-size", "2", "--detach"]) == 32
-        assert "is running already" in capsys.readouterr().err
+        assert "is already running" in capsys.readouterr().err
         assert len(machine.doubles.calls("trtllm-build")) == builds
     finally:
         assert run(["stop", ALIAS, "--quiet"]) == 0
     assert find_repository(ALIAS).path == imported.path
     monkeypatch.setenv("HF_ENDPOINT", f"http://{HOST}:9")  # nothing listens there
     assert run(["start", ALIAS, "--world-size", "4", "--detach", *ports]) == 0
-    assert "Engine" in (said := capsys.readouterr().err)
-    assert said.count("is reused") == 5  # and the sentence that says so beforehand
+    assert "Engine" in (printed := capsys.readouterr().err)
+    assert printed.count("is reused") == 5  # and the announcement
     assert run(["stop", ALIAS, "--quiet"]) == 0
     assert len(machine.doubles.calls("trtllm-build")) == builds
 
 
-def test_what_stops_the_launch_is_told_before_the_build(
+def test_launch_problems_are_reported_before_the_build(
     machine: Machine, imported: ModelRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     builds = len(machine.doubles.calls("trtllm-build"))
@@ -170,25 +171,25 @@ def test_without_rebuilding_it_is_refused(
     more: tuple[str, ...], imported: ModelRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["start", ALIAS, "--world-size", "4", "--no-rebuild", *more]) == 2
-    told = capsys.readouterr().err
-    assert "--world-size 4 needs it converted and built again (tp 4)" in told
-    command = told[told.index("trtserve import hf:meta-llama/Llama-2-7b-hf@") :]
+    printed = capsys.readouterr().err
+    assert "--world-size 4 needs it converted and built again (tp 4)" in printed
+    command = printed[printed.index("trtserve import hf:meta-llama/Llama-2-7b-hf@") :]
     assert " --tp-size 4 " in command
-    # It makes what `start` would make by itself.
+    # It makes the same as `start`.
     assert run([*shlex.split(command)[1:], "--dry-run", "--json"]) == 0
     by_hand = _result(capsys)["stages"]
     assert run(["start", ALIAS, "--world-size", "4", "--dry-run", "--json"]) == 0
     assert by_hand == _result(capsys)["stages"]
 
 
-def test_what_fits_or_was_not_imported_is_left_to_start(imported: ModelRepository, tmp_path: Path) -> None:
+def test_repositories_that_fit_or_were_not_imported_are_left_alone(imported: ModelRepository, tmp_path: Path) -> None:
     assert repository_for(imported, ServerSpec(world_size=1), rebuild=False) is imported
     elsewhere = replace(imported, path=tmp_path / "copy")
     shutil.copytree(imported.path, elsewhere.path)
     assert repository_for(elsewhere, ServerSpec(world_size=2)) is elsewhere
 
 
-def test_an_import_of_an_older_version_is_left_to_start(imported: ModelRepository) -> None:
+def test_imports_of_older_versions_are_left_alone(imported: ModelRepository) -> None:
     (record,) = Store().recorded()
     Store().record(replace(record, spec={}))
     try:
@@ -215,7 +216,7 @@ def test_paths_of_an_import_are_absolute(store: Store, tmp_path: Path, monkeypat
     assert run(["remove", "near"]) == 0
 
 
-def test_stages_stay_where_they_divide_the_size(imported: ModelRepository) -> None:
+def test_pipeline_stages_stay_when_they_divide_the_world_size(imported: ModelRepository) -> None:
     spec = recorded_spec(Store().recorded()[0])
     assert spec is not None
     staged = replace(spec, convert=replace(spec.convert, pp_size=2))

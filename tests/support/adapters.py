@@ -18,7 +18,7 @@ ADAPTER_MODULES = ("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense", "mlp_
 def random_adapter(
     shape: LoraShape, *, seed: int, rank: int, dtype: npt.DTypeLike = np.float32, batch_axis: bool = True
 ) -> tuple[Array, Array]:
-    """`lora_weights` and `lora_config`; layers differ in rank, and the last module is in the first layer only."""
+    """Return `lora_weights` and `lora_config`; ranks differ by layer, the last module is only in the first layer."""
     random = np.random.default_rng(1000 + seed)
     rows: list[Array] = []
     config: list[list[int]] = []
@@ -38,7 +38,7 @@ def random_adapter(
 
 
 def merged(tiny: TinyDecoder, shape: LoraShape, weights: Array, config: Array) -> dict[str, Array]:
-    """The matrices of `tiny` that change, with the products of the adapter added to them."""
+    """Return the changed matrices of `tiny`, with the products of the adapter added."""
     modules = {module.id: module for module in shape.modules}
     changed: dict[str, Array] = {}
     for row, (number, layer, rank) in zip(weights[0], config[0].tolist(), strict=True):

@@ -12,6 +12,6 @@ from trtserve.specs import ConvertSpec
 
 
 def convert_tiny(folder: Path, *, overrides: dict[str, Any] | None = None, **options: Any) -> Checkpoint:
-    """A checkpoint of a tiny Llama in float32, whose config.json has `overrides`; `options` are those of convert."""
+    """Convert a tiny float32 Llama; `overrides` change its config.json, `options` go to the conversion."""
     model = Model(path=write_tiny_model(folder / "model", **(overrides or {})))
     return convert_model(model, ConvertSpec(**({"dtype": "float32"} | options)), name="tiny", out=folder / "checkpoint")

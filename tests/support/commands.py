@@ -1,4 +1,4 @@
-"""The command line as a user runs it: a process of its own."""
+"""The command line as a user runs it: in its own process."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def command_line(*arguments: str) -> list[str]:
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
-    """The environment of a command whose store is `home`."""
+    """Return the environment of a command with the store `home`."""
     return {**os.environ, "TRTSERVE_HOME": str(home), "COLUMNS": "120", "NO_COLOR": "1", **variables}

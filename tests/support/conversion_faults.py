@@ -1,4 +1,4 @@
-"""What a faulty converter would write: faults put into a good checkpoint, whatever its family, ranks and types."""
+"""Faults that a wrong converter would write, put into a good checkpoint of any family, size and type."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def config_faults(config: Mapping[str, Any]) -> dict[str, tuple[str, Callable[[A
 
 
 def _norm_faults(config: Mapping[str, Any], names: list[str]) -> dict[str, Fault]:
-    """Norms whose offset is missing, in families that have one, and norms in each other's place."""
+    """Norms without their offset, in families that have one, and swapped norms."""
     targets = family(config["architecture"]).targets(config)
     shifted = sorted({_kind(target.name) for target in targets if target.offset})
     found = {
@@ -117,7 +117,7 @@ def _mlp_faults(config: Mapping[str, Any]) -> dict[str, Fault]:
 
 
 def _shard_faults(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Fault]:
-    """Ranks in each other's place, as a whole and for one kind of tensor; needs two stages or tensor-parallel ranks."""
+    """Swapped ranks, completely or for one kind of tensor; needs two pipeline stages or tensor-parallel ranks."""
     if config["mapping"]["pp_size"] == 2:
         return {"stages swapped": _swap_layers_of_stages}
     if config["mapping"]["tp_size"] != 2:
@@ -228,7 +228,7 @@ def _swap_shards(kind: str) -> Fault:
 
 
 def _pad_in_front(checkpoint: Path) -> None:
-    """The zero row of the last rank's head comes before its rows, not behind them."""
+    """Put the padding row of the last rank's head before its rows, not after them."""
     _, last = _pair(checkpoint)
     write_safetensors(
         last, _mapped("lm_head.weight", lambda values: np.roll(values, 1, axis=0))(read_safetensors(last), {})

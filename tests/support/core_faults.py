@@ -1,4 +1,4 @@
-"""Single faults in what models run and read: engines, adapters, tokenizers, LLMs."""
+"""Single faults in engines, adapters, tokenizers and LLM API models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ADAPTER = "tensorrt_llm/1/lora/french"
 CORE_FAULTS: tuple[Fault, ...] = (
     # Engines.
     Fault("cpp", "core-files", "config.json is cut off", replaced(ENGINE, '{"pretrained_config": {')),
-    Fault("gpus", "core-files", "a list of GPUs that is none", parameter(CORE, "gpu_device_ids", "0-3")),
+    Fault("gpus", "core-files", "an invalid list of GPUs", parameter(CORE, "gpu_device_ids", "0-3")),
     Fault("cpp", "path", "an engine path to nowhere", parameter(CORE, "gpt_model_path", "engines/tiny")),
     Fault(
         "upstream",
@@ -42,7 +42,7 @@ CORE_FAULTS: tuple[Fault, ...] = (
     Fault(
         "cpp",
         "path-outside",
-        "another engine beside the own one",
+        "another engine in the repository",
         both(
             lambda r: shutil.copytree(r / CORE / "1", r / CORE / "engine"),
             parameter(CORE, "gpt_model_path", "tensorrt_llm/engine"),
@@ -71,14 +71,14 @@ CORE_FAULTS: tuple[Fault, ...] = (
             content("manifest.json", "facts", "core_models", CORE, "origin", to={}),
         ),
     ),
-    Fault("gpus", "gpu-ranks", "one GPU for two ranks", parameter(CORE, "gpu_device_ids", "0;1")),
-    Fault("gpus", "gpu-instances", "one instance for two groups", instances(CORE, 1)),
-    Fault("gpus", "gpu-twice", "a GPU in two groups", parameter(CORE, "gpu_device_ids", "0,1;1,2")),
-    Fault("gpus", "gpu-twice", "an MPI rank in two groups", parameter(CORE, "participant_ids", "1,2;2,3")),
-    Fault("gpus", "participant-zero", "the orchestrator's rank", parameter(CORE, "participant_ids", "0,1;2,3")),
+    Fault("gpus", "gpu-groups", "one GPU for two ranks", parameter(CORE, "gpu_device_ids", "0;1")),
+    Fault("gpus", "gpu-groups", "one instance for two groups", instances(CORE, 1)),
+    Fault("gpus", "gpu-groups", "a GPU in two groups", parameter(CORE, "gpu_device_ids", "0,1;1,2")),
+    Fault("gpus", "gpu-groups", "an MPI rank in two groups", parameter(CORE, "participant_ids", "1,2;2,3")),
+    Fault("gpus", "gpu-groups", "the orchestrator's rank", parameter(CORE, "participant_ids", "0,1;2,3")),
     Fault(
         "python",
-        "gpu-python",
+        "gpu-groups",
         "two groups for the python variant",
         both(parameter(CORE, "gpu_device_ids", "0;1"), instances(CORE, 2)),
     ),
@@ -214,7 +214,7 @@ CORE_FAULTS: tuple[Fault, ...] = (
         "another parallelism than the manifest's",
         content(_YAML, "tensor_parallel_size", to=4),
     ),
-    Fault("llmapi", "gpu-ranks", "one GPU for two ranks", parameter(CORE, "gpu_device_ids", "0")),
+    Fault("llmapi", "gpu-groups", "one GPU for two ranks", parameter(CORE, "gpu_device_ids", "0")),
     Fault(
         "llmapi", "llmapi-policy", "streaming in one file only", content(_YAML, "triton_config", "decoupled", to=False)
     ),
@@ -229,14 +229,14 @@ CORE_FAULTS: tuple[Fault, ...] = (
     ),
     # Several models.
     Fault(
-        "beside",
+        "two models",
         "gpu-shared",
         "GPUs of two models overlap",
         both(parameter(CORE, "gpu_device_ids", "0,1"), parameter(f"{CORE}_b", "gpu_device_ids", "1,2")),
     ),
-    Fault("beside", "manifest-models", "the alias of the second model is gone", remove("other")),
+    Fault("two models", "manifest-models", "the alias of the second model is gone", remove("other")),
     Fault(
-        "beside",
+        "two models",
         "inner-model",
         "the second alias asks for a model that is not there",
         parameter("other", "tensorrt_llm_model_name", "tensorrt_llm_c"),

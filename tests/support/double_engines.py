@@ -1,7 +1,6 @@
 """Small checkpoints, engines and model repositories for tests of the doubles, written without the product.
 
-The shapes are those of upstream: names of convert-and-build.md, config.pbtxt of triton-models.md with the parameters
-that every release has.
+Names and shapes are NVIDIA's; config.pbtxt has the parameters that every release has.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ TOOLS = {
     "docker": ("docker", "main"),
     "sbatch": ("slurm", "sbatch"),
     "srun": ("slurm", "srun"),
-    "squeue": ("slurm", "squeue"),
     "scancel": ("slurm", "scancel"),
 }
 
@@ -95,7 +94,6 @@ class Doubles:
             path = folder / script_path(family, found.release)
             self._write_script(path, f"main, {{'family': {family!r}}}", found.tensorrt_llm)
         self._write_script(folder / "quantization" / "quantize.py", "quantize, {}", found.tensorrt_llm)
-        self._write_script(folder / "hf_lora_convert.py", "convert_lora, {}", found.tensorrt_llm)
         return folder
 
     def _write_script(self, path: Path, call: str, version: str) -> None:
@@ -133,7 +131,7 @@ class Doubles:
         return folder
 
     def configure(self, **settings: Any) -> None:
-        """Settings for every call from now on, also for those whose environment is not handed down."""
+        """Set the behaviour of every later call, also of calls whose environment is not passed on."""
         known = {field.name for field in fields(Settings)}
         if unknown := settings.keys() - known:
             raise TypeError(f"no setting of the doubles: {', '.join(sorted(unknown))}")

@@ -39,7 +39,7 @@ TEXT_INPUTS = {
 
 
 def write_echo_repository(root: Path) -> Path:
-    """All models of the tests in one repository; `<root>/trace` receives what the models saw."""
+    """Write all models of the tests to one repository; they log their requests to `<root>/trace`."""
     repository, trace = root / "echo", str(root / "trace")
     for name, decoupled, parameters in (
         ("tensorrt_llm", True, {"trace": trace}),
@@ -91,4 +91,4 @@ def running_echo_server(root: Path, *flags: str) -> Iterator[Endpoint]:
     `flags` go to tritonserver.
     """
     with running_server(write_echo_repository(root), home=root / "home", name="echo", flags=flags) as server:
-        yield Endpoint(http_port=server.http_port, grpc_port=server.grpc_port, model=server.model)
+        yield Endpoint(http_port=server.address.http_port, grpc_port=server.address.grpc_port, model=server.model)

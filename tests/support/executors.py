@@ -1,4 +1,4 @@
-"""Executors over fake models, and how tests wait for what they answer."""
+"""Executors over fake models, and functions that wait for their responses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SOON = 20.0
 
 
 @contextmanager
-def executors() -> Iterator[Start]:
-    """Start executors over fake models; they are shut down at the end."""
+def executors(model_class: type[FakeModel] = FakeModel) -> Iterator[Start]:
+    """Start executors with fake models; they are shut down at the end of the test."""
     started: list[tuple[Executor, FakeModel]] = []
 
     def make(
@@ -36,8 +36,8 @@ def executors() -> Iterator[Start]:
         config_class: type[ExecutorConfig] = ExecutorConfig,
         **config: Any,
     ) -> tuple[Executor, FakeModel]:
-        """`built` holds what the engine was built with, by the names of Limits, `lora` its adapters' shape."""
-        model = FakeModel()
+        """Start an executor; `built` are fields of Limits, `lora` the shape of adapters."""
+        model = model_class()
         model.lora = lora
         settings = config_class(**config)
         policy = settings.scheduler_config.capacity_scheduler_policy
@@ -51,7 +51,7 @@ def executors() -> Iterator[Start]:
             pauses=policy is CapacitySchedulerPolicy.MAX_UTILIZATION,
             **(built or {}),
         )
-        started.append((Executor.over(model, limits, settings), model))
+        started.append((Executor.from_model(model, limits, settings), model))
         return started[-1]
 
     yield make
@@ -61,7 +61,7 @@ def executors() -> Iterator[Start]:
 
 
 def collect(executor: Executor, ids: list[int]) -> dict[int, list[Response]]:
-    """All responses of `ids`, up to their last ones."""
+    """Return all responses of `ids`, up to the last of each."""
     found: dict[int, list[Response]] = {number: [] for number in ids}
     deadline = time.monotonic() + SOON
     while not all(responses and is_last(responses[-1]) for responses in found.values()):
@@ -78,18 +78,18 @@ def is_last(response: Response) -> bool:
 
 
 def answer_of(executor: Executor, request: Request) -> Response:
-    """The only response of a request."""
+    """Return the only response of a request."""
     (response,) = collect(executor, [executor.enqueue_request(request)]).popitem()[1]
     return response
 
 
 def free_blocks(executor: Executor) -> int:
-    """Blocks that no sequence holds or has reserved."""
+    """Return the number of blocks that no sequence has or has reserved."""
     assert executor._worker is not None
     return executor._worker.cache.available
 
 
 def pauses(executor: Executor) -> int:
-    """How often a request was paused, by the iteration records since the last look."""
+    """Return how often a request was paused, from the iteration records since the last call."""
     batches = [record.inflight_batching_stats for record in executor.get_latest_iteration_stats()]
     return sum(batch.num_paused_requests for batch in batches if batch is not None)

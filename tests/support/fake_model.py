@@ -1,13 +1,19 @@
-"""A paged model made of NumPy whose next token depends on every token before it, read back from the KV blocks."""
+"""A paged model in NumPy whose next token depends on every earlier token, read back from the KV blocks."""
 
 from __future__ import annotations
 
 import threading
 import zlib
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from trtserve.executor.draws import Chosen, Draws
+from trtserve.executor.sampling import Row, choose_tokens
+from trtserve.host.machine import free_memory
 
 VOCAB = 97
 HIDDEN = 3
@@ -23,7 +29,7 @@ def fake_logits(tokens: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 
 
 def greedy_continuation(prompt: list[int], count: int) -> list[int]:
-    """The next `count` tokens of `prompt`, one sequence at a time and without any cache."""
+    """Return the next `count` tokens after `prompt`, computed without a cache."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(fake_logits(np.array(tokens)).argmax()))
@@ -31,7 +37,7 @@ def greedy_continuation(prompt: list[int], count: int) -> list[int]:
 
 
 class FakeModel:
-    """Keeps what went into a token in place of its keys and values; a wrong block table gives wrong tokens.
+    """Stores each token instead of its keys and values, so that a wrong block table gives wrong tokens.
 
     That is the token's id, or `TABLE` plus the first number of its prompt-table row; `ADAPTER` times the task id of
     its adapter and `POSITION` times the distance to its usual position are added. `gate` holds each step back until
@@ -46,6 +52,7 @@ class FakeModel:
         self.max_position = 1 << 20
         self.tokens_per_block = tokens_per_block
         self.bytes_per_block = bytes_per_block
+        self.kv_memory_fraction = 0.3
         self.cache = np.zeros(0, dtype=np.int64)
         self.blocks = 0
         self.gate = threading.Event()
@@ -54,12 +61,15 @@ class FakeModel:
         self.steps: list[int] = []
         self.is_warm = False
 
+    def free_memory(self) -> int:
+        return free_memory()
+
     def allocate(self, num_blocks: int) -> None:
         self.blocks = num_blocks
         self.cache = np.full(num_blocks * self.tokens_per_block, -1, dtype=np.int64)
 
     def warm_up(self) -> None:
-        """It is as fast at once as it will ever be."""
+        """Do nothing: this model needs no warm-up."""
         assert self.blocks
         self.is_warm = True
 
@@ -114,10 +124,82 @@ class FakeModel:
         self.cache[target * size : (target + 1) * size] = self.cache[source * size : (source + 1) * size]
 
 
+class FakeChoosingModel(FakeModel):
+    """Chooses tokens itself, and like a GPU it computes steps and copies in their order, some time after the call.
+
+    Here that is as late as possible: when the result of a step is asked for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._rows: dict[int, Row] = {}
+        self._last: dict[int, int] = {}
+
+    def start(self, draws: Draws, **inputs: Any) -> _FakeStep:
+        begun = {
+            slot: Row(row.parameters, row.processor.fork(), list(row.generated), row.log_prob)
+            for slot, row, begins in zip(draws.slots, draws.rows, draws.begins, strict=True)
+            if begins
+        }
+        copies = {name: each.copy() if isinstance(each, np.ndarray) else each for name, each in inputs.items()}
+        step = _FakeStep(self, draws, begun, copies)
+        self._waiting.append(step.compute)
+        assert sum(isinstance(getattr(each, "__self__", None), _FakeStep) for each in self._waiting) <= 2
+        return step
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._waiting.append(lambda: super(FakeChoosingModel, self).copy_block(source, target))
+
+    def catch_up(self, *, to: Callable[[], None]) -> None:
+        """Do what waits, up to and including `to`."""
+        while to in self._waiting:
+            self._waiting.popleft()()
+
+    def choose(self, draws: Draws, begun: dict[int, Row], inputs: dict[str, Any]) -> Chosen:
+        """Compute a step; `begun` are the sequences whose slots are new."""
+        self._rows |= begun
+        ids = inputs["token_ids"]
+        for place in np.flatnonzero(ids < 0):
+            ids[place] = max(self._last[-1 - ids[place]], 0)
+        logits = self.forward(**inputs)
+        rows = [self._rows[slot] for slot in draws.slots]
+        assert [len(row.generated) for row in rows] == draws.counts
+        choices = choose_tokens(logits[draws.numbers], rows, normalize_log_probs=draws.normalize_log_probs)
+        self._last = {}
+        for number, row, choice in zip(draws.numbers, rows, choices, strict=True):
+            self._last[number] = choice.token
+            row.processor.accept(max(choice.token, 0))
+            row.generated.append(choice.token)  # type: ignore[attr-defined]
+        log_probs = np.array([(each.log_prob, each.full_log_prob) for each in choices], np.float32).reshape(-1, 2)
+        return Chosen([each.token for each in choices], log_probs, np.delete(logits, draws.numbers, axis=0))
+
+
+class _FakeStep:
+    """A step of a `FakeChoosingModel`."""
+
+    def __init__(self, model: FakeChoosingModel, *step: Any) -> None:
+        self._model, self._step = model, step
+        self._outcome: Chosen | Exception | None = None
+
+    def compute(self) -> None:
+        try:
+            self._outcome = self._model.choose(*self._step)
+        except ValueError as error:  # of `FakeModel.failures`
+            self._outcome = error
+
+    def result(self) -> Chosen:
+        self._model.catch_up(to=self.compute)
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+
 def _contents(
     token_ids: npt.NDArray[np.int64], table: npt.NDArray[np.float32] | None, adapters: list[tuple[Any, int]] | None
 ) -> npt.NDArray[np.int64]:
-    """What the model knows of each token but its place; `adapters` are those of FakeAdapters.batch."""
+    """Return the contents of each token without its position; `adapters` are those of FakeAdapters.batch."""
     contents = token_ids.copy()
     above = token_ids >= VOCAB
     if above.any():

@@ -24,7 +24,7 @@ class GoldenCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Golden:
-    """What transformers made of one tiny model in float32."""
+    """The recorded output of transformers for one tiny model in float32."""
 
     name: str
     model: dict[str, Any]

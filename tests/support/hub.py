@@ -1,4 +1,4 @@
-"""A hub on the loopback interface: what the real client of huggingface_hub asks for, and the faults of real ones."""
+"""A hub on the loopback interface: it answers the real huggingface_hub client and imitates the faults of real hubs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HubModel:
     """One repository of the hub, and how it misbehaves.
 
     `cut` maps a file to the number of bytes after which the connection is dropped, `cuts` times in all. `wrong_hash`
-    and `wrong_size` are files about which the hub lies. `bytes_per_second` slows down every file. With `redirects`,
+    and `wrong_size` are files whose metadata is wrong. `bytes_per_second` slows down every file. With `redirects`,
     large files come from another host, as from the real hub's content network.
     """
 
@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: stderr belongs to the test."""
+        """Print nothing: stderr belongs to the test."""
 
     def _answer(self, *, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
 
     def _range(self, size: int) -> tuple[int, int]:
-        """First byte that is wanted, and the one behind the last."""
+        """Return the first byte requested and the one after the last."""
         first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
         return int(first), min(int(last) + 1, size) if last else size
 

@@ -1,4 +1,4 @@
-"""The executor of an engine in the test's own process: what the Triton models must hand on unchanged."""
+"""The executor of an engine in the test's own process: the expected result of requests through Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ END_ID = 2
 
 
 class InProcess:
-    """An oracle for the way through Triton; what the executor computes is proven elsewhere."""
+    """The reference for requests through Triton; other tests verify the executor itself."""
 
     def __init__(self, engine: Path, **config: Any) -> None:
         """Load the engine; `config` are keywords of ExecutorConfig."""
@@ -28,7 +28,7 @@ class InProcess:
         output: dict[str, Any] | None = None,
         **request: Any,
     ) -> list[Result]:
-        """Every result of a request for `count` tokens that ends on the tiny models' end id."""
+        """Return every result of a request for `count` tokens that ends at the tiny models' end id."""
         asked = api.Request(
             list(prompt),
             count,
@@ -44,7 +44,7 @@ class InProcess:
         return found
 
     def result(self, prompt: Sequence[int], count: int, **request: Any) -> Result:
-        """The only result of a request that asks for one."""
+        """Return the only result of a request."""
         (result,) = self.results(prompt, count, **request)
         return result
 
@@ -53,5 +53,5 @@ class InProcess:
         return self.result(prompt, count, **request).output_token_ids[0]
 
     def close(self) -> None:
-        """End the executor."""
+        """Shut the executor down."""
         self._executor.shutdown()

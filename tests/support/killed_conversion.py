@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trtserve.architectures import streaming
 from trtserve.artifacts import MANIFEST, Model
+from trtserve.checkpoint import streaming
 from trtserve.convert import convert_model
 from trtserve.progress import SilentProgress, Task
 from trtserve.specs import ConvertSpec
@@ -52,6 +52,9 @@ class _Moments(SilentProgress):
 
     def advance(self, amount: int) -> None:
         self._passed()
+
+    def describe(self, text: str) -> None:
+        pass
 
     def _passed(self) -> None:
         if self.on:
@@ -131,7 +134,7 @@ def _prepare(folder: Path, earlier: Path | None) -> None:
 
 
 def _complete_ones(folder: Path) -> dict[str, str] | None:
-    """What lies at the destination if a reader would take it for complete."""
+    """Return the contents of the destination if it looks complete."""
     made = folder / "out" / "made"
     return contents(made) if (made / MANIFEST).exists() else None
 

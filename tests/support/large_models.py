@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trtserve.convert import checkpoint_config
+from trtserve.checkpoint.config import checkpoint_config
 from trtserve.specs import ConvertSpec
 
 # Sizes of Llama 2 7B as published in its config.json.

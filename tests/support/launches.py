@@ -1,4 +1,4 @@
-"""Launches around the doubles: repositories for them, servers that are stopped again, and a look at what they left."""
+"""Launches of the doubles: repositories, servers that are stopped again, and checks that nothing is left."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from tests.support.double_engines import write_core_model, write_engine_folder
 from tests.support.servers import free_spec
 from tests.support.waiting import eventually
 from trtserve.artifacts import ModelRepository
-from trtserve.launch.ranks import rank_processes
-from trtserve.ports import is_free
-from trtserve.servers import Server, recorded_server, state_file
+from trtserve.host.ports import is_free
+from trtserve.server.launch_plan import plan_server
+from trtserve.server.rank_processes import rank_processes
+from trtserve.server.shutdown import stop_server
+from trtserve.server.start import start_server
+from trtserve.server.state import Server, list_servers, recorded_server, run_folder
 from trtserve.specs import ServerSpec
-from trtserve.start import start_server, stop_server
 from trtserve.store import Store
-from trtserve.triton.server import shared_memory_regions
+from trtserve.triton.tritonserver import shared_memory_regions
 
 
 def repository_of(tmp_path: Path, *, tp: int = 2, **models: str) -> ModelRepository:
@@ -38,15 +40,34 @@ def repository_of(tmp_path: Path, *, tp: int = 2, **models: str) -> ModelReposit
     return ModelRepository(path=path)
 
 
+def llmapi_repository(tmp_path: Path, world_size: int) -> ModelRepository:
+    """Write a repository of the LLM API for so many ranks."""
+    folder = tmp_path / "repository" / "tensorrt_llm" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text("class TritonPythonModel:\n    pass\n")
+    (folder / "helpers.py").write_text("")
+    (folder / "model.yaml").write_text(
+        f"model: TinyLlama/TinyLlama-1.1B-Chat-v1.0\nbackend: pytorch\ntensor_parallel_size: {world_size}\n"
+        "triton_config:\n  decoupled: true\n"
+    )
+    (folder.parent / "config.pbtxt").write_text(
+        'name: "tensorrt_llm"\nbackend: "python"\nmodel_transaction_policy { decoupled: true }\n'
+        'input [ { name: "text_input" data_type: TYPE_STRING dims: [ -1 ] } ]\n'
+        'output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]\n'
+        "instance_group [ { count: 1 kind: KIND_CPU } ]\n"
+    )
+    return ModelRepository(path=tmp_path / "repository")
+
+
 @contextmanager
 def started(repository: ModelRepository, store: Store, **changes: Any) -> Iterator[Server]:
-    """A ready server, stopped at the end, of which nothing may be left."""
+    """Start a server, stop it at the end, and check that nothing is left."""
     spec = replace(free_spec("launched"), oversubscribe=True, **changes)
     before = descendants()
-    server = start_server(repository, spec, store=store)
+    server = start_server(plan_server(repository, spec, store=store))
     try:
         # What finds nothing while the server runs would find nothing afterwards either.
-        assert server.pid in {process.pid for process in family(server, store)}
+        assert server.instances[0].process.pid in {process.pid for process in family(server, store)}
         yield server
     finally:
         if recorded_server(server.name, store) is not None:
@@ -60,12 +81,13 @@ def assert_gone(server: Server, store: Store) -> None:
     left = family(server, store)
     assert not left, [(process.pid, process.name()) for process in left]
     for instance in server.instances:
-        for port in (instance.http_port, instance.grpc_port, instance.metrics_port):
-            assert is_free(server.host, port)
-        assert not (Path(tempfile.gettempdir()) / f"ompi.{instance.pid}").exists()
+        for port in (instance.address.http_port, instance.address.grpc_port, instance.address.metrics_port):
+            assert is_free(server.address.host, port)
+        assert not (Path(tempfile.gettempdir()) / f"ompi.{instance.process.pid}").exists()
         assert instance.log.exists()
     assert not shared_memory_regions(server.shm_prefix)
-    assert not state_file(server.name, store).exists()
+    assert server.name not in {each.name for each in list_servers(store)}
+    assert not run_folder(server.name, store).exists()
 
 
 def family(server: Server, store: Store) -> set[psutil.Process]:
@@ -74,7 +96,7 @@ def family(server: Server, store: Store) -> set[psutil.Process]:
     A process belongs to it when its command line has the prefix of the server's shared memory, when it is in the
     session of one of the instances, or when its environment is that of the store, which each test has for itself.
     """
-    sessions = {instance.pid for instance in server.instances}
+    sessions = {instance.process.pid for instance in server.instances}
     return {process for process in psutil.process_iter() if _belongs(process, server, store, sessions)}
 
 
@@ -108,7 +130,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def start_flags(spec: ServerSpec) -> list[str]:
     ports = {"--http-port": spec.http_port, "--grpc-port": spec.grpc_port, "--metrics-port": spec.metrics_port}
-    return [f"{flag}={port}" for flag, port in ports.items()]
+    return [*(f"{flag}={port}" for flag, port in ports.items()), *(["--raw-http"] if spec.raw_http else [])]
 
 
 def running_rank(name: str, rank: int, store: Store) -> tuple[Server, int]:
@@ -116,7 +138,7 @@ def running_rank(name: str, rank: int, store: Store) -> tuple[Server, int]:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         server = recorded_server(name, store)
-        if server is not None and (process := rank_processes(server.identity).get(rank)) is not None:
+        if server is not None and (process := rank_processes(server.instances[0].process).get(rank)) is not None:
             return server, process.pid
         time.sleep(0.02)
     raise AssertionError(f"{name} never had a rank {rank}")

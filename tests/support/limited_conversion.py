@@ -26,14 +26,14 @@ _PROCESSES = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
 
 def limit_memory(allowance: int) -> int:
-    """Let this process take at most `allowance` bytes more than now; returns what it has, in bytes."""
+    """Limit this process to `allowance` bytes more than it has now, and return the present size in bytes."""
     base = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (base + allowance, base + allowance))
     return int(base)
 
 
 def run(model: Path, out: Path, tp_size: int, dtype: DType, allowance: int) -> dict[str, object]:
-    """Convert within the limit; then see that it would have stopped who loads the whole model."""
+    """Convert within the limit, then check that loading the complete model would exceed it."""
     spec = ConvertSpec(tp_size=tp_size, dtype=dtype)
     plan = plan_conversion(Model(path=model), spec)
     base = limit_memory(plan.largest_tensor + allowance)

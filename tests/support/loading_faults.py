@@ -1,4 +1,4 @@
-"""Single faults in what Triton looks at when it loads a model, and in what an engine was built for."""
+"""Single faults in what Triton reads when it loads a model, and in the build settings of engines."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.support.repository_changes import (
     step,
     text,
 )
+from trtserve.repo.programs import PACKAGE
 
 _YAML = f"{CORE}/1/model.yaml"
 _SLOW = "class TritonPythonModel:\n    def execute(self, requests):\n        return len(self.tokenizer.vocab)\n"
@@ -67,7 +68,7 @@ LOADING_FAULTS: tuple[Fault, ...] = (
     Fault(
         "upstream-1.1",
         "environment",
-        "an environment that is not beside the model",
+        "an environment that is not in the model's folder",
         parameter(PRE, "EXECUTION_ENV_PATH", "$$TRITON_MODEL_DIRECTORY/python.tar.gz"),
     ),
     Fault("openvino", "instance-kind", "an instance on a GPU", edit(PRE, _on_gpu)),
@@ -84,8 +85,8 @@ LOADING_FAULTS: tuple[Fault, ...] = (
     Fault(
         "openvino",
         "program-package",
-        "a package that is none",
-        text(f"{PRE}/1/model.py", "import numpy", "import numpyx"),
+        "a package that does not exist",
+        text(f"{PRE}/1/{PACKAGE}/preprocessing/model.py", "import numpy", "import numpyx"),
     ),
     Fault("cpp", "inner-model", "a model that asks itself", parameter("tiny", "tensorrt_llm_model_name", "tiny")),
     Fault("cpp", "inner-model", "the tokenizer for an engine", parameter(BLS, "tensorrt_llm_model_name", PRE)),
@@ -94,8 +95,8 @@ LOADING_FAULTS: tuple[Fault, ...] = (
     Fault("llmapi", "llmapi-dropped", "a keyword of 0.21", content(_YAML, "use_cuda_graph", to=True)),
     # What an engine was built for.
     Fault("cpp", "engine-plan", "an engine of other bytes", replaced(f"{CORE}/1/rank0.engine", "0123456789012")),
-    Fault("gpus", "engine-copy", "a rank twice", replaced(f"{CORE}/1/rank1.engine", "ftrt engine 0")),
-    Fault("openvino", "engine-plan", "a network that is none", replaced(f"{CORE}/1/rank0.xml", "net")),
+    Fault("gpus", "engine-extra", "a rank twice", replaced(f"{CORE}/1/rank1.engine", "ftrt engine 0")),
+    Fault("openvino", "engine-plan", "an invalid network", replaced(f"{CORE}/1/rank0.xml", "net")),
     Fault("openvino", "engine-plan", "weights without their end", replaced(f"{CORE}/1/rank0.bin", "we")),
     Fault(
         "cpp",

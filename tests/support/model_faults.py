@@ -1,4 +1,4 @@
-"""Single faults in what every model has: files, parameters, tensors, steps."""
+"""Single faults in what every model has: files, parameters, tensors, ensemble steps."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from tests.support.repository_changes import (
     text,
     without,
 )
+from trtserve.repo.programs import PACKAGE
 
 MODEL_FAULTS: tuple[Fault, ...] = (
     # Files.
@@ -41,18 +42,19 @@ MODEL_FAULTS: tuple[Fault, ...] = (
         "a bare placeholder",
         text("ensemble/config.pbtxt", "max_batch_size: 12", "max_batch_size: ${n}"),
     ),
-    Fault(
-        "cpp", "placeholder", "a quoted placeholder", parameter(CORE, "kv_cache_free_gpu_mem_fraction", "${fraction}")
-    ),
+    Fault("cpp", "placeholder", "a mandatory parameter's", parameter(CORE, "gpt_model_path", "${engine_dir}")),
+    Fault("cpp", "placeholder", "no tokenizer", parameter(PRE, "tokenizer_dir", "${tokenizer_dir}")),
+    Fault("cpp", "placeholder-unset", "an optional parameter's", parameter(CORE, "num_nodes", "${num_nodes}")),
     Fault("cpp", "config-syntax", "a brace is missing", text(f"{PRE}/config.pbtxt", "parameters {", "parameters ")),
     Fault("cpp", "config-syntax", "an unknown field", text(f"{PRE}/config.pbtxt", "max_batch_size", "maximum_batch")),
-    Fault("cpp", "stray-folder", "a folder that is no model", stray),
+    Fault("cpp", "stray-folder", "a folder without a model", stray),
     Fault("cpp", "stray-folder", "config.pbtxt is missing", remove("ensemble/config.pbtxt")),
     Fault("cpp", "model-name", "another name than the folder", edit(PRE, assign("name", "tokenize"))),
     Fault("cpp", "version-folder", "no version folder", remove("ensemble/1")),
     Fault("cpp", "program-missing", "no model.py", remove(f"{POST}/1/model.py")),
+    Fault("cpp", "file-content", "a program was edited", text(f"{POST}/1/model.py", "import", "import  ")),
     Fault("cpp", "program-syntax", "model.py is cut off", replaced(f"{POST}/1/model.py", "def initialize(self\n")),
-    Fault("cpp", "program-module", "a shared module is missing", remove(f"{PRE}/1/hf_tokenizer.py")),
+    Fault("cpp", "program-module", "a shared module is missing", remove(f"{PRE}/1/{PACKAGE}/shared/tokenizer.py")),
     Fault("upstream", "program-module", "NVIDIA's lib folder is missing", remove(f"{BLS}/1/lib")),
     Fault("cpp", "backend", "an unknown backend", edit(POST, assign("backend", "pyton"))),
     Fault("cpp", "backend", "the ensemble without its platform", edit("ensemble", assign("platform", ""))),
@@ -68,7 +70,7 @@ MODEL_FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault("cpp", "file-access", "a broken link", dangling(f"{CORE}/1/rank0.engine")),
-    Fault("cpp", "file-access", "a file that nobody may read", closed(f"{TOKENIZER}/tokenizer.json")),
+    Fault("cpp", "file-access", "a file without permissions", closed(f"{TOKENIZER}/tokenizer.json")),
     Fault("cpp", "manifest-models", "the alias is missing", remove("tiny")),
     Fault("cpp", "manifest-models", "a model is missing", remove(BLS)),
     Fault("cpp", "manifest-engine", "a rank is cut off", replaced(f"{CORE}/1/rank0.engine", "eng")),
@@ -87,15 +89,15 @@ MODEL_FAULTS: tuple[Fault, ...] = (
         replaced(f"{CORE}/1/parameter_classes.json", "{}"),
     ),
     # Parameters and the shape of the service.
-    Fault("cpp", "parameter-release", "a key of a later release", parameter(CORE, "num_nodes", "1")),
-    Fault("upstream", "parameter-release", "a key that was dropped", parameter(PRE, "tokenizer_type", "llama")),
-    Fault("upstream-newest", "parameter-release", "a key that was renamed", parameter(PRE, "visual_model_path", "/v")),
+    Fault("cpp", "parameter-unknown", "a key of a later release", parameter(CORE, "num_nodes", "1")),
+    Fault("upstream", "parameter-unknown", "a key that was dropped", parameter(PRE, "tokenizer_type", "llama")),
+    Fault("upstream-newest", "parameter-unknown", "a key that was renamed", parameter(PRE, "visual_model_path", "/v")),
     Fault("cpp", "parameter-unknown", "a misspelt key", parameter(CORE, "kv_cache_free_gpu_mem_fractions", "0.5")),
     Fault("cpp", "parameter-value", "yes for a switch", parameter(CORE, "exclude_input_in_output", "yes")),
     Fault("cpp", "parameter-value", "a misspelt policy", parameter(CORE, "batch_scheduler_policy", "guaranteed_evict")),
     Fault("upstream", "parameter-value", "a misspelt batching strategy", parameter(CORE, "gpt_model_type", "inflight")),
     Fault("cpp", "parameter-value", "a share above 1", parameter(CORE, "kv_cache_free_gpu_mem_fraction", "90")),
-    Fault("cpp", "parameter-value", "a number that is none", parameter(CORE, "max_beam_width", "two")),
+    Fault("cpp", "parameter-value", "an invalid number", parameter(CORE, "max_beam_width", "two")),
     Fault(
         "cpp",
         "parameter-value",
@@ -109,7 +111,6 @@ MODEL_FAULTS: tuple[Fault, ...] = (
     Fault("newest", "parameter-missing", "a key that must exist", parameter(CORE, "guided_decoding_backend", None)),
     Fault("cpp", "parameter-missing", "no batching strategy", parameter(CORE, "gpt_model_type", None)),
     Fault("cpp", "parameter-missing", "an empty engine path", parameter(CORE, "gpt_model_path", "")),
-    Fault("cpp", "parameter-empty", "an empty list of GPUs", parameter(CORE, "gpu_device_ids", "")),
     Fault("openvino", "parameter-refused", "what the CPU cannot do", parameter(CORE, "sink_token_length", "4")),
     Fault(
         "openvino",
@@ -145,25 +146,21 @@ MODEL_FAULTS: tuple[Fault, ...] = (
     ),
     Fault("draft", "inner-model", "the draft model is absent", remove("tensorrt_llm_draft")),
     # Tensors.
-    Fault("upstream", "tensor-type", "UINT32 as in 0.6", tensor(CORE, "request_output_len", assign("data_type", 4))),
-    Fault("cpp", "tensor-dims", "dims as before 0.12", tensor(PRE, "QUERY", lambda t: t.dims.__setitem__(0, -1))),
-    Fault("cpp", "tensor-shape", "no reshape", tensor(CORE, "temperature", lambda t: t.ClearField("reshape"))),
-    Fault(
-        "upstream", "tensor-shape", "no ragged batch", tensor(CORE, "input_ids", assign("allow_ragged_batch", False))
-    ),
-    Fault(
-        "upstream", "tensor-optional", "required bad words", tensor("ensemble", "bad_words", assign("optional", False))
-    ),
-    Fault("upstream", "tensor-missing", "no input_lengths", without(CORE, "input_lengths")),
+    Fault("upstream", "tensors", "UINT32 as in 0.6", tensor(CORE, "request_output_len", assign("data_type", 4))),
+    Fault("cpp", "tensors", "dims as before 0.12", tensor(PRE, "QUERY", lambda t: t.dims.__setitem__(0, -1))),
+    Fault("cpp", "tensors", "no reshape", tensor(CORE, "temperature", lambda t: t.ClearField("reshape"))),
+    Fault("upstream", "tensors", "no ragged batch", tensor(CORE, "input_ids", assign("allow_ragged_batch", False))),
+    Fault("upstream", "tensors", "required bad words", tensor("ensemble", "bad_words", assign("optional", False))),
+    Fault("upstream", "tensors", "no input_lengths", without(CORE, "input_lengths")),
     Fault(
         "upstream",
-        "tensor-release",
+        "tensors",
         "a name of a later release",
         tensor(BLS, "min_length", assign("name", "min_tokens")),
     ),
     Fault(
         "upstream-newest",
-        "tensor-release",
+        "tensors",
         "a name of an old release",
         tensor(CORE, "seed", assign("name", "random_seed")),
     ),
@@ -183,20 +180,20 @@ MODEL_FAULTS: tuple[Fault, ...] = (
     Fault("lora", "feature-unreachable", "no adapters in requests", without(CORE, "lora_weights")),
     # The ensemble.
     Fault("cpp", "ensemble-step", "a step without its model", step(2, assign("model_name", "postprocessor"))),
-    Fault("cpp", "ensemble-map", "an input that is none", step(0, moved("input_map", "QUERY", "PROMPT"))),
-    Fault("cpp", "ensemble-map", "an output that is none", step(1, moved("output_map", "output_ids", "ids"))),
-    Fault("cpp", "ensemble-input", "a needed input is not mapped", step(1, mapped("input_map", "input_lengths", None))),
+    Fault("cpp", "ensemble-map", "an unknown input", step(0, moved("input_map", "QUERY", "PROMPT"))),
+    Fault("cpp", "ensemble-map", "an unknown output", step(1, moved("output_map", "output_ids", "ids"))),
+    Fault("cpp", "ensemble-map", "a needed input is not mapped", step(1, mapped("input_map", "input_lengths", None))),
     Fault(
-        "cpp", "ensemble-source", "a tensor that nothing makes", step(2, mapped("input_map", "TOKENS_BATCH", "_TOKENS"))
+        "cpp", "ensemble-map", "a tensor that nothing makes", step(2, mapped("input_map", "TOKENS_BATCH", "_TOKENS"))
     ),
     Fault(
         "cpp",
-        "ensemble-source",
+        "ensemble-map",
         "an input that nothing takes",
         added_tensor("ensemble", name="mood", data_type=13, dims=[1], optional=True),
     ),
-    Fault("upstream", "ensemble-type", "two types", tensor(POST, "SEQUENCE_LENGTH", assign("data_type", 9))),
-    Fault("upstream", "ensemble-dims", "two shapes", tensor(POST, "SEQUENCE_LENGTH", lambda t: t.dims.extend([2]))),
+    Fault("upstream", "ensemble-tensor", "two types", tensor(POST, "SEQUENCE_LENGTH", assign("data_type", 9))),
+    Fault("upstream", "ensemble-tensor", "two shapes", tensor(POST, "SEQUENCE_LENGTH", lambda t: t.dims.extend([2]))),
     Fault("cpp", "ensemble-batch", "a step of smaller batches", edit(POST, assign("max_batch_size", 2))),
     Fault(
         "openvino",

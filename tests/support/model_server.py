@@ -18,15 +18,8 @@ import numpy.typing as npt
 
 from trtserve.process import exit_code, spawn, stop
 from trtserve.store import Store
-from trtserve.triton.server import (
-    Address,
-    find_triton,
-    is_ready,
-    prepare_backends,
-    server_command,
-    sweep_shared_memory,
-    unique_prefix,
-)
+from trtserve.triton.installation import find_triton, prepare_backends
+from trtserve.triton.tritonserver import Address, is_ready, server_command, sweep_shared_memory, unique_prefix
 
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -190,7 +183,7 @@ def serving(repository: Path, root: Path, *, backends: Path | None = None) -> It
             time.sleep(0.1)
         yield ModelServer(address)
     finally:
-        stop(process, grace=10)
+        stop(process, grace=0)  # models need seconds to unload, which other tests look at
         sweep_shared_memory(prefix)
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for `pynvml` (package nvidia-ml-py): the calls of it that the product makes, answered from a description.
+"""A stand-in for `pynvml` (package nvidia-ml-py): the calls that the product makes, answered from a description.
 
 Names, argument orders and types are those of nvidia-ml-py 12 and 13; a call that it does not have is an AttributeError.
 """
@@ -16,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class FakeGpu:
-    """One GPU; None stands for "Not Supported"."""
+    """One GPU; None means "Not Supported"."""
 
     name: str = "NVIDIA H200"
     capability: tuple[int, int] = (9, 0)
@@ -30,7 +30,7 @@ class FakeGpu:
 
 @dataclass(kw_only=True)
 class FakeNvml:
-    """The module; `fault` is what nvmlInit fails with, `apart` are pairs that cannot read each other's memory."""
+    """The module; nvmlInit fails with `fault`, and the pairs `apart` cannot read each other's memory."""
 
     gpus: list[FakeGpu] = field(default_factory=lambda: [FakeGpu()])
     driver: str | bytes = "580.159.04"

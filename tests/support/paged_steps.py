@@ -1,4 +1,4 @@
-"""Drives a PagedModel as a scheduler would: several sequences, any number of new tokens of each in a step."""
+"""Models of tiny decoders, driven as a scheduler would: several sequences with any number of new tokens in a step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from tests.support.tiny_decoders import POSITIONS, TinyDecoder
-from trtserve.executor.graph import build_graph, save_graph
-from trtserve.executor.paged_model import PagedModel
+from trtserve.executor.model import Model
 
 Logits = npt.NDArray[np.float32]
 
@@ -26,11 +26,13 @@ def write_engine(
     prompt_table: int = 0,
     lora: Sequence[str] = (),
 ) -> Path:
-    """An engine folder of `tiny`, with what PagedModel reads of config.json.
+    """Write an engine folder of `tiny` with the config.json keys that PagedModel reads.
 
     `prompt_table` and `lora` are what is built in: rows of a prompt table, and the modules of adapters.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    from trtserve.executor.graph import build_graph, save_graph  # machines with GPUs need no OpenVINO
+
     graph = build_graph(tiny.decoder, tiny.sizes, tiny, packing=tiny.packing)
     save_graph(graph, folder / "rank0.xml")
     config: dict[str, Any] = {
@@ -53,10 +55,34 @@ def write_engine(
     return folder
 
 
-class PagedSteps:
-    """Sequences in flight on `model`; blocks are handed out in an order that no sequence would choose."""
+MODEL_RUNTIMES = ["openvino", pytest.param("torch", marks=pytest.mark.needs("torch"))]
+"""The runtimes whose models are compared with a reference."""
 
-    def __init__(self, model: PagedModel, sequences: Mapping[str, Sequence[int]]) -> None:
+
+def tiny_model(
+    runtime: str,
+    folder: Path,
+    tiny: TinyDecoder,
+    *,
+    windows: Sequence[int] | None = None,
+    prompt_table: int = 0,
+    lora: Sequence[str] = (),
+) -> Model:
+    """Return the model of `tiny` in float32; for OpenVINO its engine is written to `folder`."""
+    if runtime == "openvino":
+        engine = write_engine(folder, tiny, prompt_table=prompt_table, lora=lora)
+        from trtserve.executor.paged_model import PagedModel
+
+        return PagedModel(engine, threads=1, windows=windows)
+    from tests.support.torch_models import torch_model
+
+    return torch_model(tiny, windows=windows, prompt_table=prompt_table, lora=lora)
+
+
+class PagedSteps:
+    """Running sequences on `model`; blocks are assigned in a shuffled order."""
+
+    def __init__(self, model: Model, sequences: Mapping[str, Sequence[int]]) -> None:
         self.model = model
         self.past = dict.fromkeys(sequences, 0)
         self._tokens = {name: np.asarray(ids, dtype=np.int64) for name, ids in sequences.items()}

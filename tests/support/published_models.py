@@ -30,7 +30,7 @@ class Published:
 
     @property
     def dtype(self) -> str:
-        """Type of the weights in the files: float32 where the config names none, as for GPT-2."""
+        """Return the type of the weights: float32 when the config names none, as for GPT-2."""
         return str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
 
 
@@ -217,7 +217,7 @@ _MASK: Leftover = ("U8", (1, 1, 8, 8))
 
 
 def _same(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """What the tiny family's config has to say as the published one does."""
+    """The keys with which a tiny family's config equals the published one."""
     return {key: config[key] for key in keys if key in config}
 
 

@@ -1,4 +1,4 @@
-"""Tiny models as AWQ, GPTQ and FP8 tools store them, packed by their documented formats, and what they stand for.
+"""Tiny models in the documented formats of AWQ, GPTQ and FP8 tools, with their dequantised weights.
 
 Packing: AutoAWQ's README and `WQLinear_GEMM` (eight outputs in a number, lowest bits first: outputs 0, 2, 4, 6, 1, 3,
 5, 7), AutoGPTQ's `QuantLinear` (eight inputs in a number, in order; zero points less one).
@@ -67,7 +67,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedModel:
-    """A quantised model, the same model with the weights that its codes stand for (float32), and these weights."""
+    """A quantised model, the same model dequantised to float32, and these weights."""
 
     folder: Path
     dequantised: Path
@@ -121,7 +121,7 @@ def _copy(original: Path, folder: Path, config: Mapping[str, Any], tensors: Mapp
 
 
 def write_any_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
-    """A file of floats, whole numbers and FP8 numbers."""
+    """Write a safetensors file of floats, integers and FP8 numbers."""
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():

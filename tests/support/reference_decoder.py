@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.architectures.base import Decoder, Experts
-from trtserve.architectures.quantized import group_size
-from trtserve.executor.graph import Sizes
-from trtserve.executor.int4 import Packing, quantize_in_groups
+from trtserve.checkpoint.quantized import group_size
+from trtserve.executor.sizes import Sizes
+from trtserve.executor.weight_quantization import Packing, quantize_in_groups
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 
 
 class ReferenceDecoder:
-    """Logits of whole sequences, straight from the definition of the layers.
+    """Logits of complete sequences, computed from the definition of the layers.
 
     `windows` are the sliding windows of the layers, repeated over them; by default the decoder's own everywhere.
     """
@@ -103,6 +103,8 @@ class ReferenceDecoder:
         group = sizes.heads // sizes.kv_heads
         key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
         scores = np.einsum("qhd,khd->hqk", query, key) * self._decoder.attention_scale
+        if self._decoder.attention_softcap is not None:
+            scores = np.tanh(scores / self._decoder.attention_softcap) * self._decoder.attention_softcap
         if self._decoder.alibi_slopes is not None:
             distance = np.arange(length)[:, None] - np.arange(length)
             scores -= np.array(self._decoder.alibi_slopes)[:, None, None] * distance
@@ -164,7 +166,7 @@ class ReferenceDecoder:
 
 
 def _visible(length: int, window: int | None) -> npt.NDArray[np.bool_]:
-    """Which keys a query sees: its own and the `window - 1` before it."""
+    """Return which keys a query sees: its own and the `window - 1` before it."""
     distance = np.arange(length)[:, None] - np.arange(length)
     seen: npt.NDArray[np.bool_] = (distance >= 0) & (distance < (window or length))
     return seen
@@ -192,19 +194,19 @@ _ACTIVATIONS = {"silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "relu": _
 
 
 def _routes(name: str) -> bool:
-    """What decides about experts stays as it is."""
+    """Routers of experts are not quantised."""
     return name.endswith(("router.weight", "shared_expert_gate.weight"))
 
 
 def _rounded_to_int8(weight: Floats) -> Floats:
-    """What is left of a matrix [..., out, in] after symmetric int8 per output channel."""
+    """Round a matrix [..., out, in] to symmetric int8 per output channel."""
     scales: Floats = np.abs(weight).max(axis=-1, keepdims=True) / 127
     rounded: Floats = np.rint(weight / scales)
     return rounded * scales
 
 
 def _rounded_to_int4(weight: Floats) -> Floats:
-    """What is left of a matrix [..., out, in] after int4 in groups; tests of the groups have no part in a decoder."""
+    """Return a matrix [..., out, in] rounded to int4 in groups; the groups have tests of their own."""
     flat = weight.astype(np.float32).reshape(-1, weight.shape[-1])
     rounded = quantize_in_groups(flat, group_size(flat.shape[1])).dequantized()
     return rounded.reshape(weight.shape).astype(np.float64)

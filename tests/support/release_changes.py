@@ -1,4 +1,4 @@
-"""What changed in config.json of checkpoints from one release to the next: expected configs of all releases.
+"""Differences in the config.json of checkpoints from release to release.
 
 Read in the public sources (decision 0009); up to 0.17 they were compared with what upstream's own classes write.
 """
@@ -9,39 +9,22 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.expected_configs import COMMON, EXPECTED_CONFIGS
-from tests.support.expected_other_configs import OTHER_CONFIGS
-from tests.support.tiny_models import FAMILIES
+from tests.support.families import FAMILIES
+from tests.support.families.expected import RECORDED
 
-LLAMAS = ("llama3", "mistral", "mixtral")
-QWENS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-GEMMAS = ("gemma", "gemma2", "gemma3")
-FALCONS = ("falcon", "falcon_new", "falcon_rw")
-PHIS = ("phi3", "phi3_long")
-SINCE = {"gemma2": "0.13", "gemma3": "0.19", "qwen3": "1.0", "qwen3_moe": "1.0"}
-
-_OWN = ("dtype", "logits_dtype", "mapping", "quantization", "runtime_defaults", "embedding_sharding_dim")
 NEWEST: dict[str, dict[str, Any]] = {
-    **EXPECTED_CONFIGS,
-    **{
-        name: {
-            **{key: COMMON[key] for key in (*_OWN, "qk_layernorm", "use_parallel_embedding")},
-            "architecture": FAMILIES[name][0]["architectures"][0],
-            **config,
-        }
-        for name, config in OTHER_CONFIGS.items()
-    },
+    name: {**RECORDED, "architecture": family.architecture, **family.expected} for name, family in FAMILIES.items()
 }
 """What release 1.2 writes for each tiny model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """In `release` keys came, and others went with the values that they had; in all families where none is named."""
+    """Keys added and removed in `release`: of all families, or `of` one config class or architecture."""
 
     release: str
     section: str | None = None
-    families: tuple[str, ...] = ()
+    of: str = ""
     came: tuple[str, ...] = ()
     went: dict[str, Any] = field(default_factory=dict)
 
@@ -55,24 +38,26 @@ CHANGES = (
     ),
     Change(release="1.1", section="mapping", came=("cp_config",)),
     Change(release="1.1", section="quantization", came=("mamba_ssm_cache_dtype",)),
-    Change(release="1.1", families=QWENS, came=("mlp_only_layers", "decoder_sparse_step")),
-    Change(release="1.1", families=("gemma3",), came=("_sliding_window_pattern",), went={"sliding_window_pattern": 2}),
+    Change(release="1.1", of="QWenConfig", came=("mlp_only_layers", "decoder_sparse_step")),
+    Change(
+        release="1.1", of="Gemma3ForCausalLM", came=("_sliding_window_pattern",), went={"sliding_window_pattern": 2}
+    ),
     Change(release="0.20", section="mapping", came=("moe_cluster_size",)),
     Change(release="0.19", section="mapping", came=("attn_tp_size", "attn_cp_size")),
     Change(
         release="0.19",
-        families=LLAMAS,
+        of="LLaMAConfig",
         came=(
             *("embedding_multiplier", "attention_multiplier", "residual_multiplier"),
             *("output_multiplier_scale", "has_partial_lora_mask"),
         ),
     ),
-    Change(release="0.19", families=PHIS, came=("rotary_pct", "tie_word_embeddings")),
+    Change(release="0.19", of="Phi3Config", came=("rotary_pct", "tie_word_embeddings")),
     Change(release="0.17", section="mapping", came=("auto_parallel",)),
     Change(release="0.16", came=("rotary_embedding_dim",), went={"share_embedding_table": False}),
-    Change(release="0.16", families=LLAMAS, came=("tie_word_embeddings",)),
-    Change(release="0.16", families=QWENS, came=("use_logn_attn", "seq_length")),
-    Change(release="0.16", families=GEMMAS, went={"share_embedding_table": True}),
+    Change(release="0.16", of="LLaMAConfig", came=("tie_word_embeddings",)),
+    Change(release="0.16", of="QWenConfig", came=("use_logn_attn", "seq_length")),
+    Change(release="0.16", of="GemmaConfig", went={"share_embedding_table": True}),
     Change(
         release="0.16",
         section="moe",
@@ -82,14 +67,14 @@ CHANGES = (
     Change(release="0.15", came=("runtime_defaults",)),
     Change(
         release="0.15",
-        families=LLAMAS,
+        of="LLaMAConfig",
         came=(
             *("fc_after_embed", "use_input_layernorm_in_first_layer"),
             *("use_last_layernorm", "layer_idx_offset"),
         ),
     ),
-    Change(release="0.15", families=QWENS, came=("num_labels", "tie_word_embeddings")),
-    Change(release="0.15", families=FALCONS, came=("num_ln_in_parallel_attn", "rotary_base")),
+    Change(release="0.15", of="QWenConfig", came=("num_labels", "tie_word_embeddings")),
+    Change(release="0.15", of="FalconConfig", came=("num_ln_in_parallel_attn", "rotary_base")),
     Change(release="0.15", section="quantization", came=("use_meta_recipe",)),
     Change(
         release="0.15",
@@ -98,7 +83,6 @@ CHANGES = (
     ),
     Change(release="0.14", section="moe", came=("moe_intermediate_size", "num_shared_experts")),
     Change(release="0.13", section="moe", came=("sparse_mixer_epsilon",)),
-    Change(release="0.13", section="quantization", came=("smoothquant_val",), went={"smoothquant_val": None}),
 )
 """From the newest to the oldest."""
 
@@ -110,9 +94,9 @@ def before(version: str, release: str) -> bool:
 
 def expected_config(family: str, release: str) -> dict[str, Any]:
     """config.json of a tiny model as a release writes it: that of 1.2 with everything undone that came later."""
-    config = copy.deepcopy(NEWEST[family])
+    config, row = copy.deepcopy(NEWEST[family]), FAMILIES[family]
     for change in CHANGES:
-        if before(release, change.release) and (not change.families or family in change.families):
+        if before(release, change.release) and change.of in ("", row.config_class, row.architecture):
             part = config if change.section is None else config.get(change.section)
             if part is not None:
                 for key in change.came:

@@ -1,7 +1,7 @@
-"""What NVIDIA's clients send, release by release: tensors, types and shapes.
+"""The tensors, types and shapes that NVIDIA's clients send, release by release.
 
 Source: the interface reference of the clients (inflight_batcher_llm_client.py, end_to_end_grpc_client.py and
-benchmark_core_model.py of every tagged release). Whether a call is unary or on a gRPC stream is told with each.
+benchmark_core_model.py of every tagged release). Each says whether its calls are unary or on a gRPC stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def long_integers(*values: int) -> Any:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a client: the tensor that it becomes, and the releases whose client has it."""
+    """A flag of a client: its tensor, and the releases that have it."""
 
     make: Callable[..., Any]
     since: str = "0.8"
@@ -129,7 +129,7 @@ class ReleaseClient:
 
     @staticmethod
     def text_outputs(*flags_given: str, rows: int = 1, sequences: int = 1) -> list[str]:
-        """The outputs that end_to_end_grpc_client.py requests by name: the text, and what its flags ask for."""
+        """Return the outputs that end_to_end_grpc_client.py requests by name: the text, and those of its flags."""
         names = ["text_output", *(name for flag in flags_given for name in _OUTPUTS_OF[flag])]
         return names + ["batch_index"] * (rows > 1) + ["sequence_index"] * (sequences > 1)
 

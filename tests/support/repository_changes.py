@@ -60,7 +60,7 @@ def text(file: str, old: str, new: str) -> Change:
 
 
 def parameter(model: str, key: str, value: str | None) -> Change:
-    """Set a parameter; None takes its entry away."""
+    """Set a parameter; None removes it."""
 
     def change(config: Any) -> None:
         if value is None:
@@ -126,9 +126,9 @@ def shortened(name: str) -> Change:
     """Cut a file in half."""
 
     def apply(repository: Path) -> None:
-        whole = (repository / name).read_bytes()
+        content = (repository / name).read_bytes()
         (repository / name).unlink()
-        (repository / name).write_bytes(whole[: len(whole) // 2])
+        (repository / name).write_bytes(content[: len(content) // 2])
 
     return apply
 
@@ -142,7 +142,7 @@ def dangling(name: str) -> Change:
 
 
 def closed(name: str) -> Change:
-    """Nobody may read the file."""
+    """Remove the read permission of a file."""
 
     def apply(repository: Path) -> None:
         before = (repository / name).read_bytes()

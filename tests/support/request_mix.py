@@ -1,4 +1,4 @@
-"""Random requests with every feature of the executor, as values that say how to build them again."""
+"""Random requests with every feature of the executor, as values that can be printed and built again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GUIDE = r"[a-f]{2}(0|1)+x"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One request: the number of its prompt, and the features it asks for as (name, value) pairs.
+    """One request: the number of its prompt, and its features as (name, value) pairs.
 
     `cancel_after` is the number of responses after which it is cancelled, None to let it run.
     """
@@ -58,7 +58,7 @@ SAMPLING = {
 }
 
 
-# Neither may change what a request says: only when it is computed, and whose blocks go first.
+# Neither may change the answer, only when it is computed and which blocks are evicted first.
 UNSEEN = st.fixed_dictionaries(
     {}, optional={"priority": st.sampled_from((0.0, 0.9)), "retention": st.sampled_from((1, 90))}
 )
@@ -112,7 +112,7 @@ def request_of(recipe: Recipe, lora: LoraShape) -> api.Request:
         number = int(wanted["adapter"].split()[1])
         keywords["lora_config"] = api.LoraConfig(number, *random_adapter(lora, seed=number, rank=LORA_RANK))
     if "draft" in wanted:
-        # Right and wrong guesses: whatever they are, the first token is that of the request without them.
+        # Right and wrong guesses: the first token is always that of the request without a draft.
         drafts = np.random.default_rng(recipe.prompt + recipe.max_tokens).integers(3, VOCAB, size=wanted["draft"])
         keywords["external_draft_tokens_config"] = api.ExternalDraftTokensConfig(drafts.tolist())
     if "guided" in wanted:

@@ -1,4 +1,4 @@
-"""Schedulers with a real KV cache, and steps that do with it what the executor does, without a model."""
+"""Schedulers with a real KV cache, and steps that use it as the executor does, without a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from trtserve.executor.kv_cache import CacheKey, KvCache
 from trtserve.executor.limits import Limits
 from trtserve.executor.sampling import SamplingParameters
-from trtserve.executor.scheduler import Plan, Scheduler
+from trtserve.executor.scheduler import Scheduler, StepPlan
 from trtserve.executor.sequence import Sequence
 
 
@@ -23,7 +23,7 @@ def make_scheduler(
     reuse: bool = False,
     windows: tuple[int, ...] = (),
     max_draft_len: int = 0,
-    long_beyond: int | None = None,
+    long_rope_beyond: int | None = None,
     **options: Any,
 ) -> Scheduler:
     """A scheduler over a cache of blocks of 4 tokens, for requests of at most 200 tokens."""
@@ -36,7 +36,7 @@ def make_scheduler(
         max_beam_width=beams,
         windows=windows,
         max_draft_len=max_draft_len,
-        long_beyond=long_beyond,
+        long_rope_beyond=long_rope_beyond,
     )
     cache = KvCache(
         blocks=blocks,
@@ -50,7 +50,7 @@ def make_scheduler(
 
 
 def make_sequence(number: int, prompt: int | list[int], new: int = 4, width: int = 1, **options: Any) -> Sequence:
-    """A request of `new` tokens; its prompt is counted from 0 when only its length is given."""
+    """A request of `new` tokens; a prompt given by its length has the ids 0, 1, 2 …"""
     tokens = np.array(range(prompt) if isinstance(prompt, int) else prompt, dtype=np.int64)
     key = CacheKey(tokens, stored=width == 1)
     parameters = SamplingParameters(beam_width=width)
@@ -64,9 +64,9 @@ def add(scheduler: Scheduler, number: int, prompt: int | list[int], new: int = 4
     return sequence
 
 
-def run_step(scheduler: Scheduler) -> Plan:
-    """Plan one step and do with the cache what a step does; a sequence generates its own id."""
-    plan = scheduler.plan()
+def run_step(scheduler: Scheduler) -> StepPlan:
+    """Plan one step and update the cache as a step does; a sequence generates its own id."""
+    plan = scheduler.plan_step()
     for sequence, size in plan.chunks:
         sequence.computed += size
         scheduler.cache.extend(sequence.slots[0], sequence.computed)
@@ -78,17 +78,17 @@ def run_step(scheduler: Scheduler) -> Plan:
             scheduler.cache.extend(slot, sequence.computed)
     for sequence in [*(sequence for sequence, _ in plan.chunks), *plan.generations]:
         if sequence.width == 1:
-            scheduler.cache.filled(sequence.slots[0], sequence.cached_tokens()[: sequence.computed])
+            scheduler.cache.register_full_blocks(sequence.slots[0], sequence.cached_tokens()[: sequence.computed])
         if sequence.generating:
             sequence.generated.append(sequence.id)
     return plan
 
 
-def shape(plan: Plan) -> tuple[list[tuple[int, int]], list[int]]:
+def shape(plan: StepPlan) -> tuple[list[tuple[int, int]], list[int]]:
     """Ids and sizes of the chunks, ids of the generations."""
     return [(sequence.id, size) for sequence, size in plan.chunks], [sequence.id for sequence in plan.generations]
 
 
-def paused(plan: Plan) -> list[int]:
-    """Ids of those that the plan has paused."""
+def paused(plan: StepPlan) -> list[int]:
+    """Ids of the paused sequences."""
     return [sequence.id for sequence in plan.paused]

@@ -1,4 +1,4 @@
-"""Real servers for tests: started on free ports in a store of their own, log printed on failure, always stopped."""
+"""Real servers for tests: on free ports, in their own store, always stopped; the log is printed on failure."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trtserve.artifacts import ModelRepository, load_artifact
-from trtserve.ports import free_ports
-from trtserve.servers import Server, list_servers, log_file
+from trtserve.errors import ServerStartError
+from trtserve.host.ports import free_ports
+from trtserve.process import stop
+from trtserve.server.launch_plan import plan_server
+from trtserve.server.shutdown import stop_server
+from trtserve.server.start import start_server
+from trtserve.server.state import Server, list_servers, log_file
 from trtserve.specs import ServerSpec
-from trtserve.start import start_server, stop_server
 from trtserve.store import Store
 
 HOST = "127.0.0.1"
 READY_TIMEOUT = 60.0
 
 
-def free_spec(name: str | None = None, *, ready_timeout: float = READY_TIMEOUT) -> ServerSpec:
-    """A server on three ports that are free now."""
+def free_spec(
+    name: str | None = None, *, ready_timeout: float = READY_TIMEOUT, door: bool = False, **options: Any
+) -> ServerSpec:
+    """A server on three ports that are free now; most tests need no door, which is one more process."""
     http_port, grpc_port, metrics_port = free_ports(HOST, 3)
     return ServerSpec(
         name=name,
@@ -29,29 +36,53 @@ def free_spec(name: str | None = None, *, ready_timeout: float = READY_TIMEOUT) 
         grpc_port=grpc_port,
         metrics_port=metrics_port,
         ready_timeout=ready_timeout,
+        raw_http=not door,
+        **options,
     )
 
 
 @contextmanager
 def running_server(
-    repository: Path, *, home: Path, name: str | None = None, flags: tuple[str, ...] = ()
+    repository: Path,
+    *,
+    home: Path,
+    name: str | None = None,
+    flags: tuple[str, ...] = (),
+    bindings: str | None = None,
+    gracefully: bool = False,
+    door: bool = False,
+    **options: Any,
 ) -> Iterator[Server]:
     """A ready server for `repository`; state and log lie below `home`, `flags` go to tritonserver.
 
+    `bindings` is the release of TensorRT-LLM whose Python names its models import. With a `door` HTTP clients talk to
+    it; `options` are fields of ServerSpec.
+
     Give $TRTSERVE_HOME as `home` when commands under test shall find it; fixtures of a wider scope use a
-    `tmp_path_factory` folder and set the variable in the test. The log goes to stderr when the block fails.
+    `tmp_path_factory` folder and set the variable in the test. The log goes to stderr when the block fails. At the end
+    the server is killed, which saves the seconds that models need to unload, or with `gracefully` stopped in order.
     """
     store = Store(home)
     artifact = load_artifact(ModelRepository, repository)
-    spec = replace(free_spec(name), extra_arguments=flags)
+    spec = replace(free_spec(name, door=door, **options), extra_arguments=flags, bindings=bindings)
+    plan = plan_server(ModelRepository(path=artifact.path, manifest=artifact.manifest), spec, store=store)
     try:
-        yield start_server(ModelRepository(path=artifact.path, manifest=artifact.manifest), spec, store=store)
+        try:
+            server = start_server(plan)
+        except ServerStartError as error:
+            # Triton 2.51 waits for ever when a Python model gets no CPU for a second while it loads.
+            if "models still loading" not in error.message:
+                raise
+            server = start_server(plan)
+        yield server
     except BaseException:
         _print_log(log_file(name or artifact.name, store))
         raise
     finally:
         for server in list_servers(store):
-            if server.http_port == spec.http_port:
+            if server.address.http_port == spec.http_port:
+                if not gracefully:
+                    stop(server.instances[0].process, grace=0)
                 stop_server(server.name, store=store)
 
 

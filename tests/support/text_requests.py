@@ -1,4 +1,4 @@
-"""Text requests to the BLS model and the ensemble, and what their answers say."""
+"""Text requests to the BLS model and the ensemble, and their answers."""
 
 from __future__ import annotations
 

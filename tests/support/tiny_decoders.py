@@ -1,4 +1,4 @@
-"""Random decoders as descriptions and tensors, without any file: what the graph builder takes."""
+"""Random decoders as descriptions and tensors for the graph builder, without files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trtserve.architectures.base import Decoder, Experts
-from trtserve.architectures.quantized import Int4Weight
-from trtserve.executor.graph import Sizes
-from trtserve.executor.int4 import Packing
+from trtserve.checkpoint.quantized import Int4Weight
+from trtserve.executor.sizes import Sizes
+from trtserve.executor.weight_quantization import Packing
 
 Array = npt.NDArray[Any]
 
@@ -80,7 +80,7 @@ class TinyDecoder:
         return list(self.tensors)
 
     def merged(self, name: str) -> Array:
-        # A copy, as a reader makes one: nobody else keeps it alive.
+        # A copy without other references, as a checkpoint reader returns.
         return self.tensors[name].copy()
 
     def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
@@ -99,7 +99,7 @@ def tiny_decoder(
     head_bias: bool = False,
     seed: int = 0,
 ) -> TinyDecoder:
-    """Random tensors for `decoder`, large enough that every part moves the logits."""
+    """Random tensors for `decoder`, large enough that every part changes the logits."""
     random = np.random.default_rng(seed)
     tensors: dict[str, Array] = {}
 
@@ -158,7 +158,7 @@ def _mlp_norms(decoder: Decoder) -> list[str]:
     return ([] if decoder.mlp_norm is None else [decoder.mlp_norm]) + around
 
 
-# Every property of a decoder that the graph builder knows, at least once.
+# Every property of a decoder that the graph builder supports, at least once.
 DECODERS: dict[str, TinyDecoder] = {
     "llama": tiny_decoder(),
     "llama, biases": tiny_decoder(replace(LLAMA, attention_bias=True, dense_bias=True, mlp_bias=True)),

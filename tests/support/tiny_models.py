@@ -1,4 +1,4 @@
-"""Random Hugging Face models of a few kilobytes, made with NumPy only: one table of families, one writer."""
+"""Random Hugging Face models of a few kilobytes, made with NumPy only."""
 
 from __future__ import annotations
 
@@ -12,53 +12,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.tiny_llamas import LLAMAS, Families, Shapes
-from tests.support.tiny_others import OTHERS
+from tests.support.families import FAMILIES
 
 Array = npt.NDArray[Any]
-
-_GPT2: dict[str, Any] = {
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_inner": None,
-    "n_positions": 512,
-    "vocab_size": 320,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def _gpt2_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden = config["n_embd"]
-    inner = config["n_inner"] or 4 * hidden
-    yield "transformer.wte.weight", (config["vocab_size"], hidden)
-    yield "transformer.wpe.weight", (config["n_positions"], hidden)
-    for layer in range(config["n_layer"]):
-        prefix = f"transformer.h.{layer}."
-        for norm in ("ln_1", "ln_2"):
-            yield f"{prefix}{norm}.weight", (hidden,)
-            yield f"{prefix}{norm}.bias", (hidden,)
-        # Conv1D: [in, out]
-        for name, shape in {
-            "attn.c_attn": (hidden, 3 * hidden),
-            "attn.c_proj": (hidden, hidden),
-            "mlp.c_fc": (hidden, inner),
-            "mlp.c_proj": (inner, hidden),
-        }.items():
-            yield f"{prefix}{name}.weight", shape
-            yield f"{prefix}{name}.bias", shape[1:]
-    yield "transformer.ln_f.weight", (hidden,)
-    yield "transformer.ln_f.bias", (hidden,)
-    if not config.get("tie_word_embeddings", True):
-        yield "lm_head.weight", (config["vocab_size"], hidden)
-
-
-FAMILIES: Families = LLAMAS | {"gpt2": (_GPT2, _gpt2_shapes)} | OTHERS
 
 _DTYPES: dict[str, tuple[str, Any]] = {
     "float32": ("F32", np.float32),
@@ -84,10 +40,10 @@ def write_tiny_model(
     `overrides` are keys of config.json under their Hugging Face names; `shards` > 1 writes an indexed set of files.
     `gain` is how strong the layers are: below 0.1 the last token decides alone, so that rounding changes no answer.
     """
-    defaults, shapes = FAMILIES[family]
-    config = defaults | {"dtype": dtype, "torch_dtype": dtype} | overrides
+    known = FAMILIES[family]
+    config = known.config | {"dtype": dtype, "torch_dtype": dtype} | overrides
     generator = np.random.default_rng(seed)
-    tensors = {name: _random(generator, name, shape, dtype, gain) for name, shape in shapes(config)}
+    tensors = {name: _random(generator, name, shape, dtype, gain) for name, shape in known.tensors(config)}
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     _write_json(
@@ -100,7 +56,7 @@ def write_tiny_model(
 
 
 def _random(generator: np.random.Generator, name: str, shape: tuple[int, ...], dtype: str, gain: float) -> Array:
-    """Weights whose greedy output depends on the whole context: strong layers, small embeddings, sharp attention."""
+    """Return weights whose greedy output depends on all tokens: strong layers, small embeddings, sharp attention."""
     noise = generator.standard_normal(shape, dtype=np.float32)
     if name.endswith(".bias"):
         values = 0.1 * noise
@@ -128,7 +84,7 @@ def read_safetensors(path: Path) -> dict[str, Array]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
-    """Write a safetensors file as its format says: 8 bytes of header length, JSON header, tensors in order."""
+    """Write a safetensors file: 8 bytes of header length, JSON header, tensors in order."""
     codes = {np.dtype(kind): code for code, kind in (*_DTYPES.values(), *_OTHER_TYPES)}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

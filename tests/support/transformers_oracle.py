@@ -1,8 +1,9 @@
-"""A model in transformers on PyTorch, float32: the oracle of logits and greedy tokens; and our engine beside it."""
+"""A model in transformers on PyTorch, float32: the reference for logits and greedy tokens."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from trtserve.artifacts import Engine, Model
 from trtserve.build import build_engine
@@ -18,13 +18,21 @@ from trtserve.convert import convert_model
 from trtserve.executor import api
 from trtserve.specs import BuildSpec, ConvertSpec
 
+ENGINES: dict[str, dict[str, Any]] = {
+    "openvino": {"runtime": "openvino", "kv_precision": "f32"},
+    "torch": {"runtime": "torch", "device": os.environ.get("TRTSERVE_TEST_DEVICE", "cpu")},
+}
+"""Options of `build` for float32 engines of each embedded runtime; those of torch also run on a GPU."""
+
 
 class Oracle:
-    """transformers' model; the test is skipped where PyTorch is not installed."""
+    """transformers' model."""
 
     def __init__(self, folder: Path) -> None:
-        self._torch = pytest.importorskip("torch")
+        import torch
         from transformers import AutoModelForCausalLM
+
+        self._torch = torch
 
         self._torch.set_num_threads(1)
         # The eager attention of its Falcon adds alibi twice.
@@ -40,7 +48,7 @@ class Oracle:
         return values
 
     def continuation(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The most probable tokens, each from the whole sequence before it."""
+        """Return the most probable tokens, each computed from the complete sequence before it."""
         ids = list(prompt)
         for _ in range(count):
             ids.append(int(self.logits(ids)[-1].argmax()))

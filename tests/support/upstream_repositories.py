@@ -15,7 +15,7 @@ from tests.doubles.model_tables import MODELS, TensorRow, parameters, parse_rele
 CORE, ENSEMBLE, BLS = "tensorrt_llm", "ensemble", "tensorrt_llm_bls"
 _PROGRAMS = {BLS: "from lib.decode import Decoder\n", CORE: "import tensorrt_llm.bindings.executor\n"}
 _TYPES = {"LOGITS": "TYPE_FP32", "FEATURES": "TYPE_FP16", "TABLE": "TYPE_FP16"}
-# Keys that have to stand there although they have no value (triton-models.md, sections 1 and 2).
+# Keys that must be present although they have no value.
 _KEYS = {"multimodal_model_path", "guided_decoding_backend", "xgrammar_tokenizer_info_path"}
 _COUNTS = {"preprocessing": 2, CORE: 1, "postprocessing": 2, BLS: 8}
 _BATCHING = (
@@ -27,9 +27,19 @@ _BATCHES_IN_POSTPROCESSING: Release = (0, 13)
 
 
 def write_upstream(
-    folder: Path, release: str, *, engine: Path, tokenizer: Path, streaming: bool = True, backend: str = "tensorrtllm"
+    folder: Path,
+    release: str,
+    *,
+    engine: Path,
+    tokenizer: Path,
+    streaming: bool = True,
+    backend: str = "tensorrtllm",
+    placeholders: bool = False,
 ) -> Path:
-    """The five models of `release` in `folder`, whose engine and tokenizer lie outside."""
+    """Write the five models of `release` to `folder`; engine and tokenizer are outside of it.
+
+    `placeholders` keeps those of parameters without a value, as NVIDIA's guides do.
+    """
     values = {
         "batching_strategy": "inflight_fused_batching",
         "engine_dir": str(engine),
@@ -41,7 +51,9 @@ def write_upstream(
     for model in MODELS:
         version = folder / model / "1"
         version.mkdir(parents=True)
-        text = _config(model, parse_release(release), values, streaming=streaming, backend=backend)
+        text = _config(
+            model, parse_release(release), values, streaming=streaming, backend=backend, placeholders=placeholders
+        )
         (folder / model / "config.pbtxt").write_text(text)
         if model == ENSEMBLE:
             (version / ".tmp").touch()
@@ -53,7 +65,7 @@ def write_upstream(
 
 
 def write_upstream_llmapi(folder: Path, release: str, model: str) -> Path:
-    """The model of the LLM API: transaction policy and batches stand in model.yaml alone."""
+    """Write the model of the LLM API; only its model.yaml has transaction policy and batch size."""
     (folder / CORE / "1").mkdir(parents=True)
     head = f'name: "{CORE}"\nbackend: "python"\ninstance_group [\n  {{\n    count: 1\n    kind : KIND_CPU\n  }}\n]\n'
     rows = "".join(_tensor(row) for row in tensors("llmapi", parse_release(release)))
@@ -67,7 +79,9 @@ def write_upstream_llmapi(folder: Path, release: str, model: str) -> Path:
     return folder
 
 
-def _config(model: str, release: Release, values: dict[str, str], *, streaming: bool, backend: str) -> str:
+def _config(
+    model: str, release: Release, values: dict[str, str], *, streaming: bool, backend: str, placeholders: bool
+) -> str:
     """config.pbtxt in the order of the template's fields; the comment has a placeholder, as some of NVIDIA's have."""
     kind = 'platform: "ensemble"' if model == ENSEMBLE else f'backend: "{backend if model == CORE else "python"}"'
     parts = [f'# A ${{comment}}\nname: "{model}"\n{kind}\nmax_batch_size: 8\n']
@@ -82,8 +96,8 @@ def _config(model: str, release: Release, values: dict[str, str], *, streaming: 
         return "".join([*parts, _steps(release)])
     for key, text in parameters(model, release).items():
         filled = Template(text).safe_substitute(values)
-        if "${" not in filled or key in _KEYS:
-            value = "" if "${" in filled else filled
+        if placeholders or "${" not in filled or key in _KEYS:
+            value = "" if "${" in filled and not placeholders else filled
             parts.append(f'parameters: {{\n  key: "{key}"\n  value: {{\n    string_value: "{value}"\n  }}\n}}\n')
     parts.append(f"instance_group [\n  {{\n    count: {_COUNTS[model]}\n    kind : KIND_CPU\n  }}\n]\n")
     return "".join(parts)

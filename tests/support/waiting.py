@@ -1,4 +1,4 @@
-"""Waiting for what another process or thread does: bounded, and polled often enough not to show."""
+"""Wait, with a time limit, for what another process or thread does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def eventually(wanted: Callable[[], object], seconds: float = 60.0) -> bool:
-    """Whether a condition comes true within `seconds`."""
+    """Return whether a condition comes true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not wanted():
         if time.monotonic() > deadline:

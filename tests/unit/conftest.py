@@ -1,12 +1,38 @@
-"""Fixtures that several unit tests share."""
+"""Fixtures that several unit tests share; a unit test that starts a process fails."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
+import numpy.testing  # noqa: F401  asks lscpu when it is imported
 import pytest
 
+from tests.support import python_backend
 from tests.support.executors import Start, executors
+
+# The models import it; Triton's own exists in its stub alone.
+sys.modules["triton_python_backend_utils"] = python_backend
+
+_STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
+_running = False
+
+
+def _refuse(event: str, _: object) -> None:
+    if _running and event in _STARTS:
+        raise RuntimeError(f"Unit tests start no process ({event}): tests/integration is the place for this one.")
+
+
+sys.addaudithook(_refuse)
+
+
+@pytest.fixture(autouse=True)
+def no_process() -> Iterator[None]:
+    """Let a test that starts a process fail."""
+    global _running  # noqa: PLW0603  an audit hook cannot be removed again
+    _running = True
+    yield
+    _running = False
 
 
 @pytest.fixture

@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.preprocessing.adapters import adapter_outputs
+from trtserve.models.shared.lora_names import LoraNames
 
 WEIGHTS = np.arange(6, dtype=np.float16).reshape(1, 2, 3)
 CONFIG = np.array([[[1, 0, 8], [1, 1, 8]]], dtype=np.int32)
 
 
 @pytest.fixture
-def adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def adapters(tmp_path: Path) -> Any:
     """`adapter_outputs` with a repository that knows the adapter `fr`."""
     folder = tmp_path / "lora" / "fr"
     folder.mkdir(parents=True)
     np.save(folder / "model.lora_weights.npy", WEIGHTS)
     np.save(folder / "model.lora_config.npy", CONFIG)
     (tmp_path / "lora.json").write_text(json.dumps({"adapters": {"fr": {"task_id": 7, "folder": "lora/fr"}}}))
-    module = load(monkeypatch, "preprocessing", "adapters")
-    known = module.LoraNames(tmp_path)
-    return lambda inputs, weights="TYPE_FP16", batch=1: module.adapter_outputs(inputs, known, weights, batch)
+    known = LoraNames(tmp_path)
+    return lambda inputs, weights="TYPE_FP16", batch=1: adapter_outputs(inputs, known, weights, batch)
 
 
 def names(*values: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.postprocessing.anchored_decoding import AnchoredDecoder
 
 VOCABULARY = ["<s>", "▁a", "▁What", "▁is", "ing", "</s>"]
 
@@ -26,9 +26,8 @@ class SentencePieceLike:
 
 
 @pytest.fixture
-def decoder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = load(monkeypatch, "postprocessing", "anchored_decoding")
-    return module.AnchoredDecoder(SentencePieceLike(), skip_special_tokens=True)
+def decoder() -> Any:
+    return AnchoredDecoder(SentencePieceLike(), skip_special_tokens=True)
 
 
 def test_rows(decoder: Any) -> None:
@@ -36,7 +35,6 @@ def test_rows(decoder: Any) -> None:
     assert decoder.decode(rows) == ["What is", " is", "ing", " ising", "", ""]
 
 
-def test_special_tokens_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = load(monkeypatch, "postprocessing", "anchored_decoding")
-    decoder = module.AnchoredDecoder(SentencePieceLike(), skip_special_tokens=False)
+def test_special_tokens_can_be_kept() -> None:
+    decoder = AnchoredDecoder(SentencePieceLike(), skip_special_tokens=False)
     assert decoder.decode([[3, 5]]) == [" is</s>"]

@@ -1,21 +1,24 @@
-"""The command line as a whole: help that shows every name in full, however narrow the terminal."""
+"""The command line: exit codes, error envelopes, and help that fits the terminal."""
 
 from __future__ import annotations
 
 import errno
-import re
+import gc
+import json
+import signal
 from typing import Any
 
 import pytest
-import typer
 
+from trtserve.__main__ import main
 from trtserve.cli.app import run
-from trtserve.cli.commands import STAGES
-from trtserve.cli.whole import app
+from trtserve.cli.commands import STAGES, command_tree
+from trtserve.cli.output import print_json
+from trtserve.errors import CheckError, MemoryLimitError
 
 
 def _commands() -> dict[str, Any]:
-    tree: Any = typer.main.get_command(app)
+    tree: Any = command_tree()
     found = {name: child for name, child in tree.commands.items() if not hasattr(child, "commands")}
     found |= {f"bench {name}": child for name, child in tree.commands["bench"].commands.items()}
     return found
@@ -28,7 +31,7 @@ def test_debug_adds_the_traceback_and_keeps_the_code(
     assert run(["import", "nope-nope"]) == 10
     captured = capsys.readouterr()
     assert "Traceback" in captured.err
-    assert captured.err.splitlines()[-2].startswith("error: 'nope-nope' names no model.")
+    assert captured.err.splitlines()[-2].startswith("error: 'nope-nope' is not the name of a model.")
     assert captured.out == ""
 
 
@@ -37,21 +40,21 @@ def test_debug_adds_the_traceback_and_keeps_the_code(
     [
         (PermissionError(errno.EACCES, "Permission denied", "/closed/x"), 23, "error: /closed/x cannot be read or"),
         (OSError(errno.ENOSPC, "No space left on device", "/full/x"), 13, "the disk is full"),
-        (MemoryError(), 14, "error: The memory ran out"),
-        (ImportError("libx.so.1: failed to map segment from shared object"), 14, "error: The memory ran out: libx.so"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), 14, "error: The memory ran out"),
-        (RuntimeError("can't start new thread"), 14, "error: The memory ran out"),
+        (MemoryError(), 14, "error: Out of memory"),
+        (ImportError("libx.so.1: failed to map segment from shared object"), 14, "error: Out of memory: libx.so"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 14, "error: Out of memory"),
+        (RuntimeError("can't start new thread"), 14, "error: Out of memory"),
         (ImportError("libx.so.1: failed to map segment: Operation not permitted"), 1, "Unexpected ImportError"),
         (ValueError("odd"), 1, "Unexpected ValueError: odd"),
     ],
 )
-def test_what_the_file_system_refuses_is_no_defect(
+def test_errors_of_the_system_are_explained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception, code: int, words: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise failure
 
-    monkeypatch.setattr("trtserve.inventory.list_imported", fail)
+    monkeypatch.setattr("trtserve.pipeline.inventory.list_imported", fail)
     assert run(["list"]) == code
     assert words in capsys.readouterr().err
 
@@ -63,7 +66,7 @@ def test_a_library_that_ends_the_process(
     def end(*_: object, **__: object) -> None:
         raise SystemExit(argument)
 
-    monkeypatch.setattr("trtserve.inventory.list_imported", end)
+    monkeypatch.setattr("trtserve.pipeline.inventory.list_imported", end)
     assert run(["list"]) == code
     assert words in capsys.readouterr().err
 
@@ -77,26 +80,74 @@ def test_help_names_every_option_in_full(
     text = capsys.readouterr().out
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     for parameter in _commands()[name].params:
+        if getattr(parameter, "hidden", False):
+            continue
         for option in (*parameter.opts, *parameter.secondary_opts):
             assert option in text or not option.startswith("-")
 
 
-def test_commands_below_a_command_are_in_no_panel_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "token-norm-dist" in shown
     assert STAGES not in shown
 
 
-def test_options_of_an_import_stand_below_their_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["import", "--help"]) == 0
-    sections = dict(re.findall(r"^(\S.*):\n((?: .*\n|\n)+)", capsys.readouterr().out, re.MULTILINE))
-    for title, option in (
-        ("Options", "--name"),
-        ("Options", "--trtllm-version"),
-        ("Checkpoint (as for convert)", "--tp-size"),
-        ("Engine (as for build)", "--max-batch-size"),
-        ("Repository (as for repo)", "--tokenizer"),
-        ("trtllm-build (runtime tensorrt_llm)", "--gemm-plugin"),
-    ):
-        assert f"  {option} " in sections[title]
+def test_with_json_an_error_is_a_document_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", "nope-nope", "--json"]) == 10
+    captured = capsys.readouterr()
+    envelope = json.loads(captured.out)
+    assert (envelope["version"], envelope["command"]) == (1, "import")
+    error = envelope["error"]
+    assert (error["code"], error["exit_code"]) == ("ModelNotFoundError", 10)
+    assert "'nope-nope'" in error["message"]
+    assert error["next"]
+    assert captured.err.startswith("error: ")
+
+
+def test_a_result_is_the_only_document_of_a_command_that_fails_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def print_and_fail(command: str, result: object) -> None:
+        print_json(command, result)
+        raise CheckError("too large")
+
+    monkeypatch.setattr("trtserve.cli.list_.print_json", print_and_fail)
+    assert run(["list", "--json"]) == CheckError.code
+    assert "result" in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("words", [["convert", "x", "--tp-size", "0"], ["bench", "dataset"], ["query", "--tok-k", "1"]])
+def test_a_wrong_option_with_json_is_a_document(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "UsageError"
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        ImportError("libx.so.1: failed to map segment from shared object"),
+    ],
+)
+def test_memory_that_ends_before_the_error_can_be_explained(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_arguments: object) -> int:
+        raise failure
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("trtserve.cli.run", fail)
+    monkeypatch.setattr("os._exit", leave)
+    threshold, handler = gc.get_threshold(), signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ending:
+            main()
+    finally:
+        gc.set_threshold(*threshold)
+        signal.signal(signal.SIGINT, handler)
+    assert ending.value.code == MemoryLimitError.code
+    assert "ulimit -v" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""When a beam search ends and what it keeps, with probabilities made for the purpose."""
+"""When a beam search ends and which beams it keeps, with chosen probabilities."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _rows(*rows: Sequence[float]) -> Any:
     return np.array(rows, dtype=np.float32)
 
 
-def test_the_first_step_splits_one_beam() -> None:
+def test_first_step_splits_the_prompt_into_beams() -> None:
     search = _search()
     assert search.step(_rows([-1, -3, -2, -9, NEVER])) == ([0, 0], [0, 2])
     assert [(beam.tokens, beam.cum_log_prob) for beam in search.beams] == [([0], -1.0), ([2], -2.0)]
@@ -45,9 +45,9 @@ def test_the_first_step_splits_one_beam() -> None:
     assert search.longest == 2
 
 
-def test_an_end_counts_only_among_the_best() -> None:
+def test_end_token_counts_only_among_the_best_candidates() -> None:
     search = _search(early_stopping=0)
-    search.step(_rows([-1, -2, -8, -8, -3]))  # the end is third of four: not looked at
+    search.step(_rows([-1, -2, -8, -8, -3]))  # the end token is third of four: outside the beam width
     assert [beam.reason for beam in search.ranked()] == [FinishReason.NOT_FINISHED] * 2
     search.step(_rows([-9, -9, -9, -9, -0.5], [-9, -1, -9, -9, NEVER]))
     assert [beam.reason for beam in search.ranked()] == [FinishReason.END_ID, FinishReason.NOT_FINISHED]
@@ -56,16 +56,16 @@ def test_an_end_counts_only_among_the_best() -> None:
 
 
 @pytest.mark.parametrize(("early_stopping", "done"), [(1, True), (0, False), (2, False)])
-def test_enough_finished_beams_end_the_search_when_told_so(early_stopping: int, done: bool) -> None:
+def test_early_stopping_ends_with_enough_finished_beams(early_stopping: int, done: bool) -> None:
     search = _search(early_stopping=early_stopping)
     search.step(_rows([-1, -1.1, -8, -8, NEVER]))
-    search.step(_rows([-0.1, -9, -9, -9, -3], [-9, -9, -9, -9, -0.5]))  # one ends, and one that is still better goes on
+    search.step(_rows([-0.1, -9, -9, -9, -3], [-9, -9, -9, -9, -0.5]))  # one ends, and a better one continues
     search.step(_rows([-0.1, -9, -9, -9, -2], [-9, -9, -9, -9, -0.1]))
     assert search.done is done
 
 
-def test_it_ends_when_nothing_better_can_come() -> None:
-    """With length_penalty 1 scores are means: at the present length −4 is no better, at the largest it could be."""
+def test_search_ends_when_no_beam_can_improve() -> None:
+    """With length_penalty 1 scores are means: −4 is no better at the present length, but could be at the largest."""
     for early_stopping, done in ((0, True), (2, False)):
         search = _search(early_stopping=early_stopping, length_penalty=1.0, max_tokens=50)
         search.step(_rows([-1, -1.1, -8, -8, NEVER]))
@@ -74,7 +74,7 @@ def test_it_ends_when_nothing_better_can_come() -> None:
         assert search.done is done
 
 
-def test_growing_beams_join_at_the_largest_length() -> None:
+def test_beams_of_maximum_length_finish() -> None:
     search = _search(max_tokens=2, early_stopping=1)
     search.step(_rows([-1, -2, -8, -8, NEVER]))
     search.step(_rows([-0.1, -9, -9, -9, -1], [-9, -0.1, -9, -9, NEVER]))
@@ -85,7 +85,7 @@ def test_growing_beams_join_at_the_largest_length() -> None:
     ]
 
 
-def test_length_penalty_divides_by_the_length_with_the_end_token() -> None:
+def test_length_penalty_counts_the_end_token() -> None:
     search = _search(max_tokens=3, length_penalty=2.0, early_stopping=0)
     search.step(_rows([-1, -1.2, -8, -8, NEVER]))
     search.step(_rows([-9, -0.2, -9, -9, -0.2], [-9, -9, -9, -9, -0.5]))
@@ -95,14 +95,14 @@ def test_length_penalty_divides_by_the_length_with_the_end_token() -> None:
     assert (best.tokens, second.tokens) == ([0, 1, 1], [0])
 
 
-def test_stop_words_end_beams_and_others_take_their_place() -> None:
+def test_beams_ended_by_stop_words_are_replaced() -> None:
     search = _search(stop=[(0,), (8, 1)], early_stopping=0)
     search.step(_rows([-1, -2, -3, -4, NEVER]))
     assert sorted(beam.tokens[0] for beam in search.beams) == [2, 3]
     assert [beam.reason for beam in search.ranked()] == [FinishReason.STOP_WORDS] * 2
 
 
-def test_impossible_tokens_leave_fewer_beams() -> None:
+def test_banned_tokens_may_leave_fewer_beams() -> None:
     search = _search(width=3)
     minus = -np.inf
     search.step(_rows([-1, minus, -2, minus, minus]))
@@ -112,7 +112,7 @@ def test_impossible_tokens_leave_fewer_beams() -> None:
     assert search.ranked() == []
 
 
-def test_restart_forgets_everything() -> None:
+def test_restart_drops_all_beams() -> None:
     search = _search(repetition_penalty=2.0)
     logits = _rows([1, 2, 3, 4, -9])
     first = search.step(search.log_probs(logits))

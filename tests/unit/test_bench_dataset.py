@@ -1,4 +1,4 @@
-"""Prompts from a file: what is read, what is left out, and what is said of a file that is none."""
+"""Prompts from a dataset file: which entries are used, and which files are refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_models import write_byte_tokenizer
-from trtserve.bench.dataset import dataset_traffic, read_dataset
-from trtserve.bench.traffic import Limits, Traffic
+from trtserve.bench.requests import Limits, Traffic
+from trtserve.bench.traffic.datasets import dataset_traffic, read_dataset
 from trtserve.errors import UsageError
 from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.specs import BenchSpec
@@ -35,7 +35,7 @@ def traffic(path: Path, files: TokenizerFiles, limits: Limits | None = None, **s
     return dataset_traffic(settings, limits or Limits(), files, text=False, special=True, end_id=2)
 
 
-def test_prompts_and_lengths_are_upstreams(tmp_path: Path, files: TokenizerFiles) -> None:
+def test_prompts_and_lengths_match_upstream(tmp_path: Path, files: TokenizerFiles) -> None:
     """Input, a space, instruction; output words split at single spaces (four here) times 1.3, cut."""
     path = write(tmp_path, [ENTRY, {**ENTRY, "output": ""}])
     assert [each.prompt for each in read_dataset(path)] == ["ab cd", "ab cd"]
@@ -46,46 +46,46 @@ def test_prompts_and_lengths_are_upstreams(tmp_path: Path, files: TokenizerFiles
     assert [each.output_len for each in traffic(path, files, op_tokens_per_word=2.0).requests] == [8, 2]
 
 
-def test_long_prompts_are_left_out(tmp_path: Path, files: TokenizerFiles) -> None:
+def test_prompts_above_the_limit_are_skipped(tmp_path: Path, files: TokenizerFiles) -> None:
     path = write(tmp_path, [ENTRY, {**ENTRY, "input": "x" * 50}, ENTRY, ENTRY])
     found = traffic(path, files, Limits(max_input_len=10), num_requests=2)
     assert len(found.requests) == 2
     assert found.notes[0] == "Tokenizer: tokens per word = 3.000."
-    assert found.notes[1].startswith("1 prompts were left out")
+    assert found.notes[1].startswith("1 prompts were skipped")
 
 
-def test_answers_are_shortened_to_the_engine(tmp_path: Path, files: TokenizerFiles) -> None:
+def test_answers_are_shortened_to_the_engine_limit(tmp_path: Path, files: TokenizerFiles) -> None:
     found = traffic(write(tmp_path, [ENTRY]), files, Limits(max_seq_len=8))
     assert (found.requests[0].output_len, found.clipped_outputs) == (2, 1)
 
 
-def test_at_most_so_many_requests(tmp_path: Path, files: TokenizerFiles) -> None:
+def test_num_requests_limits_the_dataset(tmp_path: Path, files: TokenizerFiles) -> None:
     assert len(traffic(write(tmp_path, [ENTRY] * 5), files, num_requests=3).requests) == 3
     assert len(traffic(write(tmp_path, [ENTRY] * 5), files, num_requests=30000).requests) == 5
 
 
-def test_no_prompt_is_short_enough(tmp_path: Path, files: TokenizerFiles) -> None:
+def test_dataset_without_a_usable_prompt_is_refused(tmp_path: Path, files: TokenizerFiles) -> None:
     with pytest.raises(UsageError, match=r"None of the 2 prompts.*max_input_len 3"):
         traffic(write(tmp_path, [ENTRY, ENTRY]), files, Limits(max_input_len=3))
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ([], "empty list"),
-        ({"data": [ENTRY]}, "no JSON list"),
-        ("text", "no JSON list"),
-        ([ENTRY, "text"], "Entry 1 .* no text 'input'"),
-        ([ENTRY, {"input": "a", "instruction": "b"}], "Entry 1 .* no text 'output'"),
-        ([{**ENTRY, "instruction": 3}], "Entry 0 .* no text 'instruction'"),
+        ({"data": [ENTRY]}, "not a JSON list"),
+        ("text", "not a JSON list"),
+        ([ENTRY, "text"], "Entry 1 .* no text for 'input'"),
+        ([ENTRY, {"input": "a", "instruction": "b"}], "Entry 1 .* no text for 'output'"),
+        ([{**ENTRY, "instruction": 3}], "Entry 0 .* no text for 'instruction'"),
     ],
 )
-def test_what_is_no_dataset(tmp_path: Path, content: object, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_dataset_is_refused(tmp_path: Path, content: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         read_dataset(write(tmp_path, content))
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         read_dataset(tmp_path / "nowhere.json")
     with pytest.raises(UsageError, match="directory"):

@@ -1,4 +1,4 @@
-"""Statistics and report: hand-made records against figures worked out by hand, and NumPy."""
+"""Statistics and report, checked against figures worked out by hand and against NumPy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from tests.support.described_models import described
-from trtserve.bench.load import Record, Status
-from trtserve.bench.messages import core_tensors, finish_reason
+from trtserve.bench.messages import core_tensors, read_response
+from trtserve.bench.records import Record, Status
 from trtserve.bench.report import Report, notes_on
+from trtserve.bench.requests import TrafficRequest
 from trtserve.bench.statistics import compute, percentile, summarize, token_gaps
-from trtserve.bench.traffic import TrafficRequest
-from trtserve.specs import BenchSpec
 from trtserve.triton.tensors import Tensor
 
 MS = 1_000_000
@@ -37,9 +36,9 @@ def record(
         index=0,
         input_tokens=8,
         requested_tokens=2,
-        intended=intended * MS,
-        sent=None if sent is None else sent * MS,
-        ended=ended * MS,
+        intended_ns=intended * MS,
+        sent_ns=None if sent is None else sent * MS,
+        ended_ns=ended * MS,
         status=status,
         scheduled=scheduled,
         streamed=True,
@@ -49,7 +48,7 @@ def record(
 
 
 def lost(status: Status, *, sent: int | None = 0) -> Record:
-    """A record of a request without an answer."""
+    """A record without an answer."""
     return record(status=status, sent=sent, arrivals=[])
 
 
@@ -71,65 +70,59 @@ def test_summary_equals_numpy() -> None:
     assert (summary.minimum, summary.maximum) == (values.min(), values.max())
 
 
-def test_failed_requests_are_the_slowest() -> None:
+def test_failed_requests_count_as_slowest() -> None:
     summary = summarize([1.0] * 8, censored=2)
     assert (summary.count, summary.censored, summary.mean, summary.p50) == (8, 2, 1.0, 1.0)
     assert summary.p90 == math.inf
 
 
-def test_nothing_observed() -> None:
+def test_percentiles_of_no_values_are_none() -> None:
     assert summarize([], censored=3).p99 is None
 
 
-def test_figures_of_a_closed_loop() -> None:
+def test_closed_loop_figures() -> None:
     statistics = compute(
         [record(ended=10), record(intended=10, sent=10, ended=30, arrivals=[(12, 1), (16, 2), (30, 1)])]
     )
-    assert statistics.total_latency == 30
+    assert statistics.total_latency_ms == 30
     assert statistics.requests_per_second == pytest.approx(2 / 0.030)
     assert statistics.output_tokens_per_second == pytest.approx(6 / 0.030)
-    assert statistics.latency.mean == 15
-    assert statistics.time_to_first_token.mean == (5 + 2) / 2
-    assert statistics.time_per_output_token.mean == pytest.approx((5 + 18 / 3) / 2)
-    assert (statistics.input_tokens, statistics.output_tokens) == (8, 3)
-    assert statistics.in_flight == pytest.approx(1.0)
+    assert statistics.latency_ms.mean == 15
+    assert statistics.time_to_first_token_ms.mean == (5 + 2) / 2
+    assert statistics.time_per_output_token_ms.mean == pytest.approx((5 + 18 / 3) / 2)
+    assert (statistics.input_tokens_per_request, statistics.output_tokens_per_request) == (8, 3)
+    assert statistics.requests_in_flight == pytest.approx(1.0)
     assert statistics.short_answers == 1
     assert statistics.delivered_ratio is None
 
 
-def test_tokens_of_the_first_response_have_no_pace() -> None:
-    """Nor has an answer that came in one response, as those of static batches do."""
+def test_first_response_does_not_count_for_time_per_token() -> None:
+    """An answer in one response, as static batches send it, does not count either."""
     statistics = compute([record(arrivals=[(5, 2)]), record(arrivals=[(4, 3), (10, 2)])])
-    assert (statistics.time_per_output_token.count, statistics.time_per_output_token.mean) == (1, 3)
+    assert (statistics.time_per_output_token_ms.count, statistics.time_per_output_token_ms.mean) == (1, 3)
 
 
-def test_empty_answers_have_no_first_token() -> None:
+def test_empty_answers_have_no_time_to_first_token() -> None:
     statistics = compute([record(), record(arrivals=[], finish_reason="end_id")])
     assert (statistics.counts.completed, statistics.empty_answers) == (2, 1)
-    assert (statistics.time_to_first_token.count, statistics.time_to_first_token.censored) == (1, 0)
+    assert (statistics.time_to_first_token_ms.count, statistics.time_to_first_token_ms.censored) == (1, 0)
     assert any("ended without a token" in note for note in notes_on(statistics))
 
 
-def test_every_figure_has_its_unit() -> None:
-    report = _report([record()]).to_json()
-    unitless = {"counts", "in_flight", "short_answers", "empty_answers", "delivered_ratio", "finish_reasons"}
-    assert report["statistics"].keys() - report["units"].keys() == unitless
-
-
-def test_tokens_of_one_response_share_its_gap() -> None:
+def test_tokens_of_one_response_share_the_gap_before_it() -> None:
     gaps = token_gaps(record(arrivals=[(0, 1), (6, 3), (8, 1)]))
     assert [gap / MS for gap in gaps] == [2, 2, 2, 2]
 
 
-def test_latency_counts_from_the_schedule() -> None:
+def test_open_loop_latency_starts_at_the_scheduled_time() -> None:
     late = [
         record(intended=0, sent=0, ended=10, scheduled=True),
         record(intended=10, sent=40, ended=50, scheduled=True),
     ]
     statistics = compute(late)
-    assert statistics.latency.maximum == 40
-    assert statistics.latency_from_send.maximum == 10
-    assert statistics.dispatch_delay.maximum == 30
+    assert statistics.latency_ms.maximum == 40
+    assert statistics.latency_from_send_ms.maximum == 10
+    assert statistics.dispatch_delay_ms.maximum == 30
     assert statistics.delivered_ratio == pytest.approx(0.25)
     assert any("Invalid as an open loop" in note for note in notes_on(statistics))
 
@@ -137,12 +130,12 @@ def test_latency_counts_from_the_schedule() -> None:
 def test_counts_add_up() -> None:
     records = [record(), lost("failed"), lost("cancelled"), lost("cancelled", sent=None)]
     counts = compute(records).counts
-    assert (counts.offered, counts.sent, counts.completed, counts.failed, counts.cancelled) == (4, 3, 1, 1, 1)
+    assert (counts.planned, counts.sent, counts.completed, counts.failed, counts.cancelled) == (4, 3, 1, 1, 1)
     assert counts.sent == counts.completed + counts.failed + counts.cancelled
     assert counts.unsent == 1
 
 
-def test_reasons_of_completed_answers_are_counted() -> None:
+def test_finish_reasons_of_completed_answers_are_counted() -> None:
     records = [record(finish_reason=reason) for reason in ("end_id", "length", "length")]
     records.append(record(status="failed", finish_reason="timed_out"))
     report = _report(records)
@@ -153,7 +146,7 @@ def test_reasons_of_completed_answers_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("reason", "read"), [("length", "length"), ("not_finished", None), ("", None), (None, None)])
-def test_reason_of_a_response(reason: str | None, read: str | None) -> None:
+def test_finish_reason_is_read_from_a_response(reason: str | None, read: str | None) -> None:
     from tritonclient.grpc import service_pb2
 
     response = service_pb2.ModelInferResponse()
@@ -163,32 +156,30 @@ def test_reason_of_a_response(reason: str | None, read: str | None) -> None:
     for tensor in tensors:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         response.raw_output_contents.append(tensor.raw())
-    assert finish_reason(response) == read
+    assert read_response(described("tensorrt_llm"), response, 0).finish_reason == read
 
 
 @pytest.mark.parametrize(("release", "asks"), [(None, True), ("1.2", False)])
-def test_reasons_are_asked_for_where_the_model_declares_them(release: str | None, asks: bool) -> None:
+def test_finish_reason_is_requested_if_the_model_declares_it(release: str | None, asks: bool) -> None:
     request = TrafficRequest(token_ids=np.array([1, 2], np.int32), output_len=3)
-    sent = {tensor.name: tensor.flat() for tensor in core_tensors(described("tensorrt_llm", release=release), request)}
+    model = described("tensorrt_llm", release=release)
+    sent = {tensor.name: tensor.flat() for tensor in core_tensors(model, request, stream=True)}
     assert sent.get("return_finish_reason") == ([True] if asks else None)
     assert (sent["input_ids"], sent["input_lengths"], sent["request_output_len"]) == ([1, 2], [2], [3])
 
 
 def _report(records: list[Record], *, streaming: bool = True, **spec: float) -> Report:
-    statistics = compute(records)
     return Report(
-        spec=BenchSpec(**spec),  # type: ignore[arg-type]
+        spec={"input_mean": 128, **spec},
         endpoint="127.0.0.1:8001",
         model="demo",
+        protocol="grpc",
         precision={"compute_precision": "f32"},
         streaming=streaming,
         tokens_counted_by="output_ids",
-        statistics=statistics,
         limits={"vocab_size": 10},
-        prompts="0" * 64,
+        prompts_sha256="0" * 64,
         started="2026-01-01T00:00:00+00:00",
-        versions={},
-        notes=tuple(notes_on(statistics)),
         records=tuple(records),
     )
 
@@ -207,7 +198,7 @@ UPSTREAM_ROWS = [
 ]
 
 
-def test_rows_begin_with_upstreams() -> None:
+def test_report_starts_with_upstreams_rows() -> None:
     rows = _report([record()]).rows()
     assert [name for name, _ in rows[:10]] == UPSTREAM_ROWS
     values = dict(rows)
@@ -218,22 +209,29 @@ def test_rows_begin_with_upstreams() -> None:
     assert "Delivered / offered rate" in dict(_report([record(scheduled=True)], request_rate=2.0).rows())
 
 
-def test_rows_without_a_stream_say_why() -> None:
+def test_token_times_are_not_available_without_streaming() -> None:
     values = dict(_report([record(arrivals=[(10, 2)])], streaming=False).rows())
     assert values["Avg. TTFT (ms)"].startswith("n/a (not streaming")
 
 
-def test_rows_of_a_run_in_which_everything_failed() -> None:
+def test_report_of_a_run_without_answers() -> None:
     values = dict(_report([lost("failed")]).rows())
     assert (values["Requests/Sec"], values["P99 latency (ms)"], values["Failed requests"]) == ("0.00", "n/a", "1")
 
 
-def test_files(tmp_path: Path) -> None:
+def test_report_files(tmp_path: Path) -> None:
     _report([record(), lost("failed")]).write(tmp_path / "out")
     report = json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
     lines = [json.loads(line) for line in (tmp_path / "out" / "requests.jsonl").read_text().splitlines()]
-    assert report["statistics"]["latency"]["p99"] is None
-    assert report["statistics"]["latency"]["censored"] == 1
+    assert report["statistics"]["latency_ms"]["p99"] is None
+    assert report["statistics"]["latency_ms"]["censored"] == 1
     assert report["spec"]["input_mean"] == 128
     assert [line["status"] for line in lines] == ["completed", "failed"]
     assert lines[0]["output_tokens"] == 2
+
+
+def test_interrupted_report_says_which_number_was_planned() -> None:
+    report = _report([record(), *[lost("cancelled", sent=None)] * 3])
+    values = dict(report.rows())
+    assert (values["Total requests (planned)"], values["Sent requests"]) == ("4.00", "1")
+    assert any("3 of 4 planned requests were never sent" in note for note in report.notes)

@@ -1,4 +1,4 @@
-"""Texts of exactly N tokens, and how the tokens of text answers are counted and timed."""
+"""Prompts of exactly N tokens, and counting and timing the tokens of text answers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 from tests.support.described_models import described
 from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench.answers import count_answers, token_arrivals, token_counts
-from trtserve.bench.load import Record
-from trtserve.bench.messages import TextResponse, text_tensors
-from trtserve.bench.texts import TextWriter
-from trtserve.bench.traffic import Limits, TrafficRequest, token_norm_dist
+from trtserve.bench.messages import text_tensors
+from trtserve.bench.records import Record, Response
+from trtserve.bench.requests import Limits, TrafficRequest
+from trtserve.bench.traffic.lengths import token_norm_dist
+from trtserve.bench.traffic.texts import TextWriter
 from trtserve.errors import UsageError
 from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.specs import BenchSpec
@@ -35,7 +36,7 @@ def demo() -> TokenizerFiles:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("kind", ["demo", "byte_tokens"])
-def test_texts_have_exactly_so_many_tokens(kind: str, special: bool, request: pytest.FixtureRequest) -> None:
+def test_texts_have_the_exact_number_of_tokens(kind: str, special: bool, request: pytest.FixtureRequest) -> None:
     files: TokenizerFiles = request.getfixturevalue(kind)
     write = TextWriter(files, special=special, seed=1)
     for length in (2, 3, 17, 200):
@@ -46,20 +47,20 @@ def test_texts_have_exactly_so_many_tokens(kind: str, special: bool, request: py
         assert (" " in text) == (kind == "demo") or length < 10
 
 
-def test_seed_decides_the_text(demo: TokenizerFiles) -> None:
+def test_same_seed_gives_the_same_text(demo: TokenizerFiles) -> None:
     first, again, other = (TextWriter(demo, special=True, seed=seed)(30)[1] for seed in (1, 1, 2))
     assert first == again != other
 
 
-def test_a_length_that_no_text_has(byte_tokens: TokenizerFiles) -> None:
-    """<s> and a character are two tokens; the prompt is counted as what it is, and said."""
+def test_length_without_a_matching_text_is_noted(byte_tokens: TokenizerFiles) -> None:
+    """The shortest text is two tokens, <s> and a character; a note reports the difference."""
     spec = BenchSpec(input_mean=1, input_stdev=0, num_requests=3)
     traffic = token_norm_dist(spec, Limits(), write=TextWriter(byte_tokens, special=True, seed=0))
     assert [len(request.token_ids) for request in traffic.requests] == [2, 2, 2]
     assert traffic.notes[0].startswith("3 prompts do not have the drawn length")
 
 
-def test_lengths_are_those_of_the_core_model(byte_tokens: TokenizerFiles) -> None:
+def test_text_prompts_have_the_lengths_of_token_prompts(byte_tokens: TokenizerFiles) -> None:
     spec, limits = BenchSpec(input_mean=40, input_stdev=9), Limits(vocab_size=100, max_seq_len=60)
     ids = token_norm_dist(spec, limits)
     texts = token_norm_dist(spec, limits, write=TextWriter(byte_tokens, special=True, seed=0), end_id=-1)
@@ -69,7 +70,7 @@ def test_lengths_are_those_of_the_core_model(byte_tokens: TokenizerFiles) -> Non
     assert {each.end_id for each in texts.requests} == {-1}
 
 
-def test_a_tokenizer_without_words_is_said(tmp_path: Path) -> None:
+def test_tokenizer_without_usable_words_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     words = models.WordLevel(vocab={"<unk>": 0, "!": 1}, unk_token="<unk>")
@@ -84,44 +85,44 @@ def test_a_tokenizer_without_words_is_said(tmp_path: Path) -> None:
 PIECES = ["", "What", " is machine", "", " learning", "?", ""]
 
 
-def test_every_token_belongs_to_the_piece_that_completes_it(demo: TokenizerFiles) -> None:
+def test_tokens_count_for_the_piece_that_completes_them(demo: TokenizerFiles) -> None:
     counts = token_counts(demo, PIECES)
     assert sum(counts) == len(demo.encode("".join(PIECES), special=False))
     assert [count > 0 for count in counts] == [bool(piece) for piece in PIECES]
     assert token_counts(demo, ["", ""]) == [0, 0]
 
 
-def test_a_token_may_span_pieces(byte_tokens: TokenizerFiles) -> None:
+def test_tokens_may_span_pieces(byte_tokens: TokenizerFiles) -> None:
     assert token_counts(byte_tokens, ["ab", "", "c"]) == [2, 0, 1]
 
 
 class Slow(TokenizerFiles):
-    """A tokenizer that does not know which characters a token is made of."""
+    """A slow tokenizer, which reports no character offsets."""
 
     @property
     def tokenizer(self) -> Any:
         return type("Tokenizer", (), {"is_fast": False, "encode": super().tokenizer.encode})()
 
 
-def test_slow_tokenizers_count_as_fast_ones(demo: TokenizerFiles) -> None:
+def test_slow_and_fast_tokenizers_count_alike(demo: TokenizerFiles) -> None:
     assert token_counts(Slow(DEMO), PIECES) == token_counts(demo, PIECES)
 
 
-def responses(*parts: tuple[str, int | None]) -> list[TextResponse]:
+def responses(*parts: tuple[str, int | None]) -> list[Response]:
     """Responses 1 ns after each other."""
-    return [TextResponse(time=time, text=text, tokens=tokens) for time, (text, tokens) in enumerate(parts, 1)]
+    return [Response(time_ns=time, text=text, tokens=tokens) for time, (text, tokens) in enumerate(parts, 1)]
 
 
-def test_tokens_arrive_when_their_text_does() -> None:
-    """Two bytes of a character come without text, the end token after the last text."""
+def test_tokens_arrive_with_their_text() -> None:
+    """The first bytes of a character have no text; the end token comes after the last text."""
     found = token_arrivals(responses(("", 1), ("", 1), ("é", 1), ("a", 1), ("", 1)), [1, 1, 1, 1, 1])
     assert found == [(3, 3), (4, 1), (5, 1)]
     assert token_arrivals(responses(("", 0)), [0]) == []
     assert token_arrivals([], []) == []
 
 
-def record(texts: list[TextResponse], *, streamed: bool = True) -> Record:
-    return Record(index=0, input_tokens=4, requested_tokens=3, status="completed", streamed=streamed, texts=texts)
+def record(texts: list[Response], *, streamed: bool = True) -> Record:
+    return Record(index=0, input_tokens=4, requested_tokens=3, status="completed", streamed=streamed, responses=texts)
 
 
 def counted(each: Record, files: TokenizerFiles, *, release: str = "1.2", accumulate: str = "") -> Any:
@@ -131,7 +132,7 @@ def counted(each: Record, files: TokenizerFiles, *, release: str = "1.2", accumu
     return count_answers([each], [TrafficRequest(**{**vars(request), "text": "abc"})], model, files)
 
 
-def test_the_servers_count_wins(byte_tokens: TokenizerFiles) -> None:
+def test_server_counts_take_precedence(byte_tokens: TokenizerFiles) -> None:
     each = record(responses(("x", 1), ("", 1), ("y", 2)))
     result = counted(each, byte_tokens)
     assert (result.by, result.by_server, result.by_tokenizer) == ("server", 4, 2)
@@ -139,7 +140,7 @@ def test_the_servers_count_wins(byte_tokens: TokenizerFiles) -> None:
     assert "finds 2 tokens" in result.notes(byte_tokens)[1]
 
 
-def test_the_tokenizer_counts_where_the_server_does_not(byte_tokens: TokenizerFiles) -> None:
+def test_tokenizer_counts_if_the_server_does_not(byte_tokens: TokenizerFiles) -> None:
     each = record(responses(("xy", None), ("z", None)))
     result = counted(each, byte_tokens)
     assert (result.by, result.by_server, result.by_tokenizer) == ("tokenizer", None, 3)
@@ -147,8 +148,8 @@ def test_the_tokenizer_counts_where_the_server_does_not(byte_tokens: TokenizerFi
     assert str(byte_tokens.folder) in result.notes(byte_tokens)[0]
 
 
-def test_a_prompt_in_the_answer_is_not_counted(byte_tokens: TokenizerFiles) -> None:
-    """Releases before 0.16 repeat it in a whole answer, and in no stream."""
+def test_prompt_repeated_in_an_answer_is_not_counted(byte_tokens: TokenizerFiles) -> None:
+    """Releases before 0.16 repeat the prompt in unstreamed answers only."""
     whole = record(responses(("abcxy", None)), streamed=False)
     assert counted(whole, byte_tokens, release="0.12").by_tokenizer == 2
     streamed = record(responses(("abcxy", None)))
@@ -161,17 +162,18 @@ def test_accumulated_text_is_counted_once(byte_tokens: TokenizerFiles) -> None:
     assert each.arrivals == [(1, 1), (2, 2)]
 
 
-def test_another_tokenizer_than_the_servers_is_said(byte_tokens: TokenizerFiles) -> None:
-    each = record([TextResponse(time=1, text="x", tokens=1, prompt_tokens=9)])
+def test_tokenizer_that_differs_from_the_servers_is_noted(byte_tokens: TokenizerFiles) -> None:
+    each = record([Response(time_ns=1, text="x", tokens=1, prompt_tokens=9)])
     assert any("not the server's tokenizer" in note for note in counted(each, byte_tokens).notes(byte_tokens))
 
 
 @pytest.mark.parametrize(
     ("release", "excludes", "counts"), [("0.12", False, False), ("0.16", True, False), ("1.2", True, True)]
 )
-def test_inputs_of_a_text_model(release: str, excludes: bool, counts: bool, byte_tokens: TokenizerFiles) -> None:
+def test_text_model_inputs_by_release(release: str, excludes: bool, counts: bool, byte_tokens: TokenizerFiles) -> None:
     ids, text = TextWriter(byte_tokens, special=True, seed=0)(8)
     request = TrafficRequest(token_ids=ids, output_len=5, text=text, end_id=-1)
-    sent = {tensor.name: tensor.flat() for tensor in text_tensors(described("ensemble", release=release), request)}
+    model = described("ensemble", release=release)
+    sent = {tensor.name: tensor.flat() for tensor in text_tensors(model, request, stream=True)}
     assert (sent["text_input"], sent["max_tokens"], sent["end_id"]) == ([text], [5], [-1])
     assert ("exclude_input_in_output" in sent, "return_num_output_tokens" in sent) == (excludes, counts)

@@ -1,4 +1,4 @@
-"""Traffic and arrivals: distributions, seeds, and the engine's limits."""
+"""Lengths and arrival times follow their distributions, the seed and the engine's limits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trtserve.bench.arrivals import schedule
-from trtserve.bench.traffic import (
+from trtserve.bench.arrivals import arrival_times
+from trtserve.bench.requests import (
     Limits,
     Traffic,
     clip,
     limits_of_repository,
     override_limits,
     precision_of_repository,
-    token_norm_dist,
 )
+from trtserve.bench.traffic.lengths import token_norm_dist
 from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
 
@@ -42,12 +42,12 @@ def test_lengths_are_at_least_one() -> None:
     assert np.array(_lengths(token_norm_dist(spec, LIMITS))).min() == 1
 
 
-def test_zero_deviation_gives_the_mean() -> None:
+def test_zero_deviation_gives_equal_lengths() -> None:
     spec = BenchSpec(num_requests=3, input_mean=7, input_stdev=0, output_mean=5, output_stdev=0)
     assert _lengths(token_norm_dist(spec, LIMITS)) == [(7, 5)] * 3
 
 
-def test_seed_decides_everything() -> None:
+def test_same_seed_gives_the_same_requests() -> None:
     first, again, other = (token_norm_dist(BenchSpec(seed=seed), LIMITS) for seed in (5, 5, 6))
     assert all(
         np.array_equal(a.token_ids, b.token_ids) and a.output_len == b.output_len
@@ -56,7 +56,7 @@ def test_seed_decides_everything() -> None:
     assert _lengths(first) != _lengths(other)
 
 
-def test_ids_lie_in_the_vocabulary_and_are_not_special() -> None:
+def test_random_ids_are_in_the_vocabulary_and_not_special() -> None:
     limits = Limits(vocab_size=10, special_ids=frozenset({0, 1, 2, 99}))
     traffic = token_norm_dist(BenchSpec(), limits)
     ids = np.concatenate([request.token_ids for request in traffic.requests])
@@ -79,11 +79,11 @@ def test_vocabulary_must_be_known() -> None:
         ((20, 10), Limits(max_input_len=8, max_seq_len=15), (8, 7)),
     ],
 )
-def test_clip(wanted: tuple[int, int], limits: Limits, expected: tuple[int, int]) -> None:
+def test_lengths_are_cut_to_the_limits(wanted: tuple[int, int], limits: Limits, expected: tuple[int, int]) -> None:
     assert clip(*wanted, limits) == expected
 
 
-def test_clipping_is_counted() -> None:
+def test_clipped_requests_are_counted() -> None:
     spec = BenchSpec(num_requests=10, input_mean=50, input_stdev=0, output_mean=20, output_stdev=0)
     traffic = token_norm_dist(spec, Limits(vocab_size=10, max_input_len=30, max_seq_len=40))
     assert (traffic.clipped_inputs, traffic.clipped_outputs) == (10, 10)
@@ -110,24 +110,24 @@ def test_limits_come_from_the_repository(tmp_path: Path) -> None:
     assert precision_of_repository(tmp_path, "other") == {}
 
 
-def test_constant_schedule() -> None:
-    assert schedule("constant", rate=4, count=4, seed=0) == [0, 0.25, 0.5, 0.75]
+def test_constant_arrivals() -> None:
+    assert arrival_times("constant", rate=4, count=4, seed=0) == [0, 0.25, 0.5, 0.75]
 
 
-def test_exponential_schedule() -> None:
-    offsets = schedule("exponential", rate=50, count=5000, seed=3)
+def test_exponential_arrivals() -> None:
+    offsets = arrival_times("exponential", rate=50, count=5000, seed=3)
     gaps = np.diff(offsets)
     assert offsets[0] == 0
     assert gaps.min() > 0
     # Mean and standard deviation of an exponential distribution are equal.
     assert [gaps.mean(), gaps.std()] == pytest.approx([0.02, 0.02], rel=0.05)
-    assert offsets == schedule("exponential", rate=50, count=5000, seed=3)
-    assert offsets != schedule("exponential", rate=50, count=5000, seed=4)
+    assert offsets == arrival_times("exponential", rate=50, count=5000, seed=3)
+    assert offsets != arrival_times("exponential", rate=50, count=5000, seed=4)
 
 
 @pytest.mark.parametrize("kind", ["constant", "exponential"])
 def test_single_arrival(kind: str) -> None:
-    assert schedule("constant" if kind == "constant" else "exponential", rate=1, count=1, seed=0) == [0.0]
+    assert arrival_times("constant" if kind == "constant" else "exponential", rate=1, count=1, seed=0) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,6 @@ def test_single_arrival(kind: str) -> None:
         {"arrivals": "poisson"},
     ],
 )
-def test_spec_is_checked(wrong: dict[str, object]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="--"):
         BenchSpec(**wrong)  # type: ignore[arg-type]

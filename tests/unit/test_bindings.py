@@ -1,4 +1,4 @@
-"""The python variant against TensorRT-LLM's bindings: a strict stand-in for each release, every parameter and input."""
+"""The Python core model against TensorRT-LLM's bindings: a strict stand-in per release, every parameter and input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.core.executor_module import ExecutorModule, load_executor_module
+from trtserve.models.core.request import RequestFactory
+from trtserve.models.core.settings import executor_config
+from trtserve.models.shared.parameters import ModelParameters
 from trtserve.releases import RELEASES, order
 from trtserve.triton.profiles import CORE, Tensor, profile
 
@@ -94,24 +97,23 @@ def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     sys.modules.update(kept)
 
 
-def executor_module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return load(monkeypatch, "tensorrt_llm", "executor_module").load_executor_module(None, None)
+def executor_module() -> ExecutorModule:
+    return load_executor_module(None, None)
 
 
 def test_every_parameter(release: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    settings = load(monkeypatch, "tensorrt_llm", "core_settings")
-    module = executor_module(monkeypatch)
+    module = executor_module()
     rows = profile(release).models[CORE].parameters
     values = {row.name: OWN_VALUES.get(row.name, VALUES.get(row.values.kind, "1")) for row in rows}
     # In 0.14 the template has it and the bindings do not: NVIDIA's own model could not start with it either.
     absent = NOT_READ | ({"cross_kv_cache_fraction"} if release == "0.14" else set())
     given = {name: value for name, value in values.items() if name not in absent}
     warned: list[str] = []
-    reader = load(monkeypatch, "tensorrt_llm", "model_parameters").ModelParameters(
+    reader = ModelParameters(
         {"parameters": {name: {"string_value": value} for name, value in given.items()}}, tmp_path, warned.append
     )
     queue = {"dynamic_batching": {"default_queue_policy": {"max_queue_size": 7}}}
-    config = settings.executor_config(module, reader, queue)
+    config = executor_config(module, reader, queue)
     assert not warned
     assert config.max_queue_size == 7
     assert config.kv_cache_config.free_gpu_memory_fraction == 0.5
@@ -119,12 +121,12 @@ def test_every_parameter(release: str, monkeypatch: pytest.MonkeyPatch, tmp_path
     if order(release) >= order("0.15"):
         assert config.extended_runtime_perf_knob_config.cuda_graph_mode is True
     monkeypatch.setenv("TRTLLM_ORCHESTRATOR", "1")
-    parallel = settings.executor_config(module, reader, queue).parallel_config
+    parallel = executor_config(module, reader, queue).parallel_config
     assert parallel.communication_mode is module.api.CommunicationMode.ORCHESTRATOR
     assert parallel.device_ids == [1]
     monkeypatch.setenv("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES", "0")
     with pytest.raises(ValueError, match="pre-started"):
-        settings.executor_config(module, reader, queue)
+        executor_config(module, reader, queue)
 
 
 def value_of(tensor: Tensor) -> Any:
@@ -136,10 +138,9 @@ def value_of(tensor: Tensor) -> Any:
     return np.ones(shape, dtype=dtype)
 
 
-def test_every_input(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = load(monkeypatch, "tensorrt_llm", "core_request")
-    module = executor_module(monkeypatch)
-    factory = requests.RequestFactory(module, decoupled=True, exclude_input=False)
+def test_every_input(release: str) -> None:
+    module = executor_module()
+    factory = RequestFactory(module, decoupled=True, exclude_input=False)
     inputs = {
         tensor.name: value_of(tensor)
         for tensor in profile(release).models[CORE].inputs
@@ -156,12 +157,10 @@ def test_every_input(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seed == 1
 
 
-def test_a_plain_request_has_no_none(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_request_passes_no_none(release: str) -> None:
     """What was not given is left to the executor, which takes None for few parameters."""
-    module = executor_module(monkeypatch)
-    factory = load(monkeypatch, "tensorrt_llm", "core_request").RequestFactory(
-        module, decoupled=True, exclude_input=False
-    )
+    module = executor_module()
+    factory = RequestFactory(module, decoupled=True, exclude_input=False)
     plain = {name: np.array(OWN_INPUTS[name]) for name in ("input_ids", "input_lengths", "request_output_len")}
     assert factory.requests(plain)[0].streaming is False
     if order(release) >= order("0.14"):
@@ -170,8 +169,8 @@ def test_a_plain_request_has_no_none(release: str, monkeypatch: pytest.MonkeyPat
         assert owner.num_return_sequences == 2
 
 
-def test_the_stand_in_is_strict(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    api = executor_module(monkeypatch).api
+def test_the_stand_in_is_strict(release: str) -> None:
+    api = executor_module().api
     wrong_calls: tuple[Callable[[], Any], ...] = (
         lambda: api.OutputConfig(return_log_probs=None),
         lambda: api.SchedulerConfig(unknown=1),

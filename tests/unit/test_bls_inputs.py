@@ -1,35 +1,30 @@
-"""Every input that the BLS model declares goes to a model behind it, or is refused by name when it asks for it."""
+"""Every input of the BLS model is used or refused by name."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.bls import request
+from trtserve.models.bls import tensor_names as names
+from trtserve.models.bls.settings import BlsSettings
+from trtserve.models.shared.lora_names import LoraNames
 from trtserve.triton.profiles import BLS, profile
 
 BASE = {"text_input": np.array([[b"x"]], dtype=np.object_), "max_tokens": np.array([[4]], dtype=np.int32)}
 
 
-@pytest.fixture
-def conversation(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
-    return load(monkeypatch, BLS, "conversation")
-
-
-def start(conversation: Any, inputs: dict[str, Any], **chain: Any) -> Any:
-    lora = conversation.adapter_of.__globals__["LoraNames"](Path("/nowhere"))
+def start(inputs: dict[str, Any], **chain: Any) -> Any:
+    lora = LoraNames(Path("/nowhere"))
     arrays = {
         name: np.array([[value]], dtype=object if isinstance(value, bytes) else None) for name, value in inputs.items()
     }
-    models = conversation.Chain(core="core", lora=lora, **chain)
-    return conversation.Conversation(models, BASE | arrays, "id", threading.Event())
+    models = BlsSettings(core="core", lora=lora, **chain)
+    return request.BlsRequest(models, BASE | arrays, "id", threading.Event())
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -41,17 +36,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_every_declared_input_goes_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = load(monkeypatch, BLS, "tensor_names")
+def test_every_declared_input_is_used_or_refused() -> None:
     declared = {tensor.name for tensor in profile().models[BLS].inputs}
     assert declared == {*names.PREPROCESSING, *names.CORE, *REFUSED}
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "prompt_table_extra_id"])
-def test_refused_by_name(conversation: Any, name: str) -> None:
+def test_refused_by_name(name: str) -> None:
     value, message = REFUSED.get(name, (3, "prompt_table_extra_id needs prompt_embedding_table"))
     with pytest.raises(ValueError, match=message):
-        start(conversation, {name: value})
+        start({name: value})
 
 
 NEUTRAL: dict[str, Any] = {
@@ -65,8 +59,8 @@ NEUTRAL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
-def test_neutral_values_pass(conversation: Any, name: str) -> None:
-    assert hasattr(start(conversation, {name: NEUTRAL[name]}), "answers")
+def test_neutral_values_pass(name: str) -> None:
+    assert hasattr(start({name: NEUTRAL[name]}), "answers")
 
 
 @pytest.mark.parametrize(
@@ -81,21 +75,21 @@ def test_neutral_values_pass(conversation: Any, name: str) -> None:
         ("text_input", b"", None),
     ],
 )
-def test_what_speculative_decoding_cannot_do(conversation: Any, name: str, value: Any, message: str | None) -> None:
+def test_inputs_that_speculative_decoding_refuses(name: str, value: Any, message: str | None) -> None:
     inputs = {"num_draft_tokens": 4, name: value}
     if message is None:
-        assert hasattr(start(conversation, inputs, draft="draft"), "answers")
+        assert hasattr(start(inputs, draft="draft"), "answers")
         return
     with pytest.raises(ValueError, match=message):
-        start(conversation, inputs, draft="draft")
+        start(inputs, draft="draft")
 
 
-def test_accumulated_beams_are_refused(conversation: Any) -> None:
+def test_accumulated_beams_are_refused() -> None:
     with pytest.raises(ValueError, match="accumulate_tokens needs beam_width 1; this request asks for 3 beams"):
-        start(conversation, {"beam_width": 3}, accumulate=True)
-    assert hasattr(start(conversation, {"beam_width": 3}), "answers")
+        start({"beam_width": 3}, accumulate=True)
+    assert hasattr(start({"beam_width": 3}), "answers")
 
 
-def test_invalid_text_is_refused_by_name(conversation: Any) -> None:
+def test_invalid_text_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="stop_words is not valid UTF-8"):
-        start(conversation, {"stop_words": b"\xff"})
+        start({"stop_words": b"\xff"})

@@ -1,18 +1,15 @@
-"""Stop words on text: found across pieces, cut behind the first one, nothing afterwards."""
+"""Stop words on text: found across pieces, and the text ends after the first one."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.model_modules import load
-from trtserve.triton.profiles import BLS
+from trtserve.models.bls import stop_words, texts
 
 
 def decode(rows: Sequence[list[int]]) -> list[str]:
@@ -42,19 +39,8 @@ def text_of(answer: Any) -> list[str]:
     return [text.decode() for text in answer["text_output"]]
 
 
-@pytest.fixture
-def stop_words(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return load(monkeypatch, BLS, "stop_words")
-
-
-@pytest.fixture
-def texts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
-    return load(monkeypatch, BLS, "texts")
-
-
 @pytest.mark.parametrize("seed", range(40))
-def test_pieces_end_where_the_whole_text_does(stop_words: Any, seed: int) -> None:
+def test_streamed_text_ends_where_the_full_text_does(seed: int) -> None:
     generator = random.Random(seed)
     text = "".join(generator.choice("ab c") for _ in range(40))
     words = stop_words.StopWords(["".join(generator.choice("ab c") for _ in range(size)) for size in (0, 3, 5)])
@@ -68,16 +54,16 @@ def test_pieces_end_where_the_whole_text_does(stop_words: Any, seed: int) -> Non
     assert stopped.stopped == (end is not None)
 
 
-def test_the_word_that_is_complete_first_ends_the_text(stop_words: Any) -> None:
+def test_the_word_that_is_completed_first_ends_the_text() -> None:
     words = stop_words.StopWords(["long word", "ng"])
     assert "a long word"[: words.end("a long word")] == "a long"
     assert words.end("a long word", 6) is None
     assert not stop_words.StopWords(["", ""])
 
 
-def test_whole_texts_are_cut_behind_the_prompt(texts: Any, stop_words: Any) -> None:
+def test_stop_words_in_the_prompt_do_not_count() -> None:
     words = [stop_words.StopWords(["stop"])]
-    whole = texts.WholeTexts(decode, words, [list(b"stop it")])
+    whole = texts.FullTexts(decode, words, [list(b"stop it")])
     answer = whole.add(
         result(
             "stop it, and stop now", "stop it: go on", "stop it. stop", finish_reason=reasons("length", "end_id", "x")
@@ -86,18 +72,18 @@ def test_whole_texts_are_cut_behind_the_prompt(texts: Any, stop_words: Any) -> N
     assert text_of(answer) == ["stop it, and stop", "stop it: go on", "stop it. stop"]
     assert answer["finish_reason"].tolist() == [[b"stop_words", b"end_id", b"stop_words"]]
     assert whole.stopped == set()
-    without = texts.WholeTexts(decode, words, None)
+    without = texts.FullTexts(decode, words, None)
     assert text_of(without.add(result("now stop it"))) == ["now stop"]
     assert without.stopped == {(0, 0)}
 
 
-def test_whole_texts_without_the_prompt_that_was_expected(texts: Any, stop_words: Any) -> None:
+def test_answers_may_lack_the_expected_prompt() -> None:
     """A repository by hand may leave the prompt out without saying so to the BLS model."""
-    whole = texts.WholeTexts(decode, [stop_words.StopWords(["b"])], [list(b"ab")])
+    whole = texts.FullTexts(decode, [stop_words.StopWords(["b"])], [list(b"ab")])
     assert text_of(whole.add(result("b and b"))) == ["b"]
 
 
-def test_rows_stop_by_their_own_words(texts: Any, stop_words: Any) -> None:
+def test_each_row_has_its_own_stop_words() -> None:
     words = [stop_words.StopWords(["x"]), stop_words.StopWords(["y"])]
     streamed = texts.StreamedTexts(decode, words, accumulate=False)
     sent: dict[int, str] = {0: "", 1: ""}
@@ -109,36 +95,36 @@ def test_rows_stop_by_their_own_words(texts: Any, stop_words: Any) -> None:
     assert list(streamed.finish()) == []
 
 
-def test_a_streamed_stop_is_the_reason_of_the_end(texts: Any, stop_words: Any) -> None:
+def test_a_streamed_stop_word_is_the_finish_reason() -> None:
     streamed = texts.StreamedTexts(decode, [stop_words.StopWords(["no"])], accumulate=False)
     assert text_of(streamed.add(result("n"))) == ["n"]
     assert text_of(streamed.add(result("ow"))) == ["o"]
-    last = streamed.add(result("", finish_reason=reasons("cancelled")))
+    last: Any = streamed.add(result("", finish_reason=reasons("cancelled")))
     assert (text_of(last), last["finish_reason"].tolist()) == ([""], [[b"stop_words"]])
 
 
-def test_sequences_have_states_of_their_own(texts: Any, stop_words: Any) -> None:
+def test_each_sequence_stops_separately() -> None:
     streamed = texts.StreamedTexts(decode, [stop_words.StopWords(["b"])], accumulate=False)
     first = [text_of(streamed.add(result(piece, sequence_index=number(0))))[0] for piece in ("a", "b", "c")]
     second = [text_of(streamed.add(result(piece, sequence_index=number(1))))[0] for piece in ("a", "c", "b")]
     assert (first, second) == (["a", "b", ""], ["a", "c", "b"])
 
 
-def test_a_closing_result_without_anything_is_no_answer(texts: Any, stop_words: Any) -> None:
+def test_an_empty_last_result_is_not_sent() -> None:
     streamed = texts.StreamedTexts(decode, [stop_words.StopWords()], accumulate=False)
     assert text_of(streamed.add(result(""))) == [""]
     assert streamed.add(result("")) is None
     assert streamed.add(result("", finish_reason=reasons("end_id"))) is not None
 
 
-def test_accumulated_texts_stay_at_the_stop_word(texts: Any, stop_words: Any) -> None:
+def test_accumulated_text_ends_at_the_stop_word() -> None:
     streamed = texts.StreamedTexts(decode, [stop_words.StopWords(["c d"])], accumulate=True)
     found = [text_of(streamed.add(result(piece)))[0] for piece in ("a", "bc", " de", "f")]
     assert found == ["a", "abc", "abc d", "abc d"]
     assert streamed.stopped == {(0, 0)}
 
 
-def test_the_reason_comes_with_the_end_of_the_text(texts: Any, stop_words: Any) -> None:
+def test_the_finish_reason_comes_with_the_end_of_the_text() -> None:
     """A character whose second half never comes is shown as broken when its sequence ends."""
     half = {**result("ab"), "finish_reason": reasons("length")}
     half["output_ids"][0, 0, 1] = "é".encode()[0]

@@ -48,7 +48,7 @@ REFUSED = [
     ("1.2", "--max_batch_sizes 4", "Did you mean --max_batch_size"),
     ("1.2", "engine", "trtllm-build --help"),
     ("1.2", "--checkpoint-dir c", "is the argument"),
-    ("1.2", "--use_inflight_batching", "every engine batches in flight"),
+    ("1.2", "--use_inflight_batching", "in-flight batching"),
     ("1.2", "--use_gpt_attention_plugin float16", "--gpt_attention_plugin"),
     ("1.2", "--enable_context_fmha", "--context_fmha"),
 ]
@@ -74,12 +74,12 @@ WRONG_FORM = [
 
 
 @pytest.mark.parametrize(("release", "arguments"), TAKEN)
-def test_what_a_release_takes(release: str, arguments: str) -> None:
+def test_valid_arguments_pass(release: str, arguments: str) -> None:
     check_build_arguments(release, arguments.split())
 
 
 @pytest.mark.parametrize(("release", "arguments", "answer"), REFUSED)
-def test_what_a_release_has_not(release: str, arguments: str, answer: str) -> None:
+def test_unknown_arguments_are_refused_with_advice(release: str, arguments: str, answer: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_build_arguments(release, arguments.split())
     assert answer in str(caught.value.hint)
@@ -88,7 +88,7 @@ def test_what_a_release_has_not(release: str, arguments: str, answer: str) -> No
 
 
 @pytest.mark.parametrize(("release", "arguments", "answer"), WRONG_FORM)
-def test_wrong_form_of_a_value(release: str, arguments: str, answer: str) -> None:
+def test_invalid_values_are_refused(release: str, arguments: str, answer: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_build_arguments(release, arguments.split())
     assert answer in f"{caught.value.message} {caught.value.hint}"
@@ -112,17 +112,17 @@ def test_wrong_form_of_a_value(release: str, arguments: str, answer: str) -> Non
         ("--output_dir", "1.2", "engine_outputs"),
     ],
 )
-def test_defaults(name: str, release: str, default: str | None) -> None:
+def test_default_of_a_flag_in_a_release(name: str, release: str, default: str | None) -> None:
     assert build_flags(release)[name].default == default
 
 
-def test_deprecated_flags_are_taken_and_told() -> None:
+def test_deprecated_flags_pass_with_a_note() -> None:
     assert build_notes("0.12", ["--paged_kv_cache", "enable"]) == ()
     assert "--kv_cache_type paged" in build_notes("1.0", ["--paged_kv_cache=enable", "--max_batch_size", "8"])[0]
     assert "without it" in build_notes("1.2", ["--gather_generation_logits"])[0]
 
 
-def test_a_release_without_a_table_is_refused() -> None:
+def test_unsupported_releases_are_refused() -> None:
     with pytest.raises(UsageError, match=r"0\.12 … 1\.2"):
         check_build_arguments("0.11", [])
 
@@ -166,6 +166,6 @@ def test_the_strict_double_knows_no_other_flag(release: str) -> None:
             assert str(double.default) == flag.default, double.names
 
 
-def test_modes_of_speculative_decoding_are_bits() -> None:
+def test_speculative_decoding_modes_are_bits() -> None:
     assert [speculative_mode(1 << place) for place in range(len(SPECULATIVE_MODES))] == list(SPECULATIVE_MODES)
     assert [speculative_mode(number) for number in (0, 64, None, "medusa")] == [None] * 4

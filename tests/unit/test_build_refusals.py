@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import convert_tiny
-from tests.support.doubles import Doubles
+from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
-from tests.support.told import Lines
+from tests.support.unsupported_release import ENGINELESS
 from trtserve import runtimes
 from trtserve.artifacts import Checkpoint, Engine, Manifest
 from trtserve.build import build_engine, find_checkpoint, plan_build
@@ -30,8 +30,10 @@ from trtserve.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from trtserve.releases.containers import CONTAINERS
+from trtserve.host.install_command import install_command
+from trtserve.releases.containers import latest_container
 from trtserve.releases.installed import installed
+from trtserve.runtimes import torch
 from trtserve.specs import BUILDER_FIELDS, BuildSpec
 from trtserve.store import NameRecord, Store
 
@@ -49,10 +51,10 @@ def _manifest(artifact: Engine) -> Manifest:
     return artifact.manifest
 
 
-def test_too_little_memory_is_said_before_anything_is_written(
+def test_insufficient_memory_is_reported_before_writing(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.capacity.room.free_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr("trtserve.planner.guards.free_memory", lambda: 10 * 2**20)
     with pytest.raises(MemoryLimitError, match=r"needs \d\d MiB of memory; 10 MiB are free"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
     assert not (tmp_path / "engine").exists()
@@ -66,7 +68,7 @@ def test_too_little_memory_is_said_before_anything_is_written(
         (RuntimeError("Exception from node.cpp:1:\nno such kernel"), BuildError),
     ],
 )
-def test_what_openvino_raises_is_explained(
+def test_openvino_errors_are_explained(
     checkpoint: Checkpoint,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -82,8 +84,8 @@ def test_what_openvino_raises_is_explained(
     assert not (tmp_path / "engine").exists()
 
 
-def test_too_little_disk_is_said(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trtserve.capacity.room.free_disk", lambda _: 1024)
+def test_insufficient_disk_is_reported(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtserve.planner.guards.free_disk", lambda _: 1024)
     with pytest.raises(DiskSpaceError, match="has 1 KiB free"):
         build_engine(checkpoint, SPEC, out=tmp_path / "engine")
 
@@ -95,43 +97,49 @@ def test_missing_openvino_names_the_command(checkpoint: Checkpoint, monkeypatch:
     monkeypatch.setattr(metadata, "version", absent)
     with pytest.raises(MissingDependencyError) as caught:
         plan_build(checkpoint, SPEC)
-    assert caught.value.hint == "pip install 'trtserve[cpu]'"
+    assert caught.value.hint == install_command("cpu")
 
 
-def test_a_tensorrt_llm_that_is_not_here_is_named(checkpoint: Checkpoint) -> None:
-    with pytest.raises(MissingDependencyError, match="TensorRT-LLM, which is not installed here") as caught:
+def test_missing_tensorrt_llm_is_reported(checkpoint: Checkpoint) -> None:
+    with pytest.raises(MissingDependencyError, match="TensorRT-LLM, which is not installed") as caught:
         plan_build(checkpoint, BuildSpec(runtime="tensorrt_llm"))
     assert "nvcr.io/nvidia/tritonserver:" in str(caught.value.hint)
-    assert f"--container {CONTAINERS[-1].tag}," in str(caught.value.hint)
+    assert f"--container {latest_container().tag}," in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "version", "runtime", "reason"),
+    ("gpu", "version", "cuda", "runtime", "reason"),
     [
-        (False, "1.2.0", "openvino", "no NVIDIA GPU on this machine"),
-        (True, None, "openvino", "has an NVIDIA GPU, but TensorRT-LLM is not installed"),
-        (True, "1.2.0", "tensorrt_llm", "an NVIDIA GPU and TensorRT-LLM 1.2.0"),
-        (True, "1.3.0", "llmapi", "TensorRT-LLM 1.3.0 on this machine, which has no engines any more"),
+        (False, "1.2.0", "12.8", "openvino", "no NVIDIA GPU on this machine"),
+        (True, None, None, "openvino", "an NVIDIA GPU, but neither TensorRT-LLM nor PyTorch with CUDA"),
+        (True, None, "12.8", "torch", "an NVIDIA GPU and PyTorch with CUDA 12.8 on this machine, and no TensorRT-LLM"),
+        (True, "1.2.0", "12.8", "tensorrt_llm", "an NVIDIA GPU and TensorRT-LLM 1.2.0"),
+        (
+            True,
+            ENGINELESS,
+            "12.8",
+            "llmapi",
+            f"TensorRT-LLM {ENGINELESS} on this machine, which has no engines any more",
+        ),
     ],
 )
-def test_auto_says_what_it_takes(
-    gpu: bool, version: str | None, runtime: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_auto_runtime_reports_its_choice(
+    gpu: bool,
+    version: str | None,
+    cuda: str | None,
+    runtime: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "0000:01:00.0").mkdir()
     monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path if gpu else tmp_path / "absent")
     monkeypatch.setattr(runtimes, "installed", lambda: installed(version) if version else None)
+    monkeypatch.setattr(torch, "cuda_version", lambda: cuda)
     lines = Lines()
     assert runtimes.choose_runtime("auto", lines) is runtimes.RUNTIMES[runtime]
     assert lines.lines[0].startswith(f"Runtime: {runtime} (")
     assert reason in lines.lines[0]
-
-
-def test_a_gpu_that_only_nvidia_smi_shows(doubles: Doubles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In WSL and in sandboxes the driver's folder of /proc is not there."""
-    monkeypatch.setattr(runtimes, "_NVIDIA_GPUS", tmp_path / "absent")
-    assert runtimes.has_nvidia_gpu()
-    doubles.configure(gpus=0)
-    assert not runtimes.has_nvidia_gpu()
 
 
 @pytest.mark.parametrize("name", BUILDER_FIELDS)
@@ -140,7 +148,7 @@ def test_options_of_trtllm_build_are_refused_for_cpus(name: str, checkpoint: Che
     values |= {"logits_dtype": "float16", "profiling_verbosity": "none"}
     values |= dict.fromkeys(("tokens_per_block", "opt_num_tokens", "build_workers"), 1)  # type: ignore[arg-type]
     spec = BuildSpec(**{name: values.get(name, "enable")})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="is for trtllm-build, and this engine is built for CPUs"):
+    with pytest.raises(UsageError, match="is for trtllm-build, which does not build this engine"):
         plan_build(checkpoint, spec)
 
 
@@ -153,7 +161,7 @@ def test_options_of_trtllm_build_are_refused_for_cpus(name: str, checkpoint: Che
     ],
     ids=str,
 )
-def test_foreign_quantisation_is_refused_by_name(quantization: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_quantisation_is_refused(quantization: dict[str, Any], tmp_path: Path) -> None:
     source = convert_tiny(tmp_path)
     _edit(source.path / "config.json", quantization=quantization)
     wanted = quantization["quant_algo"] or quantization["kv_cache_quant_algo"]
@@ -166,7 +174,7 @@ def _edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(content | changes), encoding="utf-8")
 
 
-def test_quantised_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
+def test_quantised_tensors_are_not_read_as_floats(tmp_path: Path) -> None:
     """A W8A16 checkpoint of NVIDIA's own converter holds int8 tensors in the layout of its kernels."""
     from safetensors.numpy import load_file, save_file
 
@@ -190,12 +198,12 @@ def test_damaged_weights_leave_no_engine_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []])
-def test_files_of_ranks_are_looked_at_before_the_work(
+def test_rank_files_are_checked_first(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = convert_tiny(tmp_path, tp_size=2)
     command = ["build", str(source.path), "--max-seq-len", "64", "--out", str(tmp_path / "engine"), *flags]
-    monkeypatch.setattr("trtserve.build._require_room", None)  # never reached: the first thing that a build does
+    monkeypatch.setattr("trtserve.build._require_memory_and_disk", None)  # never reached
     last = source.path / "rank1.safetensors"
     with last.open("r+b") as file:
         file.truncate(last.stat().st_size - 1000)
@@ -206,18 +214,18 @@ def test_files_of_ranks_are_looked_at_before_the_work(
     assert "rank1.safetensors is missing; the checkpoint has 2 ranks" in capsys.readouterr().err
 
 
-def test_weights_that_overflow_are_refused(tmp_path: Path) -> None:
+def test_overflowing_weights_are_refused(tmp_path: Path) -> None:
     source = convert_tiny(tmp_path)
     path = source.path / "rank0.safetensors"
     from safetensors.numpy import load_file, save_file
 
     tensors = load_file(path)
     save_file(tensors | {"lm_head.weight": np.full_like(tensors["lm_head.weight"], np.inf)}, path)
-    with pytest.raises(BuildError, match="not finite"):
+    with pytest.raises(BuildError, match="non-finite"):
         build_engine(source, SPEC, out=tmp_path / "engine")
 
 
-def test_checkpoints_of_other_tools_are_taken_by_path(tmp_path: Path) -> None:
+def test_checkpoints_of_other_tools_are_accepted_by_path(tmp_path: Path) -> None:
     source = convert_tiny(tmp_path)
     (source.path / "manifest.json").unlink()
     found = find_checkpoint(str(source.path))
@@ -226,15 +234,15 @@ def test_checkpoints_of_other_tools_are_taken_by_path(tmp_path: Path) -> None:
     assert _manifest(built).name == "checkpoint"
 
 
-def test_sources_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
+def test_sources_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
-    with pytest.raises(ArtifactError, match="not the config of a TensorRT-LLM checkpoint"):
+    with pytest.raises(ArtifactError, match="not a TensorRT-LLM checkpoint's config"):
         plan_build(find_checkpoint(str(tmp_path / "model")), SPEC)
     with pytest.raises(ModelNotFoundError, match="neither a folder nor the name of a checkpoint"):
         find_checkpoint("nothing-like-that")
 
 
-def test_imported_names_lead_to_their_checkpoint(checkpoint: Checkpoint) -> None:
+def test_imported_names_resolve_to_their_checkpoint(checkpoint: Checkpoint) -> None:
     record = NameRecord(
         name="tiny",
         source="local:tiny",
@@ -259,9 +267,3 @@ def test_command_prints_the_path(checkpoint: Checkpoint, tmp_path: Path, capsys:
     result = json.loads(capsys.readouterr().out)["result"]
     assert (result["reused"], result["max_batch_size"], result["kv_precision"]) == (True, 4, "f32")
     assert result["weights_bytes"] > 0
-
-
-def test_command_refuses_with_the_class_own_code(checkpoint: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["build", str(checkpoint.path), "--max-seq-len", "1000"]) == UsageError.code
-    assert "the model knows 512 positions" in capsys.readouterr().err
-    assert run(["build", str(checkpoint.path), "--runtime", "tensorrt_llm"]) == MissingDependencyError.code

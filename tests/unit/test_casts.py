@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from trtserve.architectures.casts import Cast, all_finite
+from trtserve.checkpoint.casts import Cast, all_finite
 
 TYPES: list[np.dtype[Any]] = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
@@ -33,7 +33,7 @@ def every(kind: np.dtype[Any]) -> Floats:
 
 @pytest.mark.parametrize("wanted", TYPES, ids=str)
 @pytest.mark.parametrize("source", TYPES, ids=str)
-def test_every_number_becomes_what_numpy_and_ml_dtypes_make_of_it(source: np.dtype[Any], wanted: np.dtype[Any]) -> None:
+def test_casts_equal_numpy_and_ml_dtypes_for_every_value(source: np.dtype[Any], wanted: np.dtype[Any]) -> None:
     values = every(source)
     with np.errstate(all="ignore"):
         expected = values.astype(wanted)
@@ -60,24 +60,24 @@ def test_bfloat16_rounds_to_the_nearest_even_float16(number: float, bits: int) -
     assert int(cast(values, np.dtype(np.float16)).view(np.uint16)[0]) == bits
 
 
-def test_what_is_not_a_number_stays_so() -> None:
+def test_nan_stays_nan() -> None:
     values = np.array([0x7FC0, 0x7F81, 0xFFFF], np.uint16).view(ml_dtypes.bfloat16)
     assert np.isnan(cast(values, np.dtype(np.float16))).all()
 
 
-def test_more_numbers_than_are_looked_up_at_a_time() -> None:
+def test_arrays_larger_than_one_lookup() -> None:
     values = np.tile(every(TYPES[1])[:0x7C00], 5)[:-5]
     assert cast(values, TYPES[2]).tobytes() == values.astype(ml_dtypes.bfloat16).tobytes()
 
 
-def test_a_few_numbers_that_float16_cannot_hold_as_they_are_among_many_that_it_can() -> None:
+def test_few_values_out_of_float16_range() -> None:
     """Both ways from bfloat16 to float16: arithmetic with some lookups, then lookups alone."""
     normal = every(TYPES[2])[0x3880:0x4780]
     values = np.concatenate([np.repeat(np.concatenate([normal, -normal]), 40), np.zeros(9, TYPES[2]), every(TYPES[2])])
     assert_cast_with_some_of_every_number(values, TYPES[1])
 
 
-def test_a_few_numbers_that_are_no_normal_float16_among_many_that_are() -> None:
+def test_few_subnormal_float16_values() -> None:
     """Both ways from float16 to bfloat16, and one number after the last pair."""
     normal = every(TYPES[1])[0x0400:0x7C00]
     values = np.concatenate([np.repeat(np.concatenate([normal, -normal]), 6), every(TYPES[1])[:0x0400]])
@@ -107,9 +107,7 @@ def assert_cast_with_some_of_every_number(values: Floats, wanted: np.dtype[Any])
 )
 @pytest.mark.parametrize("others", [0.0, 0.5], ids=["looked up", "computed"])
 @pytest.mark.parametrize("place", [0, 70_000, 300_000])
-def test_a_cast_tells_of_one_number_that_is_not_finite(
-    source: np.dtype[Any], number: float, others: float, place: int
-) -> None:
+def test_one_non_finite_value_is_reported(source: np.dtype[Any], number: float, others: float, place: int) -> None:
     wanted = TYPES[1] if source == TYPES[2] else TYPES[2]
     values = np.full(300_001, others, source)
     out = np.empty(values.shape, wanted)
@@ -121,7 +119,7 @@ def test_a_cast_tells_of_one_number_that_is_not_finite(
 
 
 @pytest.mark.parametrize("kind", TYPES[1:], ids=str)
-def test_each_number_that_is_not_finite_is_seen(kind: np.dtype[Any]) -> None:
+def test_every_non_finite_value_is_detected(kind: np.dtype[Any]) -> None:
     values = every(kind)
     finite = np.isfinite(values.astype(np.float32))
     assert all_finite(np.ascontiguousarray(values[finite]))

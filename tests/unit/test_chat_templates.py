@@ -1,4 +1,4 @@
-"""Chat templates: found in a tokenizer's folder, rendered as transformers renders them, without a second BOS."""
+"""Chat templates are found in the tokenizer's folder and rendered as transformers does, without a second BOS."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def with_config(folder: Path, **settings: Any) -> TokenizerFiles:
     return TokenizerFiles(folder)
 
 
-def test_model_without_a_template_is_no_chat_model(folder: Path) -> None:
+def test_model_without_a_template(folder: Path) -> None:
     assert find_chat_template(TokenizerFiles(folder)) is None
 
 
-def test_template_is_found_where_tokenizers_keep_it(folder: Path) -> None:
+def test_template_is_found_in_every_known_file(folder: Path) -> None:
     (folder / "chat_template.json").write_text('{"chat_template": "of a file"}')
     assert find_chat_template(TokenizerFiles(folder)) == "of a file"
     assert find_chat_template(with_config(folder, chat_template="of the config")) == "of the config"
@@ -72,14 +72,14 @@ def test_templates_are_rendered_as_transformers_does(folder: Path, name: str, sy
     assert render(TEMPLATES[name], conversation, files.special_tokens()) == expected
 
 
-def test_complaint_of_a_template_is_told() -> None:
+def test_error_raised_by_a_template_is_shown() -> None:
     with pytest.raises(UsageError, match="no system, please") as caught:
         render("{{ raise_exception('no system, please') }}", messages("x", None), {})
     assert "--raw" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ messages.__class__.__mro__ }}"])
-def test_template_that_is_wrong_or_wants_out_of_its_box(template: str) -> None:
+def test_invalid_or_unsafe_template_is_refused(template: str) -> None:
     with pytest.raises(UsageError, match="chat template"):
         render(template, messages("x", None), {})
 
@@ -90,7 +90,7 @@ def prompt_text(files: TokenizerFiles, template: str, *, adds_special: bool = Tr
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}[{{ messages[0].content }}]", "[{{ messages[0].content }}]"])
-def test_bos_is_there_once(folder: Path, template: str) -> None:
+def test_prompt_has_one_bos(folder: Path, template: str) -> None:
     files = with_config(folder, chat_template=template)
     bos = files.tokenizer.bos_token_id
     ids = files.encode(prompt_text(files, template), special=True)
@@ -98,7 +98,7 @@ def test_bos_is_there_once(folder: Path, template: str) -> None:
     assert ids[1:] == files.encode("[Hi]", special=False)
 
 
-def test_bos_stays_where_nothing_else_adds_it(folder: Path) -> None:
+def test_bos_of_the_template_stays_if_nothing_else_adds_one(folder: Path) -> None:
     template = "{{ bos_token }}{{ messages[0].content }}"
     files = TokenizerFiles(folder)
     assert prompt_text(files, template, adds_special=False) == "<s>Hi"
@@ -129,14 +129,14 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, 
         {"type": "BertProcessing", "sep": ["</s>", 2], "cls": ["<s>", 1]},
     ],
 )
-def test_added_bos_is_read_as_the_tokenizer_adds_it(folder: Path, processor: Any) -> None:
+def test_adds_bos_agrees_with_the_tokenizer(folder: Path, processor: Any) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**content, "post_processor": processor}))
     files = TokenizerFiles(folder)
     assert files.adds_bos() == (files.encode("a", special=True)[0] == files.tokenizer.bos_token_id)
 
 
-def test_turn_ends_at_every_end_token(folder: Path) -> None:
+def test_every_end_token_ends_the_turn(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1, 0]}')
     assert end_words(TokenizerFiles(folder)) == ("<s>", "<unk>")
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
@@ -144,7 +144,7 @@ def test_turn_ends_at_every_end_token(folder: Path) -> None:
 
 
 class NoServer:
-    """A client that must not be asked."""
+    """A client that must not be called."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(name)
@@ -162,7 +162,52 @@ def test_tokenizer_of_the_repository_is_used(folder: Path, tmp_path: Path) -> No
         find_tokenizer(tmp_path / "nowhere", Endpoint(), client)
 
 
-def test_broken_tokenizer_is_said(folder: Path) -> None:
+def test_broken_tokenizer_file_is_named(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(UsageError, match=r"tokenizer_config\.json cannot be read"):
         find_chat_template(TokenizerFiles(folder))
+
+
+def test_earlier_turns_come_before_the_question(folder: Path) -> None:
+    history = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    spec = QuerySpec(prompts=("c",), system="S", history=history)
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    (prompt,) = chat_prompts(spec, TokenizerFiles(folder), template, adds_special=False)
+    assert prompt.text == "[system]S[user]a[assistant]b[user]c"
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (f"{{% set x = namespace(n=0) %}}{LOOP}{{% set x.n = x.n + 1 %}}{'{% endfor %}' * 3}", "longer than"),
+        (f"{{% set r = range(99999) | list %}}{LOOP.replace('range(99999)', 'r')}{'{% endfor %}' * 3}", "longer than"),
+        ("{% set x = namespace(t='ab') %}{% for i in range(99) %}{% set x.t = x.t ~ x.t %}{% endfor %}", "a value of"),
+        ("{% set x = namespace(t='ab') %}{% for i in range(99) %}{% set x.t = x.t + x.t %}{% endfor %}", "a value of"),
+        ("{{ 'a' * 10000000000 }}", "a value of"),
+        ("{{ 10 ** 10000000 }}", "too large"),
+        ("{{ 'a'.ljust(10000000000) }}", "too large"),
+        ("{{ 'a' | center(10000000000) }}", "too large"),
+        ("{{ '%9999999999d' % 1 }}", "too wide"),
+        ("{{ '%9999999999d' | format(1) }}", "too wide"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "a value of"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+    ],
+)
+def test_a_template_cannot_take_all_time_or_memory(template: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if words == "longer than":
+        monkeypatch.setattr("trtserve.query.template_sandbox.SECONDS", 0.2)
+    with pytest.raises(UsageError, match=words):
+        render(template, messages("hi", None), {})
+
+
+def test_loops_of_a_template_keep_their_variables() -> None:
+    template = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ m.role ~ ':' ~ m.content }}"
+        "{% else %}none{% endfor %}{% for k, v in {'a': 1}.items() if v %}{{ k }}{% endfor %}"
+        "{% for x in [[1, [2]]] recursive %}{{ x if x is number else loop(x) }}{% endfor %}"
+    )
+    assert render(template, messages("hi", None), {}) == "1/1Trueuser:hia12"

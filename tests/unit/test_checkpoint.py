@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.support.expected_shards import gpt2_ranks, llama_ranks
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
-from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.artifacts import Model
+from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.convert import convert_model
 from trtserve.errors import ArtifactError, CorruptFileError, UnsupportedModelError
 from trtserve.specs import ConvertSpec
@@ -23,36 +22,6 @@ Array = npt.NDArray[Any]
 
 def convert(folder: Path, out: Path, **spec: Any) -> Path:
     return convert_model(Model(path=folder), ConvertSpec(**spec), out=out).path
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize(
-    ("family", "overrides"),
-    [
-        ("llama", {"vocab_size": 323, "num_key_value_heads": 1, "num_hidden_layers": 3}),
-        ("llama3", {}),
-        ("mistral", {"num_key_value_heads": 4, "attention_bias": True}),
-        ("qwen2", {}),
-        ("qwen3", {"num_key_value_heads": 1}),
-        ("gemma2", {"vocab_size": 321}),
-        ("gemma3", {"num_key_value_heads": 1}),
-        ("gpt2", {"vocab_size": 321}),
-    ],
-)
-def test_merged_tensors_are_those_of_the_whole_model(
-    tmp_path: Path, family: str, overrides: dict[str, Any], tp: int, pp: int
-) -> None:
-    folder = write_tiny_model(tmp_path / "hf", family, dtype="bfloat16", **overrides)
-    source = read_safetensors(folder / "model.safetensors")
-    hf = json.loads((folder / "config.json").read_text())
-    expected = (gpt2_ranks if family == "gpt2" else llama_ranks)(source, hf, 1)[0]
-    reader = CheckpointReader(convert(folder, tmp_path / "out", tp_size=tp, pp_size=pp))
-    assert sorted(reader.names()) == sorted(expected)
-    for name, values in expected.items():
-        merged = reader.merged(name)
-        assert merged.dtype == values.dtype
-        assert merged.shape == values.shape
-        assert merged.tobytes() == values.tobytes(), name
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
@@ -79,7 +48,7 @@ def test_an_absent_head_is_the_embedding(tmp_path: Path) -> None:
     np.testing.assert_array_equal(reader.merged("lm_head.weight"), reader.merged("transformer.vocab_embedding.weight"))
 
 
-def test_config_keys_that_old_releases_leave_out_have_their_defaults(tmp_path: Path) -> None:
+def test_config_keys_missing_in_old_releases_get_defaults(tmp_path: Path) -> None:
     checkpoint = convert(write_tiny_model(tmp_path / "hf", "gpt2"), tmp_path / "out")
     config = json.loads((checkpoint / "config.json").read_text())
     for key in ("head_size", "num_key_value_heads", "intermediate_size", "rotary_embedding_dim"):
@@ -94,13 +63,13 @@ def change_config(checkpoint: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     checkpoint = convert(write_tiny_model(tmp_path / "hf"), tmp_path / "out", tp_size=2)
     path = checkpoint / "rank1.safetensors"
     tensors = read_safetensors(path)
     name = "transformer.layers.0.mlp.fc.weight"
     write_safetensors(path, tensors | {name: tensors[name][:-1]})
-    with pytest.raises(CorruptFileError, match=r"fc\.weight is \[63, 64\]; its config calls for \[64, 64\]"):
+    with pytest.raises(CorruptFileError, match=r"fc\.weight has shape \[63, 64\]; its config requires \[64, 64\]"):
         CheckpointReader(checkpoint).merged(name)
     del tensors[name]
     write_safetensors(path, tensors)
@@ -111,11 +80,11 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
         CheckpointReader(checkpoint).merged(name)
 
 
-def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_folders_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"no config\.json"):
         CheckpointReader(tmp_path)
     folder = write_tiny_model(tmp_path / "hf")
-    with pytest.raises(ArtifactError, match="names no `architecture`"):
+    with pytest.raises(ArtifactError, match="has no `architecture`"):
         CheckpointReader(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(CorruptFileError, match="is not JSON"):

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import closing
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
 import numpy as np
 import pytest
 
-from trtserve.errors import RequestError, ServerUnreachableError, UsageError
-from trtserve.query.request import Context, Prompts, request_tensors
+from trtserve.errors import UsageError
+from trtserve.query.request import PreparedPrompts, RequestContext, request_tensors
 from trtserve.query.spec import QuerySpec
 from trtserve.triton.call_errors import plain, refused
-from trtserve.triton.client import (
-    Endpoint,
-    GrpcClient,
-    ModelDescription,
-    infer_request,
-    reply_of,
-)
+from trtserve.triton.client import ModelDescription
+from trtserve.triton.grpc_client import infer_request, reply_of
 from trtserve.triton.http_client import generate_body
 from trtserve.triton.tensors import Tensor
 
@@ -39,7 +30,8 @@ def describe(*inputs: str, max_batch_size: int = 8, **settings: str) -> ModelDes
 
 
 def values_of(model: ModelDescription, *, prompt: str = "p", **options: object) -> dict[str, list[object]]:
-    context = Context(spec=QuerySpec(prompts=(prompt,), options=options), model=model, prompts=Prompts(texts=(prompt,)))
+    prompts = PreparedPrompts(texts=(prompt,))
+    context = RequestContext(spec=QuerySpec(prompts=prompts.texts, options=options), model=model, prompts=prompts)
     return {tensor.name: tensor.flat() for tensor in request_tensors(context)}
 
 
@@ -62,7 +54,7 @@ def test_shapes_have_the_batch_axis_of_the_model() -> None:
     assert describe(max_batch_size=0).tensor("max_tokens", [5]).shape == (1,)
 
 
-def test_unknown_input_lists_those_there() -> None:
+def test_unknown_input_lists_the_inputs() -> None:
     with pytest.raises(UsageError, match="no input 'top_k'") as caught:
         describe().tensor("top_k", [1])
     assert caught.value.hint == "Its inputs: max_tokens, text_input."
@@ -93,7 +85,7 @@ def test_request_names_id_inputs_and_outputs() -> None:
     assert (request.inputs[0].name, list(request.inputs[0].shape)) == ("max_tokens", [1, 1])
 
 
-def test_query_sends_only_what_was_asked_for() -> None:
+def test_query_sends_only_given_options() -> None:
     model = describe("temperature FP32 1", "stream BOOL 1", "stop_words STRING -1")
     assert values_of(model) == {"text_input": ["p"], "max_tokens": [256], "stream": [False]}
 
@@ -145,7 +137,7 @@ def test_generate_body_has_scalars_and_lists() -> None:
         ("An error occurred when processing the input values, the error was 'no stream'", "no stream"),
     ],
 )
-def test_server_texts_lose_their_stack(message: str, expected: str) -> None:
+def test_server_errors_lose_their_stack(message: str, expected: str) -> None:
     assert plain(message) == expected
 
 
@@ -172,29 +164,10 @@ def test_prompt_that_is_too_long_has_a_hint() -> None:
         ("cannot perform speculative decoding without draft model", "--draft-engine"),
     ],
 )
-def test_refusals_name_the_flag_that_helps(message: str, flag: str) -> None:
+def test_refusals_name_the_option_that_helps(message: str, flag: str) -> None:
     assert flag in str(refused(message).hint)
-
-
-def test_http_port_for_the_grpc_port_is_told() -> None:
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            with (
-                closing(GrpcClient(Endpoint(grpc_port=server.server_port), timeout=10)) as client,
-                pytest.raises(ServerUnreachableError) as caught,
-            ):
-                client.model_names()
-        finally:
-            server.shutdown()
-    assert caught.value.message == f"127.0.0.1:{server.server_port} is an HTTP port, and was asked over gRPC."
-    assert "--protocol http" in str(caught.value.hint)
 
 
 def test_flags_of_a_model() -> None:
     assert describe(accumulate_tokens="True").flag("accumulate_tokens")
     assert not describe(accumulate_tokens="${accumulate_tokens}").flag("accumulate_tokens")
-
-
-def test_request_errors_have_their_exit_code() -> None:
-    assert RequestError("x").code == 41

@@ -1,4 +1,4 @@
-"""config.pbtxt: written through the protobuf, read back as Triton would."""
+"""config.pbtxt: written through protobuf messages, and parsed as Triton does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.model_modules import load
 from trtserve.errors import UsageError
+from trtserve.models.bls.tensor_names import CORE as FORWARDED
 from trtserve.releases import RELEASES
 from trtserve.triton.config import ConfigOptions, config_text, parse_config
 from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, MODELS, POSTPROCESSING, PREPROCESSING, profile
@@ -105,7 +105,7 @@ DATA_TYPES = [
 
 
 @pytest.mark.parametrize("setting", sorted({name for name, _ in DATA_TYPES}))
-def test_the_data_types_are_those_that_can_be_set(setting: str) -> None:
+def test_data_types_match_those_of_set(setting: str) -> None:
     listed = {f"TYPE_{value}" for name, value in DATA_TYPES if name == setting}
     with pytest.raises(UsageError) as refused:
         resolve_settings({setting: "TYPE_INT8"}, profile())
@@ -133,13 +133,10 @@ def test_an_ensemble_tensor_has_one_type(release: str | None, setting: str, valu
 
 @pytest.mark.parametrize(("setting", "value"), DATA_TYPES)
 @pytest.mark.parametrize("release", [*RELEASES, None])
-def test_the_bls_model_hands_on_what_the_core_model_takes(
-    monkeypatch: pytest.MonkeyPatch, release: str | None, setting: str, value: str
-) -> None:
-    forwarded = load(monkeypatch, BLS, "tensor_names").CORE
+def test_the_bls_model_forwards_all_inputs_of_the_core_model(release: str | None, setting: str, value: str) -> None:
     change: dict[str, Any] = {setting: value}
     options = replace(OPTIONS, **change)
     core = {tensor.name: tensor.data_type for tensor in config(CORE, release, options).input}
     for tensor in config(BLS, release, options).input:
-        if (inner := forwarded.get(tensor.name)) in core and tensor.name != "max_tokens":
+        if (inner := FORWARDED.get(tensor.name)) in core and tensor.name != "max_tokens":
             assert tensor.data_type == core[inner], tensor.name

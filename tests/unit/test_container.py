@@ -9,26 +9,24 @@ import pytest
 
 from tests.doubles.docker import parse_run
 from tests.doubles.mounts import check_mounts, parse_mount
-from trtserve.errors import MachineError, MissingDependencyError, UsageError
-from trtserve.launch.container import (
-    Box,
+from trtserve.errors import UsageError
+from trtserve.host.containers import (
+    ContainerRun,
     explained,
     image_of,
     in_container,
     installed_in,
-    remove_container,
-    require_docker,
     require_installed_in,
     with_targets,
 )
 from trtserve.process import Command
-from trtserve.releases.containers import CONTAINERS
+from trtserve.releases.containers import all_containers
 
 IMAGE = "nvcr.io/nvidia/tritonserver:25.12-trtllm-python-py3"
 
 
-def box(**changes: object) -> Box:
-    return Box(**{"image": IMAGE, "name": "trtserve-test", **changes})  # type: ignore[arg-type]
+def box(**changes: object) -> ContainerRun:
+    return ContainerRun(**{"image": IMAGE, "name": "trtserve-test", **changes})  # type: ignore[arg-type]
 
 
 def test_the_flags_of_nvidias_own_examples(tmp_path: Path) -> None:
@@ -86,7 +84,7 @@ def test_links_of_a_snapshot_lead_to_mounted_blobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "words"), [("/usr", "hide the image's own"), ("/opt/tritonserver", "hide"), ("/a:b", "colon")]
+    ("path", "words"), [("/usr", "hide files of the image"), ("/opt/tritonserver", "hide"), ("/a:b", "colon")]
 )
 def test_paths_that_cannot_be_mounted(path: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
@@ -104,14 +102,14 @@ def test_images_by_tag_name_and_digest() -> None:
     assert image_of("25.12") == IMAGE
     for own in ("triton_trt_llm", "registry:5000/a/b:c", "a/b@sha256:0123"):
         assert image_of(own) == own
-    with pytest.raises(UsageError, match="covers"):
+    with pytest.raises(UsageError, match="24\\.08 … 26\\.07"):
         image_of("23.10")
     with pytest.raises(UsageError, match="neither a tag"):
         image_of("an image")
 
 
 def test_the_version_in_a_container() -> None:
-    for each in CONTAINERS:
+    for each in all_containers():
         found = installed_in(each.tag)
         assert found is not None
         assert (found.version, found.release) == (each.tensorrt_llm, each.release)
@@ -119,7 +117,7 @@ def test_the_version_in_a_container() -> None:
     assert require_installed_in("mine", "1.0.0").release == "1.0"
     with pytest.raises(UsageError, match=r"--trtllm-version is 0\.12\.0"):
         installed_in("25.12", "0.12.0")
-    with pytest.raises(UsageError, match="TensorRT-LLM is not known"):
+    with pytest.raises(UsageError, match="version of the image mine is unknown"):
         require_installed_in("mine")
 
 
@@ -130,39 +128,16 @@ def test_the_version_in_a_container() -> None:
             'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].',
             "no access to NVIDIA GPUs",
         ),
-        ("Unable to find image 'x:y' locally\ndocker: Error response from daemon: manifest unknown", "get the image"),
-        ('docker: exec: "trtllm-build": executable file not found in $PATH', "lacks a program"),
+        ("Unable to find image 'x:y' locally\ndocker: Error response from daemon: manifest unknown", "pull the image"),
+        ('docker: exec: "trtllm-build": executable file not found in $PATH', "lacks the program"),
         ("docker: failed to register layer: write /usr/lib/x: no space left on device", "disk is full"),
     ],
 )
-def test_what_docker_says_is_explained(text: str, words: str) -> None:
+def test_errors_of_docker_are_explained(text: str, words: str) -> None:
     assert words in str(explained(text))
 
 
-def test_a_failure_inside_is_not_dockers() -> None:
+def test_a_failure_inside_a_container_is_not_dockers() -> None:
     assert explained("[TensorRT-LLM][ERROR] CUDA runtime error in cudaMalloc: out of memory") is None
     shared_memory = "Failed to increase the shared memory pool: No space left on device"
     assert explained(f"Unable to find image 'x:y' locally\n{shared_memory}\nunauthorized") is None
-
-
-def script(folder: Path, text: str) -> None:
-    (folder / "docker").write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-    (folder / "docker").chmod(0o755)
-
-
-def test_without_docker_and_without_its_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingDependencyError, match="not found on PATH"):
-        require_docker(box())
-    remove_container("trtserve-test")  # nothing to remove is no error
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    script(tmp_path, "echo 'Cannot connect to the Docker daemon at unix:///var/run/docker.sock.' >&2; exit 1")
-    with pytest.raises(MachineError, match="Cannot connect to the Docker daemon") as caught:
-        require_docker(box())
-    assert "systemctl start docker" in str(caught.value.hint)
-    script(tmp_path, "echo 'permission denied while trying to connect to the Docker daemon socket' >&2; exit 1")
-    with pytest.raises(MachineError) as caught:
-        require_docker(box())
-    assert "group docker" in str(caught.value.hint)
-    with pytest.raises(UsageError, match="does not exist"):
-        require_docker(box(read_only=(tmp_path / "no",)))

@@ -1,4 +1,4 @@
-"""Every input that the core model declares is carried out or refused by name; what asks for nothing passes."""
+"""Every input of the core model is used or refused by name; neutral values pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.core.executor_module import load_executor_module
+from trtserve.models.core.request import RequestFactory
+from trtserve.models.shared.parameters import check_request_type
 from trtserve.triton.profiles import CORE, profile
 
 TYPES = {"INT32": np.int32, "INT64": np.int64, "UINT64": np.uint64, "FP32": np.float32, "FP16": np.float16}
@@ -86,7 +88,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "mrope_position_deltas": (3, "mrope_position_deltas needs mrope_rotary_cos_sin"),
     "lora_weights": ([[0.5]], "lora_weights needs lora_task_id"),
     "lora_config": ([[1, 0, 8]], "lora_config needs lora_task_id"),
-    "context_phase_params": ([1, 2], "context_phase_params is not carried out"),
+    "context_phase_params": ([1, 2], "context_phase_params is not supported"),
     "retention_token_range_starts": ([0], "retention_token_range_starts"),
     "retention_token_range_ends": ([4], "retention_token_range_starts, _ends"),
     "retention_token_range_priorities": ([50], "retention_token_range_starts, _ends and _priorities"),
@@ -131,43 +133,42 @@ def tensor(name: str, value: Any) -> Any:
     )
 
 
-def built(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], release: str = "1.2") -> Any:
+def built(values: dict[str, Any], release: str = "1.2") -> Any:
     """The executor request of the inputs."""
-    executor = load(monkeypatch, "tensorrt_llm", "executor_module").load_executor_module("openvino", release)
-    factory = load(monkeypatch, "tensorrt_llm", "core_request").RequestFactory
+    executor = load_executor_module("openvino", release)
     inputs = {name: tensor(name, value) for name, value in {**BASE, **values}.items()}
-    (request,) = factory(executor, decoupled=True, exclude_input=False).requests(inputs)
+    (request,) = RequestFactory(executor, decoupled=True, exclude_input=False).requests(inputs)
     return request
 
 
-def test_every_declared_input_has_a_row() -> None:
+def test_every_declared_input_is_tested() -> None:
     assert sorted([*CARRIED, *REFUSED, *ELSEWHERE]) == sorted(DECLARED)
 
 
 @pytest.mark.parametrize("name", CARRIED)
-def test_carried_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_inputs_reach_the_executor(name: str) -> None:
     value, read, expected = CARRIED[name]
-    assert read(built(monkeypatch, {name: value})) == expected
+    assert read(built({name: value})) == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_refused_by_name(name: str) -> None:
     value, message = REFUSED[name]
     with pytest.raises((ValueError, RuntimeError), match=message):
-        built(monkeypatch, {name: value})
+        built({name: value})
 
 
 @pytest.mark.parametrize("name", sorted(DECLARED.keys() - NEVER_NEUTRAL))
-def test_neutral_values_ask_for_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_neutral_values_are_accepted(name: str) -> None:
     declared = DECLARED[name]
     zero: Any = b"" if declared.type == "STRING" else 0
     empty = np.zeros([max(0, size) for size in declared.dims]).tolist()
     value: Any = NEUTRAL.get(name, ELSEWHERE.get(name, empty if name in EMPTY_IS_NEUTRAL else zero))
-    assert built(monkeypatch, {name: value}).max_tokens == BASE["request_output_len"]
+    assert built({name: value}).max_tokens == BASE["request_output_len"]
 
 
-def test_the_pad_id_for_want_of_decoder_text_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = built(monkeypatch, {"pad_id": 2, "decoder_input_ids": [2], "decoder_input_lengths": 1})
+def test_the_pad_id_as_decoder_input_is_accepted() -> None:
+    request = built({"pad_id": 2, "decoder_input_ids": [2], "decoder_input_lengths": 1})
     assert request.pad_id == 2
 
 
@@ -226,29 +227,28 @@ GROUPS: dict[str, tuple[dict[str, Any], Callable[[Any], Any], Any]] = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_whole_groups_reach_the_executor(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+def test_groups_of_inputs_reach_the_executor(group: str) -> None:
     values, read, expected = GROUPS[group]
-    assert read(built(monkeypatch, values)) == expected
+    assert read(built(values)) == expected
 
 
-def test_half_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_without_a_task_id_is_refused() -> None:
     with pytest.raises(RuntimeError, match="LoRA weights and config"):
-        built(monkeypatch, {"lora_task_id": 1, "lora_config": [[1, 0, 8]]})
+        built({"lora_task_id": 1, "lora_config": [[1, 0, 8]]})
 
 
-def test_what_a_release_lacks_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    built(monkeypatch, {"return_perf_metrics": False}, "0.15")
-    with pytest.raises(ValueError, match="return_perf_metrics is not carried out"):
-        built(monkeypatch, {"return_perf_metrics": True}, "0.15")
+def test_inputs_of_later_releases_are_refused() -> None:
+    built({"return_perf_metrics": False}, "0.15")
+    with pytest.raises(ValueError, match="return_perf_metrics is not supported"):
+        built({"return_perf_metrics": True}, "0.15")
 
 
 @pytest.mark.parametrize("parameters", ["", "{}", '{"request_type": "context_and_generation"}', '{"priority": 3}'])
-def test_whole_requests_pass(monkeypatch: pytest.MonkeyPatch, parameters: str) -> None:
-    load(monkeypatch, "tensorrt_llm", "model_parameters").check_request_type(parameters)
+def test_usual_request_types_pass(parameters: str) -> None:
+    check_request_type(parameters)
 
 
 @pytest.mark.parametrize("asked", ["context_only", "generation_only", "both"])
-def test_half_requests_are_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
-    check = load(monkeypatch, "tensorrt_llm", "model_parameters").check_request_type
+def test_requests_of_disaggregated_serving_are_refused(asked: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"request_type is '{asked}'")):
-        check(f'{{"request_type": "{asked}"}}')
+        check_request_type(f'{{"request_type": "{asked}"}}')

@@ -1,28 +1,20 @@
-"""Which executor requests a stop request reaches."""
+"""Which executor requests a stop request reaches, and how responses end."""
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.core import pending as _pending
+
+pending: Any = _pending
 
 UUID4 = "9721033f-05a8-4b00-ab0a-7ebae767f854"
 UUID1 = "f8d0d170-e4e9-11f1-9525-02fc00000001"
 
 
-@pytest.fixture
-def pending(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setitem(
-        sys.modules, "triton_python_backend_utils", SimpleNamespace(TRITONSERVER_RESPONSE_COMPLETE_FINAL=1)
-    )
-    return load(monkeypatch, "tensorrt_llm", "core_pending")
-
-
-def table(pending: Any, *request_ids: str) -> Any:
+def table(*request_ids: str) -> Any:
     """Requests with the executor ids 0, 1, 2 …"""
     found = pending.PendingTable()
     for number, request_id in enumerate(request_ids):
@@ -30,8 +22,8 @@ def table(pending: Any, *request_ids: str) -> Any:
     return found
 
 
-def test_a_stop_reaches_its_id_and_what_the_bls_model_made_of_it(pending: Any) -> None:
-    ids = table(pending, "mine", f"mine/bls-{UUID4}", "other", "mine")
+def test_a_stop_reaches_its_id_and_the_inner_requests_of_the_bls_model() -> None:
+    ids = table("mine", f"mine/bls-{UUID4}", "other", "mine")
     assert ids.stop("mine") == [0, 1, 3]
 
 
@@ -48,30 +40,30 @@ def test_a_stop_reaches_its_id_and_what_the_bls_model_made_of_it(pending: Any) -
         "mine2",
     ],
 )
-def test_a_stop_leaves_the_ids_of_others_alone(pending: Any, other: str) -> None:
-    assert table(pending, other).stop("mine") == []
+def test_a_stop_does_not_reach_other_ids(other: str) -> None:
+    assert table(other).stop("mine") == []
 
 
-def test_messages_show_the_id_that_the_client_gave(pending: Any) -> None:
+def test_messages_show_the_id_that_the_client_gave() -> None:
     assert pending.client_id(f"mine/bls-{UUID4}") == "mine"
     assert pending.client_id(f"/bls-{UUID4}") == ""
     assert pending.client_id("mine/two") == "mine/two"
 
 
-def test_an_id_is_no_pattern(pending: Any) -> None:
-    assert table(pending, f"mine/bls-{UUID4}").stop("m.ne") == []
+def test_an_id_is_not_a_pattern() -> None:
+    assert table(f"mine/bls-{UUID4}").stop("m.ne") == []
 
 
-def ended(pending: Any, request_id: str) -> Any:
+def ended(request_id: str) -> Any:
     """A table in which a request with this id came and ended."""
-    found = table(pending, request_id)
+    found = table(request_id)
     found.close(0)
     return found
 
 
-def test_a_stop_between_two_rounds_reaches_the_next_one(pending: Any) -> None:
+def test_a_stop_between_two_rounds_reaches_the_next_one() -> None:
     inner = f"mine/bls-{UUID4}"
-    found = ended(pending, inner)
+    found = ended(inner)
     assert found.stop("mine") == []
     assert found.add(pending.Pending(inner, sender=None, open_rows={1: None}))
     found.close(1)
@@ -79,20 +71,20 @@ def test_a_stop_between_two_rounds_reaches_the_next_one(pending: Any) -> None:
 
 
 @pytest.mark.parametrize("stopped", ["other", ""])
-def test_rounds_that_nobody_stopped_go_on(pending: Any, stopped: str) -> None:
+def test_rounds_go_on_without_a_stop(stopped: str) -> None:
     inner = f"mine/bls-{UUID4}"
-    found = ended(pending, inner)
+    found = ended(inner)
     found.stop(stopped)
     assert not found.add(pending.Pending(inner, sender=None, open_rows={1: None}))
 
 
-def test_ids_of_clients_are_not_remembered(pending: Any) -> None:
-    found = ended(pending, "mine")
+def test_ids_of_clients_are_not_remembered() -> None:
+    found = ended("mine")
     found.stop("mine")
     assert not found.add(pending.Pending("mine", sender=None, open_rows={1: None}))
 
 
-def test_few_ended_requests_are_remembered(pending: Any) -> None:
+def test_the_memory_of_ended_requests_is_limited() -> None:
     found = pending.PendingTable()
     for number in range(3000):
         found.add(pending.Pending(f"{number}/bls-{UUID4}", sender=None, open_rows={number: None}))
@@ -111,7 +103,7 @@ class Recorder:
 
 
 def answered(
-    monkeypatch: pytest.MonkeyPatch, pending: Any, *, decoupled: bool, rows: int = 1, request_id: str = ""
+    monkeypatch: pytest.MonkeyPatch, *, decoupled: bool, rows: int = 1, request_id: str = ""
 ) -> list[tuple[Any, bool]]:
     """What a request with `rows` rows sends when each of them has one response."""
     monkeypatch.setattr(pending, "response", lambda tensors, parameters: f"data {parameters}")
@@ -125,23 +117,23 @@ def answered(
     return recorder.sent
 
 
-def test_a_decoupled_model_ends_with_an_empty_response(monkeypatch: pytest.MonkeyPatch, pending: Any) -> None:
-    assert answered(monkeypatch, pending, decoupled=True) == [("data {'row': 0}", False), (None, True)]
-    sent = answered(monkeypatch, pending, decoupled=True, rows=2)
+def test_a_decoupled_model_ends_with_an_empty_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answered(monkeypatch, decoupled=True) == [("data {'row': 0}", False), (None, True)]
+    sent = answered(monkeypatch, decoupled=True, rows=2)
     assert sent == [("data {'row': 0}", False), ("data {'row': 1}", False), (None, True)]
 
 
 @pytest.mark.parametrize("client", ["", "mine"])
-def test_the_bls_model_gets_the_end_with_the_data(monkeypatch: pytest.MonkeyPatch, pending: Any, client: str) -> None:
-    sent = answered(monkeypatch, pending, decoupled=True, rows=2, request_id=f"{client}/bls-{UUID4}")
+def test_the_bls_model_gets_the_final_flag_with_the_data(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+    sent = answered(monkeypatch, decoupled=True, rows=2, request_id=f"{client}/bls-{UUID4}")
     assert sent == [("data {'row': 0}", False), ("data {'row': 1}", True)]
 
 
-def test_a_model_that_answers_once_answers_once(monkeypatch: pytest.MonkeyPatch, pending: Any) -> None:
-    assert answered(monkeypatch, pending, decoupled=False) == [("data {'row': 0}", True)]
+def test_a_model_that_is_not_decoupled_sends_one_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answered(monkeypatch, decoupled=False) == [("data {'row': 0}", True)]
 
 
-def test_tokens_are_counted_per_sequence(pending: Any) -> None:
+def test_tokens_are_counted_per_sequence() -> None:
     request = pending.Pending("", None)
     assert [request.count(5, 0, tokens, repeated=False) for tokens in (1, 2)] == [1, 2]
     assert request.count(5, 1, 4, repeated=False) == 4

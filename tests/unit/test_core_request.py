@@ -1,13 +1,17 @@
-"""The core model's mapping of tensors to executor requests, in every release of the interface."""
+"""Tensors become executor requests, in every release of the interface."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.core.executor_module import ExecutorModule, load_executor_module
+from trtserve.models.core.request import RequestFactory, vocabulary_to_wrap
+from trtserve.models.shared.parameters import ModelParameters
 from trtserve.releases import RELEASES
 
 ROW = {
@@ -21,16 +25,14 @@ def one(value: Any, dtype: Any) -> Any:
     return np.array([value], dtype=dtype)
 
 
-def requests(monkeypatch: pytest.MonkeyPatch, release: str = "1.2", decoupled: bool = True, **inputs: Any) -> Any:
-    executor = load(monkeypatch, "tensorrt_llm", "executor_module").load_executor_module("openvino", release)
-    factory = load(monkeypatch, "tensorrt_llm", "core_request").RequestFactory
-    return factory(executor, decoupled=decoupled, exclude_input=False).requests({**ROW, **inputs})
+def requests(release: str = "1.2", decoupled: bool = True, **inputs: Any) -> Any:
+    executor = load_executor_module("openvino", release)
+    return RequestFactory(executor, decoupled=decoupled, exclude_input=False).requests({**ROW, **inputs})
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_release_takes_the_sampling_inputs(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+def test_sampling_inputs_in_every_release(release: str) -> None:
     (request,) = requests(
-        monkeypatch,
         release,
         runtime_top_k=one(4, np.int32),
         runtime_top_p=one(0.5, np.float32),
@@ -50,9 +52,8 @@ def test_every_release_takes_the_sampling_inputs(monkeypatch: pytest.MonkeyPatch
     assert getattr(request, "max_tokens" if release != "0.12" else "max_new_tokens") == 9
 
 
-def test_neutral_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neutral_values() -> None:
     (request,) = requests(
-        monkeypatch,
         runtime_top_p=one(0.0, np.float32),
         beam_width=one(0, np.int32),
         stop_words_list=np.zeros((1, 2, 0), dtype=np.int32),
@@ -67,9 +68,8 @@ def test_neutral_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert request.embedding_bias is None
 
 
-def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_batch() -> None:
     found = requests(
-        monkeypatch,
         input_ids=np.array([[1, 2, 3], [4, 5, 0]], dtype=np.int32),
         input_lengths=np.array([3, 2], dtype=np.int32),
         request_output_len=np.array([[6], [7]], dtype=np.int32),
@@ -100,56 +100,77 @@ def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_bad_inputs_are_named(monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], message: str) -> None:
+def test_bad_inputs_are_named(inputs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        requests(monkeypatch, **inputs)
+        requests(**inputs)
 
 
-def test_a_nucleus_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_top_p_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(RuntimeError, match="top_p is nan"):
-        requests(monkeypatch, runtime_top_p=one(np.nan, np.float32))
+        requests(runtime_top_p=one(np.nan, np.float32))
 
 
 @pytest.mark.parametrize("name", ["streaming", "num_return_sequences"])
-def test_one_response_policy(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_several_answers_need_the_decoupled_policy(name: str) -> None:
     value = one(True, np.bool_) if name == "streaming" else one(2, np.int32)
     with pytest.raises(ValueError, match="decoupled"):
-        requests(monkeypatch, decoupled=False, **{name: value})
+        requests(decoupled=False, **{name: value})
 
 
-@pytest.mark.oracle
-def test_bfloat16_reaches_an_executor_that_takes_torch_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    module = load(monkeypatch, "tensorrt_llm", "executor_module")
-    executor = module.ExecutorModule(None, (1, 2), torch)
+@pytest.mark.needs("torch")
+def test_bfloat16_reaches_an_executor_that_takes_torch_tensors() -> None:
+    import torch
+
+    executor = ExecutorModule(None, (1, 2), torch)
     table = torch.arange(6).reshape(1, 2, 3).to(torch.bfloat16)
     array = executor.bfloat16_array(torch.utils.dlpack.to_dlpack(table))
     assert array.shape == (1, 2, 3)
     assert torch.equal(executor.as_tensor(array[0]), table[0])
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("shape", [(1, 2, 3), (4,), (0, 3)])
-def test_bfloat16_becomes_float32_for_the_embedded_executor(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
-) -> None:
-    torch = pytest.importorskip("torch")
-    executor = load(monkeypatch, "tensorrt_llm", "executor_module").load_executor_module("openvino", "1.2")
+def test_bfloat16_becomes_float32_for_the_embedded_executor(shape: tuple[int, ...]) -> None:
+    import torch
+
+    executor = load_executor_module("openvino", "1.2")
     table = (torch.arange(int(np.prod(shape))) * -0.37).reshape(shape).to(torch.bfloat16)
     array = executor.bfloat16_array(torch.utils.dlpack.to_dlpack(table))
     assert array.dtype == np.float32
     assert np.array_equal(array, table.float().numpy())
-    with pytest.raises(ValueError, match="no BF16 tensor"):
+    with pytest.raises(ValueError, match="not a BF16 tensor"):
         executor.bfloat16_array(torch.utils.dlpack.to_dlpack(table.float()))
 
 
-def test_several_sequences_of_beams_are_one_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    (request,) = requests(
-        monkeypatch, decoupled=False, beam_width=one(3, np.int32), num_return_sequences=one(2, np.int32)
-    )
+def test_several_sequences_of_beams_are_one_response() -> None:
+    (request,) = requests(decoupled=False, beam_width=one(3, np.int32), num_return_sequences=one(2, np.int32))
     assert request.sampling_config.num_return_sequences == 2
 
 
-def test_equal_synonyms_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    (request,) = requests(monkeypatch, seed=one(3, np.uint64), random_seed=one(3, np.uint64))
+def test_two_names_of_one_setting_may_agree() -> None:
+    (request,) = requests(seed=one(3, np.uint64), random_seed=one(3, np.uint64))
     assert request.sampling_config.seed == 3
+
+
+def test_ids_outside_the_vocabulary_are_wrapped_on_request() -> None:
+    """As benchmark_core_model.py sends them; the ids of a prompt table's rows are kept."""
+    executor = load_executor_module("openvino", "1.2")
+    factory = RequestFactory(executor, decoupled=True, exclude_input=False, vocabulary=100)
+    ids = {"input_ids": np.array([[5, 2**31 - 2, 100]], dtype=np.int32)}
+    (request,) = factory.requests({**ROW, **ids})
+    assert request.input_token_ids == [5, (2**31 - 2) % 100, 0]
+    table = {"prompt_embedding_table": np.zeros((1, 2, 4), dtype=np.float16)}
+    (request,) = factory.requests({**ROW, "input_ids": np.array([[5, 100, 101]], dtype=np.int32), **table})
+    assert request.input_token_ids == [5, 100, 101]
+
+
+def test_the_size_to_wrap_by_is_the_engines(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_config": {"vocab_size": 320}}))
+
+    def size(word: str) -> int | None:
+        config = {"parameters": {"out_of_vocabulary_ids": {"string_value": word}}}
+        return vocabulary_to_wrap(ModelParameters(config, tmp_path, print), tmp_path)
+
+    assert [size("wrap"), size("refuse"), size("")] == [320, None, None]
+    with pytest.raises(ValueError, match="expected refuse or wrap"):
+        size("clip")

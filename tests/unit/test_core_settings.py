@@ -1,4 +1,4 @@
-"""Parameters of config.pbtxt as the core model reads them: words, numbers, and what each release knows."""
+"""Parameters of config.pbtxt become an executor configuration, in every release."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.core import guides, settings
+from trtserve.models.core.executor_module import load_executor_module
+from trtserve.models.shared.parameters import ModelParameters
 from trtserve.releases import RELEASES
 
 
 class Core:
     """The core model's readers of parameters, with the warnings that they gave."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, repository: Path, release: str) -> None:
-        self.settings = load(monkeypatch, "tensorrt_llm", "core_settings")
-        self.guides = load(monkeypatch, "tensorrt_llm", "core_guides")
-        self.module = load(monkeypatch, "tensorrt_llm", "executor_module").load_executor_module("openvino", release)
-        self.reader = load(monkeypatch, "tensorrt_llm", "model_parameters").ModelParameters
+    def __init__(self, repository: Path, release: str) -> None:
+        self.settings = settings
+        self.guides = guides
+        self.module = load_executor_module("openvino", release)
+        self.reader = ModelParameters
         self.repository = repository
         self.warnings: list[str] = []
 
@@ -39,8 +41,8 @@ class Core:
 
 
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Core:
-    return Core(monkeypatch, tmp_path, "1.2")
+def core(tmp_path: Path) -> Core:
+    return Core(tmp_path, "1.2")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_batching(core: Core, word: str, batching: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["", "inflight", "${batching_strategy}"])
-def test_other_batching_does_not_load(core: Core, word: str) -> None:
+def test_an_unknown_gpt_model_type_does_not_load(core: Core, word: str) -> None:
     with pytest.raises(ValueError, match="gpt_model_type"):
         core.config(gpt_model_type=word)
 
@@ -64,7 +66,7 @@ def test_policies(core: Core) -> None:
     assert core.warnings == []
 
 
-def test_unknown_words_are_a_warning_and_the_default(core: Core) -> None:
+def test_unknown_words_give_a_warning_and_the_default(core: Core) -> None:
     config = core.config(batch_scheduler_policy="static_batch", decoding_mode="best")
     assert config.scheduler_config.capacity_scheduler_policy.name == "GUARANTEED_NO_EVICT"
     assert config.decoding_config is None
@@ -76,24 +78,24 @@ def test_unknown_words_are_a_warning_and_the_default(core: Core) -> None:
 
 @pytest.mark.parametrize("word", ["top_k", "top_p", "top_k_top_p", "beam_search", "medusa"])
 @pytest.mark.parametrize("release", RELEASES)
-def test_decoding_modes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str, word: str) -> None:
-    core = Core(monkeypatch, tmp_path, release)
+def test_decoding_modes(tmp_path: Path, release: str, word: str) -> None:
+    core = Core(tmp_path, release)
     assert core.config(decoding_mode=word).decoding_config.decoding_mode is not None
     assert core.warnings == []
 
 
 @pytest.mark.parametrize("word", ["redrafter", "lookahead", "eagle"])
-def test_modes_of_later_releases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str) -> None:
-    old, new = Core(monkeypatch, tmp_path, "0.15"), Core(monkeypatch, tmp_path, "0.16")
+def test_modes_of_later_releases(tmp_path: Path, word: str) -> None:
+    old, new = Core(tmp_path, "0.15"), Core(tmp_path, "0.16")
     assert old.config(decoding_mode=word).decoding_config is None
     assert len(old.warnings) == 1
     assert new.config(decoding_mode=word).decoding_config is not None
     assert new.warnings == []
 
 
-def test_windows(core: Core, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_windows(core: Core, tmp_path: Path) -> None:
     assert core.config(max_attention_window_size="64,128").kv_cache_config.max_attention_window == [64, 128]
-    old = Core(monkeypatch, tmp_path, "0.12")
+    old = Core(tmp_path, "0.12")
     assert old.config(max_attention_window_size="64").kv_cache_config.max_attention_window == [64]
 
 
@@ -121,10 +123,8 @@ def test_numbers_and_switches(core: Core) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_unset_parameters_are_left_to_the_executor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str
-) -> None:
-    core = Core(monkeypatch, tmp_path, release)
+def test_unset_parameters_keep_the_defaults(tmp_path: Path, release: str) -> None:
+    core = Core(tmp_path, release)
     reuse = core.config(enable_kv_cache_reuse="${enable_kv_cache_reuse}").kv_cache_config.enable_block_reuse
     assert reuse == core.module.api.KvCacheConfig().enable_block_reuse
     assert core.config(max_beam_width="two").max_beam_width == 1
@@ -142,7 +142,7 @@ def tokenizer(folder: Path, model: dict[str, Any], **files: Any) -> str:
 
 @pytest.mark.parametrize("vocabulary", [{"a": 0, "b": 1}, [["a", -1.0], ["b", -2.0]]], ids=["table", "unigram"])
 @pytest.mark.parametrize("eos", ["</s>", {"content": "</s>"}])
-def test_guides_know_the_tokenizer(core: Core, tmp_path: Path, vocabulary: Any, eos: Any) -> None:
+def test_guided_decoding_reads_the_tokenizer(core: Core, tmp_path: Path, vocabulary: Any, eos: Any) -> None:
     folder = tokenizer(
         tmp_path,
         {"vocab": vocabulary},
@@ -160,14 +160,14 @@ def test_guides_know_the_tokenizer(core: Core, tmp_path: Path, vocabulary: Any, 
     ("release", "word", "backend"),
     [("1.2", "xgrammar", "XGRAMMAR"), ("0.19", "xgrammar", "XGRAMMAR"), ("0.19", "llguidance", "XGRAMMAR")],
 )
-def test_backends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str, word: str, backend: str) -> None:
+def test_backends(tmp_path: Path, release: str, word: str, backend: str) -> None:
     folder = tokenizer(tmp_path, {"vocab": {"a": 0, "b": 1}})
-    config = Core(monkeypatch, tmp_path, release).guided(guided_decoding_backend=word, tokenizer_dir=folder)
+    config = Core(tmp_path, release).guided(guided_decoding_backend=word, tokenizer_dir=folder)
     assert config.backend.name == backend
     assert config.stop_token_ids == []
 
 
-def test_tokenizer_info_of_nvidia(core: Core, tmp_path: Path) -> None:
+def test_guided_decoding_reads_nvidias_tokenizer_info(core: Core, tmp_path: Path) -> None:
     info = {"encoded_vocab": ["x"], "tokenizer_str": "{}", "stop_token_ids": [0], "vocab_type": 2}
     (tmp_path / "info.json").write_text(json.dumps(info))
     config = core.guided(guided_decoding_backend="xgrammar", xgrammar_tokenizer_info_path="info.json")
@@ -175,14 +175,14 @@ def test_tokenizer_info_of_nvidia(core: Core, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"encoded_vocab": ["x"]}'])
-def test_tokenizer_info_that_is_none(core: Core, tmp_path: Path, content: str | None) -> None:
+def test_a_broken_tokenizer_info_is_an_error(core: Core, tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "info.json").write_text(content)
     with pytest.raises(ValueError, match=r"xgrammar_tokenizer_info_path is .*expected a JSON file with encoded_vocab"):
         core.guided(guided_decoding_backend="xgrammar", xgrammar_tokenizer_info_path="info.json")
 
 
-def test_no_guides(core: Core) -> None:
+def test_guided_decoding_is_off_by_default(core: Core) -> None:
     assert core.guided() is None
     with pytest.raises(ValueError, match="expected one of xgrammar, llguidance"):
         core.guided(guided_decoding_backend="outlines")

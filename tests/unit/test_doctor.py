@@ -13,18 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from trtserve import doctor, machine
+from trtserve import doctor
 from trtserve.cli import run
 from trtserve.doctor import examination, host, packages, stub
-from trtserve.doctor.findings import EVERY, GPU, NONE, OPENVINO, Finding, look
+from trtserve.doctor.findings import EMBEDDED, EVERY, GPU, NONE, Finding, look
 from trtserve.errors import MachineError, UsageError
+from trtserve.host import machine
+from trtserve.host.install_command import install_command
 from trtserve.store import Store
-from trtserve.triton import server
+from trtserve.triton import installation, tritonserver
 
 GIB = 2**30
 
 
-def broken(name: str, evidence: str, fix: str, *, needed_by: frozenset[str] = OPENVINO) -> Finding:
+def broken(name: str, evidence: str, fix: str, *, needed_by: frozenset[str] = EMBEDDED) -> Finding:
     return Finding(group="triton", name=name, state="failed", evidence=evidence, fix=fix, needed_by=needed_by)
 
 
@@ -82,27 +84,17 @@ def test_python_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (new.state, new.fix, new.needed_by) == ("failed", "Use Python 3.10 – 3.12.", EVERY)
 
 
-def test_the_first_python3_on_path_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "python3"
-    fake.write_text('#!/bin/sh\necho \'{"version": [3, 8], "prefix": "/elsewhere", "numpy": "2.0.0"}\'\n')
-    fake.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    monkeypatch.setattr(server, "stub_environment", lambda: environment)
-    wrong = {finding.name for finding in doctor.failed(doctor.quick_checks())}
-    assert wrong == {"python3", "numpy"}
-
-
 def test_missing_stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    no_stub = server.Triton(executable=tmp_path / "tritonserver", backends=tmp_path / "backends")
-    monkeypatch.setattr(server, "installed", lambda: [no_stub])
+    no_stub = installation.Triton(executable=tmp_path / "tritonserver", backends=tmp_path / "backends")
+    monkeypatch.setattr(installation, "installed", lambda: [no_stub])
     finding = stub.check_stub()
     assert (finding.state, finding.fix) == ("failed", "Use Python 3.10, 3.11 or 3.12.")
 
 
 def test_without_triton_everything_that_it_brings_has_one_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "installed", list)
+    monkeypatch.setattr(installation, "installed", list)
     for finding in (stub.check_triton(), stub.check_stub()):
-        assert (finding.state, finding.fix) == ("failed", "Install the package: pip install 'trtserve[cpu]'")
+        assert (finding.state, finding.fix) == ("failed", f"Install the package: {install_command('cpu')}")
 
 
 def test_libpython(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,19 +142,19 @@ def test_disk(free: int, state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_store_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "access", lambda *_arguments: False)
     finding = host.check_disk(Store(tmp_path / "store"))
-    assert (finding.state, finding.evidence) == ("failed", f"{tmp_path} cannot be written")
+    assert (finding.state, finding.evidence) == ("failed", f"{tmp_path} is not writable")
 
 
-def test_ports_name_who_holds_them() -> None:
+def test_taken_ports_name_their_owner() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        address = server.Address(host="127.0.0.1", http_port=port, grpc_port=port, metrics_port=port)
+        address = tritonserver.Address(host="127.0.0.1", http_port=port, grpc_port=port, metrics_port=port)
         finding = host.check_ports(address)
     assert finding.state == "warning"
     assert finding.evidence.startswith(f"{port} is taken by process {os.getpid()}")
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         first, second = one.getsockname()[1], two.getsockname()[1]
-        address = server.Address(host="127.0.0.1", http_port=first, grpc_port=second, metrics_port=first)
+        address = tritonserver.Address(host="127.0.0.1", http_port=first, grpc_port=second, metrics_port=first)
         finding = host.check_ports(address)
     assert finding.evidence.startswith(f"{first}, {second} are taken by process {os.getpid()}")
     assert finding.evidence.count("taken") == 1
@@ -204,19 +196,19 @@ def test_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wrong = packages.check_packages("cpu")
     assert wrong.state == "failed"
     assert wrong.evidence == "numpy 2.1.0 (wanted <2), openvino missing (wanted >=2026)"
-    assert wrong.fix == "pip install 'trtserve[cpu]'"
+    assert wrong.fix == install_command("cpu")
 
 
 def test_another_version_than_required_may_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Installed({"trtserve": "0.1", "rich": "12.0"}, {"trtserve": ["rich>=13"]}).install(monkeypatch, tmp_path)
     old = packages.check_packages("")
-    assert (old.state, old.evidence, old.fix) == ("warning", "rich 12.0 (wanted >=13)", "pip install 'trtserve'")
+    assert (old.state, old.evidence, old.fix) == ("warning", "rich 12.0 (wanted >=13)", install_command())
 
 
 def test_packages_of_a_source_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Installed({"rich": "14.0"}, {}).install(monkeypatch, tmp_path)
     finding = packages.check_packages("cpu")
-    assert (finding.state, finding.fix) == ("warning", "pip install 'trtserve[cpu]'")
+    assert (finding.state, finding.fix) == ("warning", install_command("cpu"))
 
 
 def test_conflicts_between_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -241,8 +233,8 @@ def test_a_failure_counts_for_the_runtimes_that_need_it() -> None:
 @pytest.mark.parametrize(
     ("error", "evidence", "fix"),
     [
-        (ValueError("no number"), "could not be looked at: ValueError: no number", "Look at it by hand."),
-        (UsageError("No such port.", hint="Use another."), "could not be looked at: No such port", "Use another."),
+        (ValueError("no number"), "could not be checked: ValueError: no number", "Check it yourself."),
+        (UsageError("No such port.", hint="Use another."), "could not be checked: No such port", "Use another."),
     ],
 )
 def test_a_probe_that_breaks_is_a_finding(error: Exception, evidence: str, fix: str) -> None:
@@ -287,7 +279,7 @@ def test_command_reports_failures_as_data_and_exit_code(capsys: pytest.CaptureFi
         "state": "failed",
         "evidence": "none",
         "fix": "Install it.",
-        "needed_by": ["openvino"],
+        "needed_by": ["openvino", "torch"],
     }
     assert "Install it." in captured.err
     assert run(["doctor", "--quiet", "--runtime", "openvino"]) == 30
@@ -295,11 +287,11 @@ def test_command_reports_failures_as_data_and_exit_code(capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("bare")
-def test_what_another_runtime_needs_is_no_failure(
+def test_a_failure_of_another_runtime_is_unneeded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(examination, "_driver", lambda: (None, []))
-    monkeypatch.setattr(server, "installed", list)
+    monkeypatch.setattr(installation, "installed", list)
     assert run(["doctor", "--json", "--runtime", "tensorrt_llm"]) == 0
     states = {f["name"]: f["state"] for f in json.loads(capsys.readouterr().out)["result"]["findings"]}
     assert states["stub"] == "unneeded"
@@ -307,7 +299,7 @@ def test_what_another_runtime_needs_is_no_failure(
 
 def test_command_refuses_an_unknown_runtime(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--runtime", "vllm"]) == 2
-    assert "Use one of auto, tensorrt_llm, llmapi, openvino." in capsys.readouterr().err
+    assert "expected one of auto, tensorrt_llm, llmapi, torch, openvino." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -317,5 +309,5 @@ def test_command_refuses_an_unknown_runtime(capsys: pytest.CaptureFixture[str]) 
 def test_the_linkers_own_folders_are_not_named_again(folder: str, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_config_var", lambda _name: folder)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/cuda/lib64")
-    found = server.stub_environment()["LD_LIBRARY_PATH"].split(os.pathsep)
+    found = tritonserver.stub_environment()["LD_LIBRARY_PATH"].split(os.pathsep)
     assert found == ([folder] if added else []) + ["/opt/cuda/lib64"]

@@ -10,14 +10,24 @@ import pytest
 
 from tests.support.doubles import Doubles
 from tests.support.nvml import GIB, FakeGpu, FakeNvml
-from trtserve.doctor import gpus, nvidia, tensorrt_llm
+from tests.support.unsupported_release import ENGINELESS, ENGINELESS_RELEASE
+from trtserve.doctor import gpus, tensorrt_llm
 from trtserve.doctor.findings import GPU
-from trtserve.doctor.nvidia import Gpus, find_gpus
 from trtserve.errors import MachineError, UsageError
+from trtserve.host import nvidia
+from trtserve.host.nvidia import Gpus, find_gpus
 from trtserve.releases import RELEASES
-from trtserve.releases.containers import CONTAINERS, container
-from trtserve.releases.drivers import DRIVERS, MINOR_COMPATIBLE, Driver, cuda_of, driver_of, newest_container, numbers
-from trtserve.releases.gpus import KERNELS, runs_on
+from trtserve.releases.containers import all_containers, container
+from trtserve.releases.drivers import (
+    Driver,
+    cuda_of,
+    driver_of,
+    driver_versions,
+    minor_version_drivers,
+    newest_container,
+    numbers,
+)
+from trtserve.releases.gpus import kernels, runs_on
 from trtserve.releases.installed import Installed, installed
 
 Described = Callable[..., Gpus]
@@ -49,11 +59,11 @@ def without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_container_has_a_driver() -> None:
-    needed = [numbers(driver_of(each)) for each in CONTAINERS]
+    needed = [numbers(driver_of(each)) for each in all_containers()]
     assert needed == sorted(needed)
-    assert {cuda_of(each)[0] for each in CONTAINERS} == set(MINOR_COMPATIBLE)
-    for cuda, driver in DRIVERS.items():
-        assert Driver(version=driver).speaks == tuple(numbers(cuda)[:2])
+    assert {cuda_of(each)[0] for each in all_containers()} == set(minor_version_drivers())
+    for cuda, driver in driver_versions().items():
+        assert Driver(version=driver).newest_cuda == tuple(numbers(cuda)[:2])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +84,7 @@ def test_every_container_has_a_driver() -> None:
         ("450.10", None, "24.08", "none"),
     ],
 )
-def test_what_a_driver_runs(driver: str, cuda: tuple[int, int] | None, tag: str, support: str) -> None:
+def test_containers_that_a_driver_runs(driver: str, cuda: tuple[int, int] | None, tag: str, support: str) -> None:
     assert Driver(version=driver, cuda=cuda).runs(container(tag)) == support
 
 
@@ -94,7 +104,7 @@ def test_newest_container_of_a_driver() -> None:
         ("0.14", "7.5", True),
         ("0.15", "7.5", False),
         ("0.12", "9.0", True),
-        ("1.3", "9.0", True),
+        (ENGINELESS_RELEASE, "9.0", True),
         ("0.16", "10.0", False),
         ("0.17", "10.0", True),
         ("0.17", "10.3", False),
@@ -108,15 +118,15 @@ def test_kernels_of_releases(release: str, capability: str, runs: bool | None) -
 
 
 def test_kernel_rows_name_releases() -> None:
-    for row in KERNELS:
+    for row in kernels():
         assert row.since in RELEASES
         assert row.until in (None, *RELEASES)
 
 
-def test_nvml_tells_everything_of_an_h200(described: Described) -> None:
+def test_nvml_describes_an_h200(described: Described) -> None:
     found = described()
     assert found.driver == Driver(version="580.159.04", cuda=(13, 0))
-    assert gpus.check_driver(found).evidence == "580.159.04, speaks CUDA 13.0 (NVML)"
+    assert gpus.check_driver(found).evidence == "580.159.04, supports CUDA 13.0 (NVML)"
     device = gpus.check_device(found.devices[0])
     assert (device.state, device.needed_by) == ("ok", GPU)
     assert device.evidence == (
@@ -132,12 +142,12 @@ def test_old_nvml_answers_with_bytes(described: Described) -> None:
     assert found.devices[0].name == "NVIDIA H200"
 
 
-def test_what_a_gpu_does_not_tell_is_left_out(described: Described) -> None:
+def test_unreported_facts_of_a_gpu_are_left_out(described: Described) -> None:
     found = described(gpus=[FakeGpu(name="GeForce", mig=None, persistence=None, errors=None)], cuda=None)
     evidence = gpus.check_device(found.devices[0]).evidence
     assert evidence == "GeForce, compute capability 9.0, 139.0 GiB free of 140.0 GiB"
     # The driver's own version says what CUDA it speaks.
-    assert gpus.check_driver(found).evidence == "580.159.04, speaks CUDA 13.0 (by its version) (NVML)"
+    assert gpus.check_driver(found).evidence == "580.159.04, supports CUDA 13.0 (derived from its version) (NVML)"
 
 
 @pytest.mark.parametrize(
@@ -145,10 +155,10 @@ def test_what_a_gpu_does_not_tell_is_left_out(described: Described) -> None:
     [
         (FakeGpu(used=60 * GIB), "Other programs hold 60.0 GiB"),
         (FakeGpu(mig=1), "MIG splits it"),
-        (FakeGpu(errors=3), "memory is failing"),
+        (FakeGpu(errors=3), "memory has errors"),
     ],
 )
-def test_troubles_of_a_gpu(gpu: FakeGpu, fix: str, described: Described) -> None:
+def test_problems_of_a_gpu(gpu: FakeGpu, fix: str, described: Described) -> None:
     finding = gpus.check_device(described(gpus=[gpu]).devices[0])
     assert finding.state == "warning"
     assert fix in finding.fix
@@ -209,32 +219,6 @@ def test_a_driver_without_gpus(described: Described) -> None:
 
 
 @pytest.mark.usefixtures("without_nvml")
-def test_nvidia_smi_tells_the_same(doubles: Doubles) -> None:
-    doubles.configure(gpus=2, container="25.12", driver="580.95.05", gpu_name="NVIDIA H200", gpu_memory_mib=143771)
-    found = find_gpus()
-    assert found.driver == Driver(version="580.95.05", cuda=(13, 0))
-    assert (found.source, found.apart) == ("nvidia-smi", ())
-    assert [device.index for device in found.devices] == [0, 1]
-    second = gpus.check_device(found.devices[1])
-    assert second.evidence.startswith("NVIDIA H200, compute capability 9.0, 140.4 GiB free of 140.4 GiB, MIG off")
-    assert "nvidia-ml-py is not installed" in gpus.check_driver(found).evidence
-
-
-@pytest.mark.usefixtures("without_nvml")
-@pytest.mark.parametrize(("apart", "pairs"), [("0-2,1-3", ((0, 2), (1, 3))), ("", ())])
-def test_nvidia_smi_tells_peers(apart: str, pairs: tuple[tuple[int, int], ...], doubles: Doubles) -> None:
-    doubles.configure(gpus=4, gpus_apart=apart)
-    assert find_gpus().apart == pairs
-
-
-@pytest.mark.usefixtures("without_nvml")
-def test_nvidia_smi_without_a_driver(doubles: Doubles) -> None:
-    doubles.configure(gpus=0)
-    with pytest.raises(MachineError, match="couldn't communicate with the NVIDIA driver"):
-        find_gpus()
-
-
-@pytest.mark.usefixtures("without_nvml")
 def test_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="nvidia-smi: not installed"):
@@ -246,12 +230,12 @@ def test_no_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         (None, None, ""),
         ("1", "ok", "1: 1 of 2 GPUs"),
-        ("GPU-1234", "failed", "'GPU-1234': GPU-1234 is not there, so that no GPU is left"),
+        ("GPU-1234", "failed", "'GPU-1234': GPU-1234 does not exist, so no GPU is left"),
         ("", "failed", "'': no GPU is left"),
         ("-1", "failed", "'-1': no GPU is left"),
-        ("0,5", "warning", "'0,5': 1 of 2 GPUs, since GPU 5 is not there"),
-        ("1,1", "failed", "'1,1': GPU 1 is named twice, so that no GPU is left"),
-        ("MIG-1234", "ok", "MIG-1234: partitions, not looked at"),
+        ("0,5", "warning", "'0,5': 1 of 2 GPUs, because GPU 5 does not exist"),
+        ("1,1", "failed", "'1,1': GPU 1 is named twice, so no GPU is left"),
+        ("MIG-1234", "ok", "MIG-1234: partitions, not checked"),
     ],
 )
 def test_visible_devices(
@@ -269,22 +253,22 @@ def test_driver_against_the_cuda_of_tensorrt_llm(described: Described) -> None:
     fine = gpus.check_cuda(found, version("1.1.0"))
     assert (fine.state, fine.evidence) == (
         "ok",
-        "driver 580.159.04 speaks CUDA 13.0; TensorRT-LLM 1.1.0 is made with CUDA 13.0",
+        "driver 580.159.04 supports CUDA 13.0; TensorRT-LLM 1.1.0 is built with CUDA 13.0",
     )
-    assert gpus.check_cuda(found, version("1.2.1")).evidence.endswith("runs by minor version compatibility")
+    assert gpus.check_cuda(found, version("1.2.1")).evidence.endswith("runs thanks to minor version compatibility")
     old = described(driver="550.54.15", cuda=12040)
     refused = gpus.check_cuda(old, version("1.2.1"))
     assert refused.state == "failed"
     assert refused.fix == (
-        "Install driver 590.44.01 or newer, or use an older container: this driver runs by minor version "
-        "compatibility 25.10 (1.0.0)."
+        "Install driver 590.44.01 or newer, or use an older container: this driver runs 25.10 (1.0.0) "
+        "by minor version compatibility."
     )
     assert gpus.check_cuda(found, version("1.9.0")).state == "warning"
 
 
 def test_without_tensorrt_llm_the_containers_of_a_driver_are_named(described: Described) -> None:
     assert gpus.check_cuda(described(), None).evidence == (
-        "this driver runs container 26.02 (TensorRT-LLM 1.1.0), by minor version compatibility 26.07 (1.2.1)"
+        "this driver runs container 26.02 (TensorRT-LLM 1.1.0), 26.07 (1.2.1) by minor version compatibility"
     )
     # A V100 has a new driver, but no new release has its kernels.
     old = [FakeGpu(name="Tesla V100-SXM2-16GB", capability=(7, 0))]
@@ -321,7 +305,7 @@ def test_gpus_of_different_kinds(described: Described) -> None:
     finding = gpus.check_kernels(described(gpus=mixed), None)
     assert (finding.state, finding.evidence) == (
         "warning",
-        "TensorRT-LLM 1.2 has them for Ada Lovelace (8.9), Hopper (9.0)",
+        "TensorRT-LLM 1.2 has kernels for Ada Lovelace (8.9), Hopper (9.0)",
     )
 
 
@@ -332,23 +316,23 @@ def test_installed_version() -> None:
     other = tensorrt_llm.check_installed(here, version("1.2.0"))
     assert (other.state, other.fix) == (
         "warning",
-        "--trtllm-version says 1.2.0: engines of one do not run on the other.",
+        "--trtllm-version is 1.2.0: engines of one version do not run on the other.",
     )
     missing = tensorrt_llm.check_installed(None, version("0.17.0"))
     assert missing.state == "failed"
     assert "tritonserver:25.02-trtllm-python-py3" in missing.fix
-    newer = tensorrt_llm.check_installed(None, version("1.3.0"), suited="26.02")
+    newer = tensorrt_llm.check_installed(None, version(ENGINELESS), suited="26.02")
     assert "Install the wheel of that release" in newer.fix
     assert "26.07, has 1.2" in newer.fix
     suited = tensorrt_llm.check_installed(None, None, suited="26.02")
-    assert suited.fix.startswith("Use NVIDIA's container: `--container 26.02`")
+    assert suited.fix.startswith("Use NVIDIA's container: add `--container 26.02`")
 
 
 @pytest.mark.parametrize(
     ("text", "states"),
     [
         ("1.2.0", ("ok", "ok")),
-        ("1.3.0", ("failed", "ok")),
+        (ENGINELESS, ("failed", "ok")),
         ("0.11.0", ("failed", "failed")),
         ("0.18.2", ("ok", "failed")),
     ],
@@ -372,14 +356,6 @@ def test_the_container_that_suits_a_driver(described: Described) -> None:
     assert gpus.suited_container(described()) == "26.02"
     assert gpus.suited_container(described(driver="550.54.15", cuda=12040)) == "25.10"
     assert gpus.suited_container(described(driver="390.1", cuda=9010)) == ""
-
-
-def test_the_document_has_every_row() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
-    for cuda, driver in DRIVERS.items():
-        assert f"| {cuda} | {driver} |" in text
-    for row in KERNELS:
-        assert f"| {row.capability} | {row.architecture} | {row.examples} | {row.since} | {row.until or ''} |" in text
 
 
 def test_no_version_of_tensorrt_llm() -> None:

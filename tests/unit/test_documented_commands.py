@@ -1,4 +1,4 @@
-"""Every `$ trtserve …` line of the documents names a command and options that exist."""
+"""Every `trtserve …` line of the documents and of the help names a command and options that exist."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from trtserve.cli.whole import app
+from trtserve.cli.commands import command_tree
+from trtserve.cli.parser import split_help
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -22,26 +22,32 @@ def _lines() -> Iterator[tuple[str, str]]:
     for document in DOCUMENTS:
         if document.name == "cli.md":
             continue
-        text = document.read_text(encoding="utf-8")
+        text = document.read_text(encoding="utf-8").replace("\\\n", "")
         shown = re.findall(r"^\$ (?:.*\| )?(trtserve .*)$", text, re.MULTILINE)
         inline = re.findall(r"`(trtserve [a-z-]+ [^`…]*)`", text)
         yield from ((document.name, line) for line in [*shown, *inline])
 
 
+def _examples(node: Any) -> Iterator[tuple[str, str]]:
+    yield from ((str(node.name), line.rpartition("| ")[2]) for line in split_help(node.help)[1])
+    for child in getattr(node, "commands", {}).values():
+        yield from _examples(child)
+
+
 def _resolve(words: list[str]) -> tuple[Any, list[str]]:
-    node: Any = typer.main.get_command(app)
+    node: Any = command_tree()
     while words and words[0] in getattr(node, "commands", {}):
         node, words = node.commands[words[0]], words[1:]
     return node, words
 
 
-@pytest.mark.parametrize(("document", "line"), sorted(set(_lines())))
+@pytest.mark.parametrize(("document", "line"), sorted({*_lines(), *_examples(command_tree())}))
 def test_command_and_options_exist(document: str, line: str) -> None:
     node, rest = _resolve(shlex.split(line)[1:])
     assert not hasattr(node, "commands"), f"{document}: {line} names no command"
     options = {name for parameter in node.params for name in [*parameter.opts, *parameter.secondary_opts]}
     own = itertools.takewhile(lambda word: word != "--", rest)  # behind it are flags of the wrapped tool
-    used = {word.split("=")[0] for word in own if word.startswith("-")}
+    used = {word.split("=")[0] for word in own if word.startswith("-") and word != "-"}
     assert used <= options | {"--help", "-h"}, f"{document}: {line}"
 
 

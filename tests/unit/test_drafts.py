@@ -1,4 +1,4 @@
-"""Draft tokens: what is accepted, by tokens and by logits, and what the executor makes of it."""
+"""Draft tokens: acceptance by tokens and by logits, and results of the executor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _request(draft: list[int], *, prompt: list[int] = PROMPT, count: int = 1, **
 
 
 @pytest.mark.parametrize("right", range(5))
-def test_right_tokens_are_taken_up_to_the_first_wrong_one(start: Start, right: int) -> None:
+def test_drafts_are_accepted_up_to_the_first_wrong_token(start: Start, right: int) -> None:
     executor, model = start(built=BUILT)
     expected = greedy_continuation(PROMPT, 5)
     draft = [token if at < right else (token + 1) % VOCAB for at, token in enumerate(expected[:4])]
@@ -52,7 +52,7 @@ def test_right_tokens_are_taken_up_to_the_first_wrong_one(start: Start, right: i
     assert free_blocks(executor) == model.blocks
 
 
-def test_drafts_in_a_batch_with_others_and_over_chunks(start: Start) -> None:
+def test_drafts_in_mixed_batches_and_with_chunks(start: Start) -> None:
     executor, model = start(built=BUILT, tokens=16, enable_chunked_context=True)
     prompt = list(range(40))
     expected = greedy_continuation(prompt, 5)
@@ -64,7 +64,7 @@ def test_drafts_in_a_batch_with_others_and_over_chunks(start: Start) -> None:
     assert max(model.steps) <= 16
 
 
-def test_sampled_tokens_are_those_of_plain_decoding(start: Start) -> None:
+def test_sampled_tokens_equal_plain_decoding(start: Start) -> None:
     executor, _ = start(built=BUILT)
     sampling = SamplingConfig(top_k=30, temperature=2.0, seed=9, repetition_penalty=1.3)
     output = OutputConfig(exclude_input_from_output=True)
@@ -74,7 +74,7 @@ def test_sampled_tokens_are_those_of_plain_decoding(start: Start) -> None:
     assert drafted.output_token_ids == [expected]
 
 
-def test_ends_and_stop_words_inside_the_draft(start: Start) -> None:
+def test_end_tokens_and_stop_words_inside_the_draft(start: Start) -> None:
     executor, _ = start(built=BUILT)
     expected = greedy_continuation(PROMPT, 5)
     ended = answer_of(executor, _request(expected[:4], end_id=expected[2])).result
@@ -83,7 +83,7 @@ def test_ends_and_stop_words_inside_the_draft(start: Start) -> None:
     assert (stopped.output_token_ids, stopped.finish_reasons) == ([expected[:3]], [FinishReason.STOP_WORDS])
 
 
-def test_streaming_hands_the_tokens_out_at_once(start: Start) -> None:
+def test_streaming_sends_accepted_tokens_at_once(start: Start) -> None:
     executor, _ = start(built=BUILT)
     expected = greedy_continuation(PROMPT, 3)
     request = _request(
@@ -99,7 +99,7 @@ def test_streaming_hands_the_tokens_out_at_once(start: Start) -> None:
     assert (result.generation_logits[:, 0] == [fake_logits(np.array(tokens)) for tokens in contexts]).all()
 
 
-def test_refused_tokens_leave_nothing_behind_in_the_cache(start: Start) -> None:
+def test_rejected_tokens_are_not_in_the_cache(start: Start) -> None:
     executor, model = start(built=BUILT, kv_cache_config=KvCacheConfig(enable_block_reuse=True))
     tokens = list(PROMPT)
     expected = greedy_continuation(PROMPT, 24)
@@ -110,10 +110,10 @@ def test_refused_tokens_leave_nothing_behind_in_the_cache(start: Start) -> None:
         draft[random.integers(4)] = int(random.integers(VOCAB))
         tokens += answer_of(executor, _request(draft, prompt=tokens)).result.output_token_ids[0]
     assert tokens == [*PROMPT, *expected[: len(tokens) - len(PROMPT)]]
-    assert min(model.steps[1:]) < 10  # the blocks of the accepted tokens were used again
+    assert min(model.steps[1:]) < 10  # the blocks of the accepted tokens were reused
 
 
-def test_the_rate_is_in_metrics_and_statistics(start: Start) -> None:
+def test_acceptance_rate_is_in_metrics_and_statistics(start: Start) -> None:
     executor, _ = start(built=BUILT)
     expected = greedy_continuation(PROMPT, 4)
     draft = [*expected[:3], (expected[3] + 1) % VOCAB]
@@ -145,28 +145,28 @@ def _more(executor: Any, records: list[Any]) -> list[Any]:
         (_request([1], logits=np.zeros((1, 5), np.float32)), "over 5 tokens; the vocabulary has 97"),
         (_request([1], logits=np.full((1, VOCAB), np.nan, np.float32)), "draft logits have NaN"),
         (_request([1, 1], logits=np.full((2, VOCAB), np.inf, np.float32)), "draft logits have NaN"),
-        (_request([1], logits=np.full((1, VOCAB), -np.inf, np.float32)), "row without any finite number"),
+        (_request([1], logits=np.full((1, VOCAB), -np.inf, np.float32)), "row without any finite value"),
         (_request([1], sampling_config=SamplingConfig(beam_width=2)), "beam width 1"),
     ],
 )
-def test_drafts_that_cannot_be_verified_are_refused(start: Start, request_: Request, message: str) -> None:
+def test_invalid_drafts_are_refused(start: Start, request_: Request, message: str) -> None:
     executor, _ = start(built=BUILT, max_beam_width=2)
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(answer_of(executor, request_).error_msg)
 
 
-def test_without_drafts_in_the_engine_there_is_no_draft(start: Start) -> None:
+def test_engine_without_drafts_refuses_them(start: Start) -> None:
     executor, _ = start()
     assert "(1) exceeds maximum draft tokens length (0)" in answer_of(executor, _request([1])).error_msg
 
 
-def test_a_draft_is_cut_where_the_prompt_leaves_no_room(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_draft_is_cut_to_the_maximum_input_length(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     executor, _ = start(built=BUILT, tokens=20)
     prompt = list(range(18))
     expected = greedy_continuation(prompt, 5)
     with caplog.at_level(logging.WARNING):
         assert answer_of(executor, _request(expected[:4], prompt=prompt)).result.output_token_ids == [expected[:3]]
-    assert "2 draft tokens stay" in caplog.text
+    assert "using 2 draft tokens" in caplog.text
     full: Response = answer_of(executor, _request([1], prompt=list(range(20))))
     assert full.result.output_token_ids == [greedy_continuation(list(range(20)), 1)]
 
@@ -192,24 +192,24 @@ def _verdict(row: Row, logits: Any, draft: list[int], given: DraftLogits) -> lis
     return chosen
 
 
-def test_the_threshold_compares_both_models() -> None:
+def test_threshold_compares_both_models() -> None:
     target, draft = np.log([[0.4, 0.3, 0.2, 0.1]] * 2), np.log(np.array([[0.1, 0.7, 0.1, 0.1]], np.float32))
     row = _row(greedy=False, temperature=1.0)
-    # 0.3 > 0.4 · 0.7 is taken, 0.3 > 0.5 · 0.7 is not: another token comes, from what the draft lacks (0.3, 0, 0.1, 0).
+    # 0.3 > 0.4 · 0.7 is accepted, 0.3 > 0.5 · 0.7 is not: then a token is drawn from p - q = (0.3, 0, 0.1, 0).
     assert _verdict(row, target, [1], DraftLogits(draft, 0.4))[0] == 1
     (replaced,) = _verdict(row, target, [1], DraftLogits(draft, 0.5))
     assert replaced in (0, 2)
 
 
-def test_greedy_takes_the_best_token_only() -> None:
+def test_greedy_accepts_the_best_token_only() -> None:
     target, draft = np.log([[0.4, 0.3, 0.2, 0.1]] * 2), np.log(np.array([[0.1, 0.7, 0.1, 0.1]], np.float32))
-    row = _row(min_p=0.01)  # not plain, and greedy
+    row = _row(min_p=0.01)  # greedy, but not argmax_only
     assert _verdict(row, target, [1], DraftLogits(draft, 0.01)) == [0]
     assert _verdict(row, target, [0], DraftLogits(draft, 1.0)) == [0, 0]
 
 
 def test_random_acceptance_follows_the_target_distribution() -> None:
-    """Draft tokens drawn from the draft's distribution and verified give tokens of the target's."""
+    """Draft tokens drawn from the draft's distribution and verified follow the target's distribution."""
     p, q = np.array([0.5, 0.25, 0.15, 0.1]), np.array([0.1, 0.2, 0.3, 0.4])
     random, counts = np.random.default_rng(0), Counter[int]()
     draft = DraftLogits(np.log(q)[None].astype(np.float32))
@@ -222,11 +222,11 @@ def test_random_acceptance_follows_the_target_distribution() -> None:
         assert abs(counts[token] - rounds * share) < 4 * (rounds * share * (1 - share)) ** 0.5
 
 
-def test_the_distribution_is_the_samplers() -> None:
+def test_distribution_equals_the_samplers() -> None:
     processed = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
     assert distribution(processed, _row()).tolist() == [1, 0, 0, 0]
     assert distribution(processed, _row(greedy=False, top_k=2)) == pytest.approx([2 / 3, 1 / 3, 0, 0], abs=1e-6)
-    # The nucleus ends inside the second token, of which the sampler takes the part that lies in it.
+    # The nucleus ends inside the second token; the sampler uses the part inside the nucleus.
     assert distribution(processed, _row(greedy=False, top_p=0.6)) == pytest.approx([5 / 6, 1 / 6, 0, 0], abs=1e-6)
 
 
@@ -241,7 +241,7 @@ def test_draft_logits_through_the_executor(start: Start) -> None:
         executor,
         _request(expected[:3], logits=logits, sampling_config=SamplingConfig(top_p=0.9, seed=1), output=output),
     ).result
-    # Both models agree, so every draft token is taken, however it is drawn.
+    # Both models agree, so every draft token is accepted.
     assert sampled.output_token_ids[0][:3] == expected[:3]
     assert sampled.log_probs is not None
     assert all(value < 0 for value in sampled.log_probs[0])

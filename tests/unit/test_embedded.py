@@ -1,17 +1,15 @@
-"""Settings that the embedded executor refuses are refused when the repository is made, by its own code."""
+"""Settings that the embedded executor would refuse are refused when the repository is made."""
 
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 import pytest
 
 from trtserve.errors import UsageError
 from trtserve.releases import RELEASES
-from trtserve.triton.core_program import core_modules
-from trtserve.triton.embedded import require_carried_out, require_startable
+from trtserve.triton.embedded import require_accepted, require_startable
 
 ENGINE: dict[str, Any] = {
     "pretrained_config": {"vocab_size": 320},
@@ -35,11 +33,15 @@ def check(settings: dict[str, str], *, release: str = "1.2", queue: int = 0) -> 
     [
         ("max_beam_width", "2", "max_beam_width"),
         ("enable_trt_overlap", "true", "since 0.20; leave it out"),
-        ("decoding_mode", "medusa", "cannot carry out: the embedded executor has no such decoder"),
+        ("decoding_mode", "medusa", "does not support: the embedded executor has no such decoder"),
         ("decoding_mode", "beam_search", "needs a max_beam_width above 1"),
-        ("sink_token_length", "4", "is '4', which this runtime cannot carry out: the attention keeps no sink tokens"),
-        ("encoder_model_path", "/encoder", "models are decoder-only"),
-        ("lookahead_window_size", "4", "lookahead decoding is not carried out"),
+        (
+            "sink_token_length",
+            "4",
+            "is '4', which this runtime does not support: attention sink tokens are not supported",
+        ),
+        ("encoder_model_path", "/encoder", "only decoder-only models"),
+        ("lookahead_window_size", "4", "lookahead decoding is not supported"),
         ("medusa_choices", "{0}", "trees of draft tokens"),
         ("max_tokens_in_paged_kv_cache", "4000000000", "outside"),
         ("max_tokens_in_paged_kv_cache", "abc", "not a number"),
@@ -48,7 +50,7 @@ def check(settings: dict[str, str], *, release: str = "1.2", queue: int = 0) -> 
 )
 def test_refused_by_name(name: str, value: str, reason: str) -> None:
     with pytest.raises(
-        UsageError, match=rf"--set {name}={re.escape(value)} cannot start on the openvino runtime: .*{reason}"
+        UsageError, match=rf"--set {name}={re.escape(value)} cannot start in the embedded executor: .*{reason}"
     ):
         check({"kv_cache_free_gpu_mem_fraction": "0.5", name: value})
 
@@ -60,7 +62,7 @@ def test_refused_by_name(name: str, value: str, reason: str) -> None:
         ("decoding_mode", "medusa", ", or set it to auto or top_k or top_p or top_k_top_p."),
     ],
 )
-def test_what_would_start_is_named(name: str, value: str, accepted: str) -> None:
+def test_the_error_names_values_that_would_start(name: str, value: str, accepted: str) -> None:
     with pytest.raises(UsageError) as error:
         check({name: value})
     assert error.value.hint == f"Leave {name} out{accepted}"
@@ -70,9 +72,9 @@ def test_what_would_start_is_named(name: str, value: str, accepted: str) -> None
     ("model", "name"), [("preprocessing", "multimodal_model_path"), ("tensorrt_llm_bls", "multimodal_encoders_name")]
 )
 def test_other_models_refuse_too(model: str, name: str) -> None:
-    require_carried_out({model: {name: ""}}, "1.2")
-    with pytest.raises(UsageError, match=rf"{model}: Parameter {name} is 'x', .* images are not served"):
-        require_carried_out({model: {name: "x"}}, "1.2")
+    require_accepted({model: {name: ""}}, "1.2")
+    with pytest.raises(UsageError, match=rf"{model}: Parameter {name} is 'x', .* images are not supported"):
+        require_accepted({model: {name: "x"}}, "1.2")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_other_models_refuse_too(model: str, name: str) -> None:
         ("enable_trt_overlap", "false"),
     ],
 )
-def test_what_is_carried_out_or_ignored_starts(name: str, value: str) -> None:
+def test_supported_and_ignored_settings_start(name: str, value: str) -> None:
     check({name: value})
 
 
@@ -107,11 +109,3 @@ def test_defaults_of_every_release_start(release: str) -> None:
     settings = {"kv_cache_free_gpu_mem_fraction": "0.5", "max_attention_window_size": "128", "decoding_mode": "top_k"}
     check({}, release=release)
     check(settings, release=release)
-
-
-def test_the_models_modules_do_not_stay_importable() -> None:
-    before = dict(sys.modules)
-    core_modules.cache_clear()
-    check({})
-    for name in ("core_settings", "executor_module", "model_parameters"):
-        assert sys.modules.get(name) is before.get(name)

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.server_records import server_record
 from trtserve.cli import run
-from trtserve.process import Identity
-from trtserve.servers import Phase, RunningProxy, Server, log_file, write_state
+from trtserve.server.state import ProxyState, State, log_file, write_state
 from trtserve.store import Store
 
 
-def _record(name: str, port: int, phase: Phase = "running") -> None:
+def _record(name: str, port: int, state: State = "ready") -> None:
     """A server of this process, with its ports from `port` on."""
-    own, store = Identity.of(os.getpid()), Store()
-    assert own is not None
-    server = Server(
-        name=name,
-        host="127.0.0.1",
+    proxy = ProxyState(file=Path("nginx.conf"), log=Path("nginx.log"), http_port=port + 5, grpc_port=port + 6)
+    server = server_record(
+        name,
         http_port=port,
         grpc_port=port + 1,
         metrics_port=port + 2,
-        pid=own.pid,
-        started=own.started,
-        log=log_file(name, store),
         repository=Path("nowhere"),
-        model=name,
-        streaming=True,
-        phase=phase,
-        shm_prefix="",
-        proxy=RunningProxy(file=Path("nginx.conf"), log=Path("nginx.log"), http_port=port + 5, grpc_port=port + 6),
+        state=state,
+        proxy=proxy,
     )
-    write_state(server, store)
+    write_state(server, Store())
 
 
 @pytest.mark.parametrize(
@@ -82,8 +73,27 @@ def test_the_hint_of_several_servers_is_that_of_the_command(capsys: pytest.Captu
     assert capsys.readouterr().err.splitlines() == said
 
 
-def test_a_server_that_is_starting_is_spoken_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_query_warns_about_a_starting_server(capsys: pytest.CaptureFixture[str]) -> None:
     _record("demo", 1, "starting")  # nobody answers there
     assert run(["query", "hi", "--timeout", "5"]) == 40
     said = "warning: demo is still starting; `trtserve status` says when it runs."
     assert capsys.readouterr().err.splitlines()[0] == said
+
+
+def test_logs_and_metrics_take_a_server_by_option_too(capsys: pytest.CaptureFixture[str]) -> None:
+    _record("demo", 9000)
+    _record("other", 9100)
+    log_file("other", Store()).write_text("hello\n")
+    for words in (["other"], ["--server", "other"], ["other", "--server", "other"]):
+        assert run(["logs", *words]) == 0
+        assert capsys.readouterr().out == "hello\n"
+    assert run(["logs", "demo", "--server", "other"]) == 2
+    assert run(["metrics", "--server", "third"]) == 33
+    assert "No server third is running" in capsys.readouterr().err
+
+
+def test_logs_of_the_last_server_that_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    Store().servers.mkdir(parents=True)
+    log_file("demo", Store()).write_text("the end\n")
+    assert run(["logs"]) == 0
+    assert capsys.readouterr().out == "the end\n"

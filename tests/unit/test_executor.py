@@ -1,10 +1,9 @@
-"""The executor over a fake model: responses, batches, failing, beginning and ending."""
+"""The executor with a fake model: responses, batches, failures, start and shutdown."""
 
 from __future__ import annotations
 
 import logging
 import math
-import random
 import threading
 import time
 from typing import Any
@@ -17,7 +16,6 @@ from tests.support.fake_model import greedy_continuation
 from tests.support.waiting import wait_until
 from trtserve.executor.api import (
     CapacitySchedulerPolicy,
-    ContextChunkingPolicy,
     Executor,
     ExecutorConfig,
     FinishReason,
@@ -35,7 +33,7 @@ from trtserve.executor.api import (
 # What a response contains
 
 
-def test_the_answer_is_prompt_and_generated_tokens(start: Start) -> None:
+def test_answer_contains_prompt_and_generated_tokens(start: Start) -> None:
     executor, _ = start()
     result = answer_of(executor, Request([3, 4, 5], 6)).result
     assert result.output_token_ids == [[3, 4, 5, *greedy_continuation([3, 4, 5], 6)]]
@@ -44,12 +42,12 @@ def test_the_answer_is_prompt_and_generated_tokens(start: Start) -> None:
     assert (result.cum_log_probs, result.log_probs, result.context_logits) == (None, None, None)
 
 
-def test_a_model_is_warm_before_the_first_request(start: Start) -> None:
+def test_model_is_warmed_up_before_the_first_request(start: Start) -> None:
     _, model = start()
     assert model.is_warm
 
 
-def test_the_prompt_can_be_left_out(start: Start) -> None:
+def test_prompt_can_be_excluded(start: Start) -> None:
     executor, _ = start()
     request = Request([3, 4, 5], 6, output_config=OutputConfig(exclude_input_from_output=True))
     assert answer_of(executor, request).result.output_token_ids == [greedy_continuation([3, 4, 5], 6)]
@@ -69,7 +67,7 @@ def test_streaming_never_repeats_the_prompt(start: Start, return_all: bool) -> N
     assert {response.client_id for response in responses} == {77}
 
 
-def test_the_end_token_is_not_part_of_the_output(start: Start) -> None:
+def test_end_token_is_not_part_of_the_output(start: Start) -> None:
     executor, _ = start()
     expected = greedy_continuation([9], 5)
     assert expected[3] not in expected[:3]
@@ -82,7 +80,7 @@ def test_the_end_token_is_not_part_of_the_output(start: Start) -> None:
         assert len(responses) == (4 if streaming else 1)
 
 
-def test_stop_words_stay_and_may_begin_in_the_prompt(start: Start) -> None:
+def test_stop_words_stay_in_the_output_and_may_begin_in_the_prompt(start: Start) -> None:
     executor, _ = start()
     expected = greedy_continuation([9, 11], 8)
     within = Request([9, 11], 8, stop_words=[[1, 2, 3], expected[2:5]])
@@ -98,34 +96,8 @@ def test_stop_words_stay_and_may_begin_in_the_prompt(start: Start) -> None:
 # Batches
 
 
-@pytest.mark.parametrize("policy", [None, *ContextChunkingPolicy], ids=str)
-def test_mixed_batches_equal_each_request_alone(start: Start, policy: ContextChunkingPolicy | None) -> None:
-    executor, model = start(
-        tokens=40,
-        enable_chunked_context=policy is not None,
-        scheduler_config=SchedulerConfig(context_chunking_policy=policy),
-        kv_cache_config=KvCacheConfig(max_tokens=160),
-    )
-    source = random.Random(1)
-    prompts = [[source.randrange(97) for _ in range(source.choice([1, 4, 17, 39]))] for _ in range(20)]
-    lengths = [source.randint(1, 30) for _ in prompts]
-    ids = executor.enqueue_requests([Request(p, n) for p, n in zip(prompts, lengths, strict=True)])
-    responses = collect(executor, ids)
-    for number, prompt, length in zip(ids, prompts, lengths, strict=True):
-        assert responses[number][0].result.output_token_ids == [[*prompt, *greedy_continuation(prompt, length)]]
-    assert max(model.steps) <= 40
-    assert free_blocks(executor) == model.blocks == 40
-
-
-def test_sampled_tokens_do_not_depend_on_the_batch(start: Start) -> None:
+def test_an_unset_seed_is_0(start: Start) -> None:
     executor, _ = start()
-    requests = [
-        Request([seed, 5], 10, sampling_config=SamplingConfig(top_k=30, temperature=2.0, seed=seed))
-        for seed in range(6)
-    ]
-    together = collect(executor, executor.enqueue_requests(requests))
-    alone = [answer_of(executor, request).result.output_token_ids for request in requests]
-    assert [responses[0].result.output_token_ids for responses in together.values()] == alone
     unset, zero = (
         answer_of(executor, Request([1], 10, sampling_config=SamplingConfig(top_p=0.9, seed=seed)))
         for seed in (None, 0)
@@ -133,7 +105,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(start: Start) -> None:
     assert unset.result.output_token_ids == zero.result.output_token_ids
 
 
-def test_static_batch_policy_serves_everybody(start: Start) -> None:
+def test_static_batch_policy_serves_all_requests(start: Start) -> None:
     policy = SchedulerConfig(CapacitySchedulerPolicy.STATIC_BATCH)
     executor, _ = start(batch=2, scheduler_config=policy)
     ids = executor.enqueue_requests([Request([n], 3) for n in range(1, 6)])
@@ -160,7 +132,7 @@ def test_static_batch_policy_serves_everybody(start: Start) -> None:
         (Request([1], 1, num_return_sequences=2**31 - 1), r"num_return_sequences \(2147483647\) exceeds 1024"),
     ],
 )
-def test_a_bad_request_is_answered_alone(start: Start, request_: Request, message: str) -> None:
+def test_invalid_request_fails_alone(start: Start, request_: Request, message: str) -> None:
     executor, _ = start()
     good, bad = executor.enqueue_requests([Request([5], 3), request_])
     responses = collect(executor, [good, bad])
@@ -173,7 +145,7 @@ def test_a_bad_request_is_answered_alone(start: Start, request_: Request, messag
         _ = error.result
 
 
-def test_neutral_values_pass(start: Start) -> None:
+def test_neutral_values_are_accepted(start: Start) -> None:
     executor, _ = start()
     sampling = SamplingConfig(
         beam_width=1,
@@ -203,9 +175,7 @@ def test_max_tokens_is_reduced_with_a_warning(start: Start, caplog: pytest.LogCa
     assert "max_tokens (50) is reduced to 8" in caplog.text
 
 
-def test_a_failed_step_ends_the_active_requests_and_nothing_else(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_step_ends_only_the_active_requests(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     executor, model = start()
     model.failures = 1
     model.gate.clear()
@@ -219,7 +189,7 @@ def test_a_failed_step_ends_the_active_requests_and_nothing_else(
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=5, temperature=0.7)])
-def test_logits_that_are_no_numbers_end_their_request_alone(
+def test_nan_logits_end_only_their_request(
     start: Start, sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor, model = start()
@@ -240,8 +210,8 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
     assert free_blocks(executor) == model.blocks
 
 
-@pytest.mark.parametrize("place", ["_end", "_collect", "_fail_all"])
-def test_a_broken_executor_answers_everybody_and_says_why(
+@pytest.mark.parametrize("place", ["_end", "_collect", "_fail"])
+def test_broken_executor_answers_all_requests_with_the_cause(
     start: Start, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor, model = start(batch=1)
@@ -250,7 +220,7 @@ def test_a_broken_executor_answers_everybody_and_says_why(
     model.gate.clear()
     ids = executor.enqueue_requests([Request([n], 2, client_id=n, streaming=True) for n in (1, 2, 3)])
     wait_until(lambda: len(worker._queue) == 2)
-    model.failures = int(place == "_fail_all")
+    model.failures = int(place == "_fail")
     monkeypatch.setattr(worker, place, _boom)
     model.gate.set()
     cause = "The executor has stopped working: ValueError: boom"
@@ -273,10 +243,10 @@ def _boom(*_: object, **__: object) -> None:
     raise ValueError("boom")
 
 
-# Beginning and ending
+# Start and shutdown
 
 
-def test_shutdown_runs_what_was_enqueued_to_its_end(start: Start) -> None:
+def test_shutdown_finishes_enqueued_requests(start: Start) -> None:
     executor, model = start(batch=1)
     executor.enqueue_requests([Request([1], 4), Request([2], 4)])
     executor.shutdown()
@@ -289,7 +259,7 @@ def test_shutdown_runs_what_was_enqueued_to_its_end(start: Start) -> None:
         executor.enqueue_request(Request([1], 1))
 
 
-def test_shutdown_wakes_a_waiter(start: Start) -> None:
+def test_shutdown_wakes_waiting_threads(start: Start) -> None:
     executor, _ = start()
     found: list[Any] = []
     waiter = threading.Thread(target=lambda: found.append(executor.await_responses()))
@@ -299,7 +269,7 @@ def test_shutdown_wakes_a_waiter(start: Start) -> None:
     assert found == [[]]
 
 
-def test_the_context_manager_shuts_down(start: Start) -> None:
+def test_context_manager_shuts_down(start: Start) -> None:
     executor, _ = start()
     with executor as entered:
         assert entered.can_enqueue_requests()
@@ -308,7 +278,7 @@ def test_the_context_manager_shuts_down(start: Start) -> None:
         executor.get_num_responses_ready()
 
 
-def test_an_idle_executor_sleeps(start: Start) -> None:
+def test_idle_executor_sleeps(start: Start) -> None:
     executor, _ = start()
     answer_of(executor, Request([1], 2))
     before = time.process_time()
@@ -316,19 +286,12 @@ def test_an_idle_executor_sleeps(start: Start) -> None:
     assert time.process_time() - before < 0.05
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"kv_cache_config": KvCacheConfig(sink_token_length=4)}, "sink_token_length"),
-        ({"medusa_choices": [[0]]}, "medusa_choices"),
-    ],
-)
-def test_settings_that_cannot_be_kept_are_refused(start: Start, config: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        start(**config)
+def test_settings_beyond_the_engine_are_refused(start: Start) -> None:
+    with pytest.raises(RuntimeError, match="sink_token_length"):
+        start(kv_cache_config=KvCacheConfig(sink_token_length=4))
 
 
-def test_only_decoder_folders_are_served() -> None:
+def test_only_decoder_engines_are_served() -> None:
     with pytest.raises(RuntimeError, match="decoder-only"):
         Executor("engine", ModelType.ENCODER_DECODER, ExecutorConfig())
     with pytest.raises(RuntimeError, match="engine_buffer"):

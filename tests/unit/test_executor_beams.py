@@ -1,4 +1,4 @@
-"""Beams through the executor over a fake model: against a search without any cache, and what responses hold."""
+"""Beam search in the executor with a fake model, compared with a search without a cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _log_probs(tokens: list[int]) -> np.ndarray[Any, Any]:
 
 
 def _plain_search(prompt: list[int], count: int, width: int) -> list[tuple[float, list[int]]]:
-    """The textbook search without ends: keep the `width` best of all continuations, step by step."""
+    """A textbook beam search without ends: keep the `width` best of all continuations at each step."""
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(count):
         grown = [
@@ -65,7 +65,7 @@ def test_beams_equal_a_search_without_cache(start: Start, width: int, prompt: li
     assert free_blocks(executor) == model.blocks
 
 
-def test_beams_of_many_requests_at_once_equal_each_alone(start: Start) -> None:
+def test_beams_of_concurrent_requests_equal_single_requests(start: Start) -> None:
     executor, model = start(batch=4, max_beam_width=3, kv_cache_config=KvCacheConfig(max_tokens=160))
     requests = [_request([n, n + 1, n + 2], 3 + n, 3) for n in range(9)]
     responses = collect(executor, executor.enqueue_requests(requests))
@@ -75,16 +75,7 @@ def test_beams_of_many_requests_at_once_equal_each_alone(start: Start) -> None:
     assert free_blocks(executor) == model.blocks == 40
 
 
-def test_widths_take_turns(start: Start) -> None:
-    executor, _ = start(max_beam_width=3)
-    requests = [_request([5, n], 4, width) for n, width in enumerate([1, 3, 1, 2, 2, 1])]
-    responses = collect(executor, executor.enqueue_requests(requests))
-    for response, request in zip(responses.values(), requests, strict=True):
-        expected = _plain_search(request.input_token_ids, 4, request.sampling_config.beam_width)
-        assert response[0].result.output_token_ids == [tokens for _, tokens in expected]
-
-
-def test_streamed_beams_hold_all_tokens_so_far(start: Start) -> None:
+def test_streamed_beams_repeat_all_tokens_so_far(start: Start) -> None:
     executor, _ = start(max_beam_width=2, built=BUILT)
     request = _request([3, 4], 5, 2, streaming=True, output={"return_generation_logits": True})
     (responses,) = collect(executor, [executor.enqueue_request(request)]).values()
@@ -96,7 +87,7 @@ def test_streamed_beams_hold_all_tokens_so_far(start: Start) -> None:
     assert results[0].finish_reasons == [FinishReason.NOT_FINISHED] * 2
 
 
-def test_finished_beams_keep_their_place_and_the_end_token_stays_out(start: Start) -> None:
+def test_finished_beams_keep_their_rank_without_the_end_token(start: Start) -> None:
     executor, _ = start(max_beam_width=2)
     (_, best), _ = _plain_search([6, 6], 6, 2)
     end = best[2]
@@ -113,7 +104,7 @@ def test_finished_beams_keep_their_place_and_the_end_token_stays_out(start: Star
         assert total == pytest.approx(sum(log_probs) + last, abs=1e-4)
 
 
-def test_stop_words_end_a_beam_and_stay(start: Start) -> None:
+def test_stop_words_end_a_beam_and_stay_in_it(start: Start) -> None:
     executor, _ = start(max_beam_width=2)
     (_, best), _ = _plain_search([8], 6, 2)
     result = answer_of(executor, _request([8], 6, 2, stop_words=[best[1:3]], sampling={"early_stopping": 0})).result
@@ -126,7 +117,7 @@ def test_stop_words_end_a_beam_and_stay(start: Start) -> None:
     assert all(tokens[-2:] == best[1:3] for tokens in stopped)
 
 
-def test_the_end_waits_for_min_tokens_in_every_beam(start: Start) -> None:
+def test_min_tokens_holds_for_every_beam(start: Start) -> None:
     executor, _ = start(max_beam_width=3)
     (_, best), *_ = _plain_search([2], 4, 3)
     result = answer_of(executor, _request([2], 8, 3, end_id=best[0], sampling={"min_tokens": 4})).result
@@ -134,7 +125,7 @@ def test_the_end_waits_for_min_tokens_in_every_beam(start: Start) -> None:
     assert all(best[0] not in tokens for tokens in result.output_token_ids)
 
 
-def test_bans_hold_for_each_beam(start: Start) -> None:
+def test_banned_words_hold_for_every_beam(start: Start) -> None:
     executor, _ = start(max_beam_width=3)
     free = {token for _, tokens in _plain_search([2], 6, 3) for token in tokens}
     banned = sorted(free)[: len(free) // 2]
@@ -154,7 +145,7 @@ def test_diversity_favours_later_beams(start: Start) -> None:
         assert total == pytest.approx(sum(steps), abs=1e-4)
 
 
-def test_logits_of_every_beam(start: Start) -> None:
+def test_generation_logits_of_every_beam(start: Start) -> None:
     executor, _ = start(max_beam_width=3, built=BUILT)
     request = _request([2, 1], 5, 3, output={"return_generation_logits": True, "return_context_logits": True})
     result = answer_of(executor, request).result
@@ -167,8 +158,8 @@ def test_logits_of_every_beam(start: Start) -> None:
     assert (result.context_logits == np.stack([fake_logits(np.array([2])), fake_logits(np.array([2, 1]))])).all()
 
 
-def test_paused_beams_begin_again(start: Start) -> None:
-    """Two searches that do not fit together take turns; what is streamed neither repeats nor lacks anything."""
+def test_paused_beam_search_starts_again(start: Start) -> None:
+    """Two searches that do not fit together take turns; streams neither repeat nor miss tokens."""
     executor, model = start(
         max_beam_width=2,
         scheduler_config=SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION),
@@ -185,7 +176,7 @@ def test_paused_beams_begin_again(start: Start) -> None:
     assert free_blocks(executor) == model.blocks
 
 
-def test_a_cancelled_search_gives_an_empty_list_per_beam(start: Start) -> None:
+def test_cancelled_search_returns_an_empty_list_per_beam(start: Start) -> None:
     executor, model = start(max_beam_width=2, seq_len=5000)
     number = executor.enqueue_request(_request([1], 4000, 2, streaming=True))
     executor.await_responses(number)
@@ -195,7 +186,7 @@ def test_a_cancelled_search_gives_an_empty_list_per_beam(start: Start) -> None:
     assert free_blocks(executor) == model.blocks
 
 
-def test_a_search_without_any_allowed_token_fails_alone(start: Start) -> None:
+def test_search_without_an_allowed_token_fails_alone(start: Start) -> None:
     executor, _ = start(max_beam_width=2)
     bad, good = executor.enqueue_requests(
         [_request([1], 4, 2, bad_words=[[token] for token in range(97)]), _request([1], 4, 2)]
@@ -205,7 +196,7 @@ def test_a_search_without_any_allowed_token_fails_alone(start: Start) -> None:
     assert not responses[good][0].has_error()
 
 
-def test_width_one_is_no_search(start: Start) -> None:
+def test_width_one_is_plain_decoding(start: Start) -> None:
     executor, _ = start(max_beam_width=3)
     response: Response = answer_of(executor, _request([4], 5, 1))
     assert response.result.output_token_ids == [greedy_continuation([4], 5)]

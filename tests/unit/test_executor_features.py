@@ -1,4 +1,4 @@
-"""Several sequences, log-probabilities, logits, metrics and post-processors of a request, over a fake model."""
+"""Features of requests with a fake model: several sequences, log-probs, logits, metrics, post-processors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_several_sequences_of_one_request(start: Start, streaming: bool, batch: 
     assert free_blocks(executor) == model.blocks
 
 
-def test_the_request_keyword_of_some_releases_asks_for_sequences_too(start: Start) -> None:
+def test_num_return_sequences_of_the_request_in_some_releases(start: Start) -> None:
     executor, _ = start(max_beam_width=2)
     request = for_release("0.15").Request([5], max_tokens=2, num_return_sequences=3)
     (responses,) = collect(executor, [executor.enqueue_request(request)]).values()
@@ -84,7 +84,7 @@ def test_the_request_keyword_of_some_releases_asks_for_sequences_too(start: Star
     assert len(answer_of(executor, late).result.output_token_ids) == 1
 
 
-def test_sequences_count_against_the_queue(start: Start) -> None:
+def test_sequences_count_for_the_queue_size(start: Start) -> None:
     executor, _ = start(max_queue_size=3)
     with pytest.raises(RuntimeError, match="Maximum queue size of 3 has been reached"):
         executor.enqueue_request(Request([5], 2, sampling_config=SamplingConfig(num_return_sequences=4)))
@@ -94,7 +94,7 @@ def test_sequences_count_against_the_queue(start: Start) -> None:
     assert len(responses) == 3
 
 
-def test_a_cancel_reaches_every_sequence(start: Start) -> None:
+def test_cancel_ends_every_sequence_of_a_request(start: Start) -> None:
     executor, model = start(batch=2, seq_len=5000)
     request = Request([5], 4000, streaming=True, sampling_config=SamplingConfig(num_return_sequences=3))
     number = executor.enqueue_request(request)
@@ -108,7 +108,7 @@ def test_a_cancel_reaches_every_sequence(start: Start) -> None:
     assert free_blocks(executor) == model.blocks
 
 
-def test_a_failing_sequence_ends_its_request_with_one_error(start: Start) -> None:
+def test_failing_sequence_ends_its_request_with_one_error(start: Start) -> None:
     executor, model = start(batch=2)
     request = Request(
         [5],
@@ -127,7 +127,7 @@ def test_a_failing_sequence_ends_its_request_with_one_error(start: Start) -> Non
 # Log-probabilities and logits
 
 
-def test_log_probs_are_the_whole_history_without_the_end_token(start: Start) -> None:
+def test_log_probs_repeat_all_tokens_without_the_end_token(start: Start) -> None:
     executor, _ = start()
     expected = greedy_continuation([9], 6)
     output = OutputConfig(return_log_probs=True)
@@ -143,7 +143,7 @@ def test_log_probs_are_the_whole_history_without_the_end_token(start: Start) -> 
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_context_logits_of_every_prompt_token(start: Start, chunked: bool) -> None:
+def test_context_logits_of_all_prompt_tokens(start: Start, chunked: bool) -> None:
     executor, _ = start(
         tokens=16 if chunked else 40,
         enable_chunked_context=chunked,
@@ -152,7 +152,7 @@ def test_context_logits_of_every_prompt_token(start: Start, chunked: bool) -> No
     )
     prompt = list(range(37))
     request = Request(prompt, 3, output_config=OutputConfig(return_context_logits=True))
-    for _ in range(2):  # reuse must not leave anything out
+    for _ in range(2):  # with reuse, too, all logits must be returned
         result = answer_of(executor, request).result
         assert result.context_logits is not None
         assert result.context_logits.shape == (37, 97)
@@ -196,13 +196,13 @@ def test_generation_logits_at_the_end(start: Start) -> None:
 
 
 @pytest.mark.parametrize("name", ["return_context_logits", "return_generation_logits"])
-def test_logits_need_an_engine_that_gathers_them(start: Start, name: str) -> None:
+def test_logits_need_an_engine_built_to_gather_them(start: Start, name: str) -> None:
     executor, _ = start()
     request = Request([1], 1, output_config=OutputConfig(**{name: True}))
     assert f"{name} needs an engine that was built with gather_" in answer_of(executor, request).error_msg
 
 
-def test_generation_logits_may_be_allowed_by_the_executor(start: Start) -> None:
+def test_executor_config_may_allow_generation_logits(start: Start) -> None:
     executor, _ = start(gather_generation_logits=True)
     output = OutputConfig(return_generation_logits=True)
     assert answer_of(executor, Request([1], 1, output_config=output)).result.generation_logits is not None
@@ -235,7 +235,7 @@ def test_metrics_of_a_request(start: Start) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_pauses_cannot_be_seen(start: Start, chunked: bool) -> None:
+def test_pauses_do_not_change_results(start: Start, chunked: bool) -> None:
     executor, model = start(
         tokens=70,
         enable_chunked_context=chunked,
@@ -267,7 +267,7 @@ def _tokens(responses: list[Response]) -> list[int]:
     return [token for response in responses for token in response.result.output_token_ids[0]]
 
 
-def test_streaming_that_could_not_go_on_after_a_pause_is_refused(start: Start) -> None:
+def test_streaming_that_could_not_resume_is_refused(start: Start) -> None:
     executor, _ = start(tokens=20, scheduler_config=MAX_UTILIZATION)
     assert "exceeds maximum input length (20)" in answer_of(executor, Request([1] * 10, 12, streaming=True)).error_msg
     assert not answer_of(executor, Request([1] * 10, 12)).has_error()
@@ -290,19 +290,19 @@ def test_static_batches_do_not_stream(start: Start) -> None:
 # Time and priority
 
 
-def test_a_request_has_its_time_and_no_more(start: Start) -> None:
+def test_request_ends_after_its_allotted_time(start: Start) -> None:
     executor, model = start(seq_len=50_000)
     sampling = SamplingConfig(num_return_sequences=2)
     request = Request([1], 49_000, allotted_time_ms=timedelta(milliseconds=30), sampling_config=sampling)
     number, other = executor.enqueue_requests([request, Request([2], 5)])
     responses = collect(executor, [number, other])
     assert [each.result.finish_reasons for each in responses[number]] == [[FinishReason.TIMED_OUT]] * 2
-    assert [each.result.output_token_ids for each in responses[number]] == [[[]]] * 2
+    assert [each.result.output_token_ids for each in responses[number]] == [[[1]]] * 2  # only the prompt
     assert responses[other][0].result.finish_reasons == [FinishReason.LENGTH]
     assert free_blocks(executor) == model.blocks
 
 
-def test_higher_priorities_come_first_and_equal_ones_in_order(start: Start) -> None:
+def test_higher_priorities_run_first(start: Start) -> None:
     executor, model = start(batch=1)
     model.gate.clear()
     priorities = [0.5, 0.5, 0.9, 0.1, 0.9]
@@ -332,7 +332,7 @@ def _only(token: int) -> Any:
     return process
 
 
-def test_post_processors_by_name_and_of_the_request(start: Start) -> None:
+def test_named_and_request_post_processors(start: Start) -> None:
     named = LogitsPostProcessorConfig({"seven": _only(7)})
     executor, _ = start(logits_post_processor_config=named, max_beam_width=2, built=BUILT)
     by_name = Request([8, 9], 3, logits_post_processor_name="seven", client_id=5, output_config=ONLY_NEW)
@@ -342,12 +342,12 @@ def test_post_processors_by_name_and_of_the_request(start: Start) -> None:
     result = answer_of(executor, own).result
     assert result.output_token_ids == [[4, 4]]
     assert result.generation_logits is not None
-    assert np.isfinite(result.generation_logits).all()  # what the model gave, not what became of it
-    with pytest.raises(RuntimeError, match="'eight' is not known"):
+    assert np.isfinite(result.generation_logits).all()  # the model's logits, not the processed ones
+    with pytest.raises(RuntimeError, match="'eight' is unknown"):
         executor.enqueue_request(Request([1], 1, logits_post_processor_name="eight"))
 
 
-def test_the_batched_post_processor_sees_all_at_once(start: Start) -> None:
+def test_batched_post_processor_gets_all_requests_of_a_step(start: Start) -> None:
     calls: list[int] = []
 
     def process(ids: Any, logits: Any, tokens: Any, stream: Any, clients: Any) -> None:
@@ -369,7 +369,7 @@ def test_the_batched_post_processor_sees_all_at_once(start: Start) -> None:
     assert 3 in calls
 
 
-def test_post_processors_of_old_releases_know_no_client(start: Start) -> None:
+def test_post_processors_of_old_releases_get_no_client_id(start: Start) -> None:
     def process(number: int, logits: Any, tokens: list[list[int]], stream: Any) -> None:
         logits[:, :, 3] = 1e6
 
@@ -382,7 +382,7 @@ def test_post_processors_of_old_releases_know_no_client(start: Start) -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_post_processor_that_raises_ends_its_own_requests(start: Start, batched: bool) -> None:
+def test_failing_post_processor_ends_only_its_requests(start: Start, batched: bool) -> None:
     def process(*_: Any) -> None:
         raise KeyError("nothing here")
 

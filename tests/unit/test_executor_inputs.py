@@ -1,4 +1,4 @@
-"""What requests bring with them: bias, bans, prompt tables, adapters, positions, guides; and what is refused of it."""
+"""Inputs of requests: bias, bans, prompt tables, adapters, positions, guides; valid and invalid ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_REUSE = KvCacheConfig(enable_block_reuse=False)
 
 
 def _continuation(contents: list[int], count: int, *, added: int = 0) -> list[int]:
-    """What the fake model says after tokens whose contents are given; `added` is in the contents of each new one."""
+    """Return the fake model's answer after tokens with these contents; `added` is in each new token's contents."""
     tokens: list[int] = []
     for _ in range(count):
         tokens.append(int(fake_logits(np.array([*contents, *(token + added for token in tokens)])).argmax()))
@@ -40,7 +40,7 @@ def _continuation(contents: list[int], count: int, *, added: int = 0) -> list[in
 # Bias and bans
 
 
-def test_bias_moves_the_choice(start: Start) -> None:
+def test_bias_changes_the_chosen_token(start: Start) -> None:
     executor, _ = start()
     bias = np.zeros(97, np.float32)
     bias[7] = 100
@@ -55,12 +55,12 @@ def test_bias_moves_the_choice(start: Start) -> None:
     ("bias", "message"),
     [
         (np.zeros(96, np.float32), r"96 entries; expected as many as the vocabulary has \(97\)"),
-        (np.zeros(97, np.float64), "of type float64; the logits are float32"),
-        (np.full(97, np.nan, np.float32), "no numbers"),
+        (np.zeros(97, np.float64), "type float64; expected float32 or float16"),
+        (np.full(97, np.nan, np.float32), "has NaN"),
     ],
     ids=["size", "type", "nan"],
 )
-def test_a_bias_that_does_not_fit_is_refused(start: Start, bias: Any, message: str) -> None:
+def test_invalid_bias_is_refused(start: Start, bias: Any, message: str) -> None:
     executor, _ = start()
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(answer_of(executor, Request([1], 1, embedding_bias=bias)).error_msg)
@@ -100,7 +100,7 @@ def test_prompt_tables_of_several_requests_in_one_step(start: Start) -> None:
     assert answers[1:] == [_continuation(each, 4) for each in contents]
 
 
-def test_a_table_over_chunks_and_in_the_answer(start: Start) -> None:
+def test_prompt_table_with_chunks(start: Start) -> None:
     built = {"max_prompt_embedding_table_size": 4}
     executor, _ = start(tokens=8, enable_chunked_context=True, built=built, kv_cache_config=NO_REUSE)
     prompt = [*range(10), 97, 98, *range(10)]
@@ -110,7 +110,7 @@ def test_a_table_over_chunks_and_in_the_answer(start: Start) -> None:
     assert result.output_token_ids[0][:-2] == prompt
 
 
-def test_tables_are_told_apart_by_extra_ids_when_blocks_are_reused(start: Start) -> None:
+def test_extra_ids_keep_blocks_of_prompt_tables_apart(start: Start) -> None:
     executor, model = start(built={"max_prompt_embedding_table_size": 4}, kv_cache_config=REUSE)
     prompt = [97, 98, *range(10)]
 
@@ -131,14 +131,14 @@ def test_tables_are_told_apart_by_extra_ids_when_blocks_are_reused(start: Start)
     [
         (_table(1, 2, 3), None, [97], "has 3 rows, but the engine was built for 2 rows"),
         (np.zeros((1, 5), np.float32), None, [97], "hidden size 5; the model has 3"),
-        (np.full((1, 3), np.nan, np.float32), None, [97], "numbers that are not finite"),
+        (np.full((1, 3), np.nan, np.float32), None, [97], "values that are not finite"),
         (_table(1), None, [98], "Token id 98 .* vocabulary of 97 and the 1 rows"),
         (_table(1), [1, 2], [97], r"vector size \(2\) must be the same as input token vector size \(1\)"),
         (_table(1), None, [97], "Input token extra ids must be provided when enabling kv cache reuse"),
     ],
     ids=["rows", "hidden", "NaN", "id", "length", "extra"],
 )
-def test_tables_that_do_not_fit_are_refused(start: Start, table: Any, extra: Any, prompt: Any, message: str) -> None:
+def test_invalid_prompt_tables_are_refused(start: Start, table: Any, extra: Any, prompt: Any, message: str) -> None:
     built = {"max_prompt_embedding_table_size": 2}
     executor, _ = start(built=built, kv_cache_config=KvCacheConfig(enable_block_reuse="provided" in message))
     error = answer_of(executor, Request(prompt, 1, prompt_tuning_config=PromptTuningConfig(table, extra))).error_msg
@@ -146,7 +146,7 @@ def test_tables_that_do_not_fit_are_refused(start: Start, table: Any, extra: Any
         raise AssertionError(error)
 
 
-def test_an_engine_without_a_table_says_so(start: Start) -> None:
+def test_engine_without_prompt_tables_refuses_them(start: Start) -> None:
     executor, _ = start()
     request = Request([97], 1, prompt_tuning_config=PromptTuningConfig(_table(1)))
     assert "the engine was built without a prompt table" in answer_of(executor, request).error_msg
@@ -157,7 +157,7 @@ def test_an_engine_without_a_table_says_so(start: Start) -> None:
 
 @dataclass
 class FakeAdapters:
-    """An adapter cache whose batches the fake model reads; `held` counts the references."""
+    """An adapter cache with batches that the fake model can read; `held` counts references."""
 
     held: dict[int, int] = field(default_factory=dict)
 
@@ -179,13 +179,13 @@ class FakeAdapters:
 
 @dataclass(frozen=True)
 class FakeAdapter:
-    """All that the fake model knows of an adapter."""
+    """What the fake model uses of an adapter."""
 
     task_id: int
 
     @property
     def content(self) -> int:
-        """Every task has weights of its own."""
+        """Return an adapter with weights of its own for every task."""
         return self.task_id
 
 
@@ -219,7 +219,7 @@ def test_adapters_mixed_in_one_batch(start: Start, adapters: FakeAdapters) -> No
     assert adapters.held == {3: 0, 4: 0}
 
 
-def test_adapters_keep_blocks_apart_and_are_held_to_the_end(start: Start, adapters: FakeAdapters) -> None:
+def test_adapters_keep_blocks_apart_until_their_requests_end(start: Start, adapters: FakeAdapters) -> None:
     executor, model = start(lora=object(), kv_cache_config=REUSE)
     prompt = list(range(12))
     for task in (1, 2, 1):
@@ -237,7 +237,7 @@ def test_adapters_keep_blocks_apart_and_are_held_to_the_end(start: Start, adapte
     assert free_blocks(executor) == model.blocks
 
 
-def test_an_adapter_that_is_not_cached_is_named_without_a_prefix(start: Start, adapters: FakeAdapters) -> None:
+def test_error_for_an_uncached_adapter_has_no_prefix(start: Start, adapters: FakeAdapters) -> None:
     executor, _ = start(lora=object())
     error = answer_of(executor, _with_adapter([1], 9, first=False)).error_msg
     assert error == "LoRA task 9 not found in cache."
@@ -247,7 +247,7 @@ def test_an_adapter_that_is_not_cached_is_named_without_a_prefix(start: Start, a
 # Reuse
 
 
-def test_salted_requests_share_blocks_with_the_same_salt_only(start: Start) -> None:
+def test_requests_share_blocks_only_with_the_same_salt(start: Start) -> None:
     executor, model = start(kv_cache_config=REUSE)
     prompt = list(range(12))
     reused = []
@@ -258,7 +258,7 @@ def test_salted_requests_share_blocks_with_the_same_salt_only(start: Start) -> N
     assert reused == [False, False, True, False, True]
 
 
-def test_retention_goes_with_the_blocks(start: Start) -> None:
+def test_retention_applies_to_the_blocks(start: Start) -> None:
     ranges = [KvCacheRetentionConfig.TokenRangeRetentionConfig(0, None, 90)]
     executor, model = start(kv_cache_config=KvCacheConfig(enable_block_reuse=True, max_tokens=100), seq_len=60)
     kept = Request(list(range(12)), 1, kv_cache_retention_config=KvCacheRetentionConfig(ranges))
@@ -273,7 +273,7 @@ def test_retention_goes_with_the_blocks(start: Start) -> None:
 # Positions
 
 
-def test_positions_of_the_prompt(start: Start) -> None:
+def test_position_ids_of_the_prompt(start: Start) -> None:
     executor, _ = start(kv_cache_config=REUSE)
     request = Request([1, 2, 3], 4, position_ids=[0, 5, 6], output_config=ONLY_NEW)
     expected = _continuation([1, 2 + 4 * POSITION, 3 + 4 * POSITION], 4)
@@ -283,10 +283,8 @@ def test_positions_of_the_prompt(start: Start) -> None:
     assert answer_of(executor, plain).result.output_token_ids == [greedy_continuation([1, 2, 3], 4)]
 
 
-@pytest.mark.parametrize(
-    ("positions", "message"), [([0], "1 position ids for a prompt of 2"), ([0, -1], "must lie in")]
-)
-def test_wrong_positions_are_refused(start: Start, positions: list[int], message: str) -> None:
+@pytest.mark.parametrize(("positions", "message"), [([0], "1 position ids for a prompt of 2"), ([0, -1], "must be in")])
+def test_invalid_position_ids_are_refused(start: Start, positions: list[int], message: str) -> None:
     executor, _ = start()
     assert message in answer_of(executor, Request([1, 2], 1, position_ids=positions)).error_msg
 
@@ -311,8 +309,7 @@ def _guiding() -> GuidedDecodingConfig:
     return GuidedDecodingConfig(GuidedDecodingConfig.GuidedDecodingBackend.LLGUIDANCE, vocabulary, None, [0])
 
 
-def test_guides_hold_for_every_sequence_and_through_pauses(start: Start) -> None:
-    pytest.importorskip("llguidance")
+def test_guides_hold_for_every_sequence_and_after_pauses(start: Start) -> None:
     executor, _ = start(guided_decoding_config=_guiding())
     sampling = SamplingConfig(num_return_sequences=3, top_k=97, temperature=3.0)
     number = executor.enqueue_request(_guided(sampling_config=sampling))
@@ -329,8 +326,7 @@ def test_guides_need_a_configuration(start: Start) -> None:
     assert "GuidedDecodingConfig" in answer_of(executor, _guided()).error_msg
 
 
-def test_a_wrong_guide_is_answered_alone(start: Start) -> None:
-    pytest.importorskip("llguidance")
+def test_invalid_guide_fails_alone(start: Start) -> None:
     executor, _ = start(guided_decoding_config=_guiding())
     kind = GuidedDecodingParams.GuideType.JSON_SCHEMA
     wrong = Request([1], 3, guided_decoding_params=GuidedDecodingParams(kind, json.dumps({"type": 7})))

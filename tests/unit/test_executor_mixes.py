@@ -1,4 +1,4 @@
-"""Random mixes of requests with every feature, some cancelled: each is answered once, as alone, and no block leaks."""
+"""Random mixes of requests with all features: each gets the answer it gets alone, and no block leaks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.executors import answer_of, collect, executors, is_last
-from tests.support.fake_model import HIDDEN, VOCAB
+from tests.support.fake_model import HIDDEN, VOCAB, FakeChoosingModel, FakeModel
 from trtserve.executor.api import (
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
@@ -35,7 +35,7 @@ BUILT = {
 }
 
 TOKEN = st.integers(0, VOCAB - 1)
-# Few prompts that begin alike, so that blocks are shared.
+# A few prompts with common beginnings, so that blocks are shared.
 PROMPT = st.builds(
     lambda start, tail: [*range(start, start + 9), *tail], st.integers(0, 2), st.lists(TOKEN, max_size=12)
 )
@@ -44,7 +44,7 @@ CHANCE = st.booleans()
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    """One request; beams, drafts and plain sequences bring what can go with them."""
+    """One request; beams, drafts and plain sequences get features that can be combined with them."""
     kind = draw(st.sampled_from(["plain", "plain", "plain", "beams", "draft", "table"]))
     prompt = draw(PROMPT)
     other: dict[str, Any] = {}
@@ -90,6 +90,7 @@ SETTINGS = st.fixed_dictionaries(
         ),
         "chunked": CHANCE,
         "reuse": CHANCE,
+        "model": st.sampled_from([FakeModel, FakeChoosingModel, FakeChoosingModel]),
     }
 )
 
@@ -108,7 +109,7 @@ def _settings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(responses: list[Response]) -> list[Any]:
-    """What must not depend on the company: of each sequence all tokens in order, and what came with the last."""
+    """What must not depend on other requests: all tokens of each sequence, and the outputs of its last response."""
     ends: dict[int, list[Any]] = {}
     for response in responses:
         result = response.result
@@ -119,7 +120,8 @@ def _answer(responses: list[Response]) -> list[Any]:
     return sorted(ends.items())
 
 
-def _check(executor: Executor, mix: list[Request], cancelled: list[int]) -> None:
+def _check(executor: Executor, other: Executor, mix: list[Request], cancelled: list[int]) -> None:
+    """Compare the answers of a mix with those of `other` to each request alone."""
     ids = executor.enqueue_requests(mix)
     for index in cancelled:
         time.sleep(0.001)
@@ -128,7 +130,7 @@ def _check(executor: Executor, mix: list[Request], cancelled: list[int]) -> None
     for number, request, responses in zip(ids, mix, collect(executor, ids).values(), strict=True):
         assert [is_last(response) for response in responses] == [False] * (len(responses) - 1) + [True]
         if number not in gone:
-            (alone,) = collect(executor, [executor.enqueue_request(request)]).values()
+            (alone,) = collect(other, [other.enqueue_request(request)]).values()
             _same(responses, alone)
         elif not responses[-1].has_error():
             assert responses[-1].result.is_final
@@ -151,10 +153,10 @@ def _same(found: list[Response], alone: list[Response]) -> None:
     cancelled=st.lists(st.integers(0, 63), max_size=4),
 )
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_random_mixes(values: dict[str, Any], mix: list[Request], cancelled: list[int]) -> None:
-    with executors() as start:
+def test_random_mixes_equal_single_requests(values: dict[str, Any], mix: list[Request], cancelled: list[int]) -> None:
+    with executors(values["model"]) as start, executors() as start_alone:
         executor, _ = start(**_settings(values))
-        _check(executor, mix, cancelled)
+        _check(executor, start_alone(**_settings(values))[0], mix, cancelled)
         assert executor._worker is not None
         assert executor._worker.cache.available == BLOCKS
         assert executor._worker.scheduler.active == []

@@ -10,20 +10,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.support.expected_shards import llama_ranks
+from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve import architectures
 from trtserve.architectures.base import Experts
-from trtserve.architectures.checkpoint import CheckpointReader
-from trtserve.architectures.sharding import moe_parallel_sizes
 from trtserve.artifacts import Checkpoint, Model
 from trtserve.build import plan_build
+from trtserve.checkpoint.sharding import moe_parallel_sizes
+from trtserve.checkpoint.supported import supported_family
+from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.cli import run
 from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.specs import BuildSpec, ConvertSpec
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = [name for name, family in FAMILIES.items() if family.experts]
 
 
 def convert(folder: Path, out: Path, **spec: Any) -> Checkpoint:
@@ -32,17 +33,17 @@ def convert(folder: Path, out: Path, **spec: Any) -> Checkpoint:
 
 def checkpoint_config(folder: Path, **changes: Any) -> dict[str, Any]:
     hf = json.loads((folder / "config.json").read_text()) | changes
-    return architectures.supported(hf).checkpoint_config(hf) | {"architecture": hf["architectures"][0]}
+    return supported_family(hf).checkpoint_config(hf) | {"architecture": hf["architectures"][0]}
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_share_experts_out(tmp_path: Path, family: str, tp: int, ep: int) -> None:
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_ranks_split_experts(tmp_path: Path, family: str, tp: int, ep: int) -> None:
     folder = write_tiny_model(tmp_path / "hf", family, shards=3)
     hf = json.loads((folder / "config.json").read_text())
     source = {name: values for path in folder.glob("*.safetensors") for name, values in read_safetensors(path).items()}
     out = convert(folder, tmp_path / "out", tp_size=tp, moe_ep_size=ep, dtype="float32").path
-    for rank, wanted in enumerate(llama_ranks(source, hf, tp, ep)):
+    for rank, wanted in enumerate(FAMILIES[family].ranks(source, hf, tp, ep)):
         actual = read_safetensors(out / f"rank{rank}.safetensors")
         assert actual.keys() == wanted.keys()
         for name, values in wanted.items():
@@ -50,22 +51,23 @@ def test_ranks_share_experts_out(tmp_path: Path, family: str, tp: int, ep: int) 
     mapping = json.loads((out / "config.json").read_text())["mapping"]
     assert (mapping["tp_size"], mapping["moe_tp_size"], mapping["moe_ep_size"]) == (tp, tp // ep, ep)
     reader = CheckpointReader(out)
-    for name, values in llama_ranks(source, hf, 1)[0].items():
+    for name, values in FAMILIES[family].ranks(source, hf, 1)[0].items():
         np.testing.assert_array_equal(reader.merged(name), values, err_msg=name)
 
 
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_the_router_stays_float32(tmp_path: Path, family: str, source: str) -> None:
     folder = write_tiny_model(tmp_path / "hf", family, dtype=source)
-    name = "block_sparse_moe" if family == "mixtral" else "mlp"
-    stored = read_safetensors(folder / "model.safetensors")[f"model.layers.1.{name}.gate.weight"]
+    hf = json.loads((folder / "config.json").read_text())
+    (whole,) = FAMILIES[family].ranks(read_safetensors(folder / "model.safetensors"), hf, 1)
+    expected = whole["transformer.layers.1.mlp.router.weight"]
     out = convert(folder, tmp_path / "out", tp_size=2, pp_size=2, dtype="bfloat16").path
     for rank in (2, 3):
         tensors = read_safetensors(out / f"rank{rank}.safetensors")
         router = tensors.pop("transformer.layers.0.mlp.router.weight")
         assert router.dtype == np.float32
-        np.testing.assert_array_equal(router, stored.astype(np.float32))
+        np.testing.assert_array_equal(router, expected)
         assert {values.dtype for values in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
     size = (out / "rank2.safetensors").stat().st_size
     assert plan_conversion(Model(path=folder), ConvertSpec(tp_size=2, pp_size=2, dtype="bfloat16")).sizes[2] == size
@@ -75,14 +77,14 @@ def test_the_router_stays_float32(tmp_path: Path, family: str, source: str) -> N
     ("given", "sizes"),
     [((4, None, None), (4, 1)), ((4, 2, None), (2, 2)), ((4, None, 4), (1, 4)), ((4, 4, 1), (4, 1))],
 )
-def test_one_of_both_sizes_follows_from_the_other(
+def test_moe_tp_and_ep_sizes_complete_each_other(
     given: tuple[int, int | None, int | None], sizes: tuple[int, int]
 ) -> None:
     assert moe_parallel_sizes(*given) == sizes
 
 
 @pytest.mark.parametrize("given", [(4, 2, 1), (4, 3, None), (4, None, 8), (1, 2, None)])
-def test_their_product_is_the_tensor_parallel_size(given: tuple[int, int | None, int | None]) -> None:
+def test_product_of_moe_sizes_must_equal_tp_size(given: tuple[int, int | None, int | None]) -> None:
     with pytest.raises(UsageError, match=f"--tp-size {given[0]} must equal --moe-tp-size × --moe-ep-size"):
         moe_parallel_sizes(*given)
 
@@ -99,10 +101,10 @@ def test_their_product_is_the_tensor_parallel_size(given: tuple[int, int | None,
             {"tp_size": 4, "moe_ep_size": 4},
             "shared expert's intermediate size 98 does not divide by 4",
         ),
-        ("llama", {}, {"tp_size": 2, "moe_ep_size": 2}, "are for models with experts"),
+        ("llama", {}, {"tp_size": 2, "moe_ep_size": 2}, "need a model with experts"),
     ],
 )
-def test_sizes_that_do_not_divide_are_told(
+def test_indivisible_expert_sizes_are_refused(
     tmp_path: Path, family: str, changes: dict[str, Any], spec: dict[str, Any], message: str
 ) -> None:
     folder = write_tiny_model(tmp_path / "hf", family, **changes)
@@ -114,7 +116,9 @@ def test_sizes_that_do_not_divide_are_told(
     ("family", "changes"),
     [("mixtral", {"intermediate_size": 130}), ("qwen3_moe", {"intermediate_size": 130}), ("qwen3_moe", {})],
 )
-def test_sizes_that_need_not_divide_may_not(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+def test_expert_parallelism_allows_indivisible_expert_widths(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
     """Experts that are dealt out stay whole; a Qwen's intermediate size is that of layers that it has not."""
     folder = write_tiny_model(tmp_path / "hf", family, **changes)
     plan = plan_conversion(Model(path=folder), ConvertSpec(tp_size=4, moe_ep_size=4))
@@ -135,12 +139,14 @@ def test_sizes_that_need_not_divide_may_not(tmp_path: Path, family: str, changes
         ("qwen3_moe", {"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
     ],
 )
-def test_what_cannot_be_converted_is_named(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_expert_configs_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         checkpoint_config(write_tiny_model(tmp_path, family), **changes)
 
 
-def test_absent_keys_of_mixtral_are_those_of_transformers() -> None:
+def test_mixtral_defaults_equal_those_of_transformers() -> None:
     hf = {
         "architectures": ["MixtralForCausalLM"],
         "hidden_size": 512,
@@ -149,7 +155,7 @@ def test_absent_keys_of_mixtral_are_those_of_transformers() -> None:
         "intermediate_size": 64,
         "vocab_size": 320,
     }
-    config = architectures.supported(hf).checkpoint_config(hf)
+    config = supported_family(hf).checkpoint_config(hf)
     assert (config["num_key_value_heads"], config["norm_epsilon"], config["rotary_base"]) == (8, 1e-5, 1e6)
     assert (config["moe"]["num_experts"], config["moe"]["top_k"]) == (8, 2)
 
@@ -163,7 +169,7 @@ def test_absent_keys_of_mixtral_are_those_of_transformers() -> None:
         ("qwen3_moe", {}, Experts(count=8, chosen=3, renormalized=True)),
     ],
 )
-def test_decoders_say_how_tokens_choose(tmp_path: Path, family: str, changes: dict[str, Any], experts: Experts) -> None:
+def test_decoders_describe_routing(tmp_path: Path, family: str, changes: dict[str, Any], experts: Experts) -> None:
     config = checkpoint_config(write_tiny_model(tmp_path, family), **changes)
     decoder = architectures.family(config["architecture"]).decoder(config)
     assert (decoder.mlp, decoder.activation, decoder.experts) == ("experts", "silu", experts)
@@ -188,7 +194,7 @@ def test_decoders_say_how_tokens_choose(tmp_path: Path, family: str, changes: di
         ("qwen3_moe", {}, ()),
     ],
 )
-def test_windows_follow_each_familys_rule(
+def test_windows_follow_the_family(
     tmp_path: Path, family: str, changes: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     config = checkpoint_config(write_tiny_model(tmp_path, family), **changes)
@@ -202,11 +208,11 @@ def test_adapters_of_experts_are_refused(tmp_path: Path, module: str) -> None:
         plan_build(checkpoint, BuildSpec(lora_plugin="auto", lora_target_modules=(module,)))
 
 
-def test_the_flags_reach_the_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_moe_flags_reach_the_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_tiny_model(tmp_path / "tiny", "mixtral")
     out = tmp_path / "out"
     assert run(["convert", str(folder), "--tp-size", "4", "--moe-tp-size", "2", "--out", str(out), "--quiet"]) == 0
     mapping = json.loads((out / "config.json").read_text())["mapping"]
     assert (mapping["moe_tp_size"], mapping["moe_ep_size"]) == (2, 2)
     assert run(["convert", str(folder), "--tp-size", "4", "--moe-tp-size", "2", "--moe-ep-size", "4"]) == 2
-    assert "must equal --moe-tp-size × --moe-ep-size, which are 2 × 4" in capsys.readouterr().err
+    assert "must equal --moe-tp-size × --moe-ep-size = 2 × 4" in capsys.readouterr().err

@@ -57,23 +57,7 @@ def _features(checkpoint: Checkpoint, **spec: Any) -> Features:
     return _plan(checkpoint, **spec).features
 
 
-def test_defaults_are_those_of_trtllm_build(llama: Checkpoint) -> None:
-    assert _features(llama) == Features(
-        max_beam_width=1,
-        max_draft_len=0,
-        speculative_decoding_mode="none",
-        max_prompt_embedding_table_size=0,
-        gather_context_logits=False,
-        gather_generation_logits=False,
-        use_paged_context_fmha=True,
-        lora_plugin=None,
-        max_lora_rank=64,
-        lora_target_modules=(),
-    )
-    assert _features(llama).words() == ""
-
-
-def test_config_says_what_was_built_in(llama: Checkpoint, tmp_path: Path) -> None:
+def test_config_lists_the_features(llama: Checkpoint, tmp_path: Path) -> None:
     engine = build_engine(llama, ALL, out=tmp_path / "engine")
     build = json.loads((engine.path / "config.json").read_text(encoding="utf-8"))["build_config"]
     wanted = {
@@ -103,19 +87,19 @@ def test_config_says_what_was_built_in(llama: Checkpoint, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"gather_context_logits": True, "max_draft_len": 4}, "Context logits cannot be gathered .*max-draft-len 4"),
-        ({"gather_all_token_logits": True, "max_draft_len": 4}, "Context logits cannot be gathered"),
-        ({"speculative_decoding_mode": "medusa"}, "speculative-decoding-mode medusa is done by TensorRT-LLM's GPU"),
+        ({"gather_context_logits": True, "max_draft_len": 4}, "cannot gather context logits .*max-draft-len 4"),
+        ({"gather_all_token_logits": True, "max_draft_len": 4}, "cannot gather context logits"),
+        ({"speculative_decoding_mode": "medusa"}, "speculative-decoding-mode medusa needs TensorRT-LLM's GPU"),
         ({"speculative_decoding_mode": "draft_tokens_external"}, "max-draft-len 0 leaves no room for a draft"),
         ({"speculative_decoding_mode": "none", "max_draft_len": 4}, "max-draft-len is 4, but"),
-        ({"lora_plugin": "auto"}, "without --lora-target-modules: the engine would take no adapter"),
+        ({"lora_plugin": "auto"}, "needs --lora-target-modules"),
         ({"lora_plugin": "auto", "lora_target_modules": ["attn_x"]}, "'attn_x' is not a module; expected attn_qkv"),
         ({"lora_plugin": "auto", "lora_target_modules": ["moe_gate"]}, "moe_gate: LlamaForCausalLM has no such part"),
         ({"max_beam_width": 4, "max_batch_size": 8, "max_num_tokens": 31}, "one token for each of 4 beams per step"),
     ],
     ids=str,
 )
-def test_what_no_engine_can_be_is_refused(llama: Checkpoint, spec: dict[str, Any], message: str) -> None:
+def test_impossible_feature_combinations_are_refused(llama: Checkpoint, spec: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         _features(llama, **spec)
 
@@ -133,12 +117,12 @@ def test_what_no_engine_can_be_is_refused(llama: Checkpoint, spec: dict[str, Any
     ],
     ids=str,
 )
-def test_words_and_numbers_that_mean_nothing_are_refused(spec: dict[str, Any]) -> None:
+def test_invalid_values_are_refused(spec: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"--{next(iter(spec)).replace('_', '-')} is"):
         BuildSpec(**spec)
 
 
-def test_a_misspelt_module_is_recognised(llama: Checkpoint) -> None:
+def test_misspelt_module_gets_a_suggestion(llama: Checkpoint) -> None:
     with pytest.raises(UsageError) as caught:
         _features(llama, lora_plugin="auto", lora_target_modules=["atn_q"])
     assert caught.value.hint == "Did you mean attn_q?"
@@ -151,25 +135,25 @@ def test_a_plain_mlp_has_no_gate(gpt2: Checkpoint) -> None:
     assert (features.lora_plugin, features.lora_target_modules) == ("float16", ("mlp_h_to_4h",))
 
 
-def test_drafts_alone_mean_external_drafts(llama: Checkpoint) -> None:
+def test_draft_length_alone_means_external_drafts(llama: Checkpoint) -> None:
     plan = _plan(llama, max_draft_len=4)
     assert plan.features.speculative_decoding_mode == "draft_tokens_external"
     assert any(note.startswith("--max-draft-len 4 alone") for note in plan.notes)
 
 
-def test_modules_without_the_plugin_are_said_to_do_nothing(llama: Checkpoint) -> None:
+def test_modules_without_lora_plugin_are_reported(llama: Checkpoint) -> None:
     plan = _plan(llama, lora_target_modules=["attn_q"])
     assert (plan.features.lora_plugin, plan.features.lora_target_modules) == (None, ())
-    assert any("does nothing without --lora-plugin" in note for note in plan.notes)
+    assert any("has no effect without --lora-plugin" in note for note in plan.notes)
 
 
-def test_both_logits_by_one_word(llama: Checkpoint) -> None:
+def test_gather_all_token_logits_sets_both(llama: Checkpoint) -> None:
     features = _features(llama, gather_all_token_logits=True)
     assert features.gather_context_logits
     assert features.gather_generation_logits
 
 
-def test_modules_know_their_place_in_the_fused_matrix() -> None:
+def test_lora_modules_map_to_rows_of_the_fused_matrix() -> None:
     config = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -1,4 +1,4 @@
-"""Ports that answer nothing, or something else than what was asked: bounded, and told with what to do."""
+"""Ports that do not answer, or speak another protocol: calls end within a time limit and say what to do."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from trtserve.bench import plan_benchmark, run_benchmark
+from trtserve.bench import plan_benchmark
 from trtserve.cli import run
 from trtserve.errors import ServerUnreachableError
 from trtserve.specs import BenchSpec
-from trtserve.triton.client import Client, Endpoint, GrpcClient
-from trtserve.triton.first_contact import spoken_at
+from trtserve.triton.call_errors import spoken_at
+from trtserve.triton.client import Client, Endpoint
+from trtserve.triton.grpc_client import GrpcClient
 from trtserve.triton.http_client import HttpClient
 
 GRPC_SETTINGS = b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\x00\x04\x00@"
@@ -24,7 +25,7 @@ TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
 
 @contextmanager
 def port_that_says(answer: bytes) -> Iterator[int]:
-    """A port on which every connection gets `answer` (and keeps waiting for more when that is empty)."""
+    """A port on which every connection receives `answer`; with an empty answer connections stay open."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.05)
         ended, held = threading.Event(), []
@@ -60,26 +61,26 @@ def client_of(protocol: str, port: int, *, connect_timeout: float = 10.0) -> Cli
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_port_that_says_nothing_is_given_up(protocol: str) -> None:
+def test_silent_port_is_an_unreachable_server(protocol: str) -> None:
     with (
         port_that_says(b"") as port,
         closing(client_of(protocol, port, connect_timeout=0.2)) as client,
-        pytest.raises(ServerUnreachableError, match=r"answers at .*: nothing came back within 0.2 s") as caught,
+        pytest.raises(ServerUnreachableError, match=r"answers at .*: no answer within 0.2 s") as caught,
     ):
         client.describe("ensemble")
     assert "--connect-timeout" in str(caught.value.hint)
 
 
-def test_benchmark_gives_it_up_too() -> None:
+def test_benchmark_of_a_silent_port_can_only_be_planned_offline() -> None:
     with port_that_says(b"") as port:
         endpoint = Endpoint(grpc_port=port, connect_timeout=0.2)
-        with pytest.raises(ServerUnreachableError, match="nothing came back"):
-            run_benchmark(BenchSpec(vocab_size=100), endpoint)
-        assert plan_benchmark(BenchSpec(vocab_size=100), endpoint).concurrency == 8
+        with pytest.raises(ServerUnreachableError, match="no answer within"):
+            plan_benchmark(BenchSpec(vocab_size=100), endpoint)
+        assert plan_benchmark(BenchSpec(vocab_size=100), endpoint, offline=True).concurrency == 8
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_query_ends_with_the_code_of_no_answer(protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_query_of_a_silent_port_ends_with_its_exit_code(protocol: str, capsys: pytest.CaptureFixture[str]) -> None:
     with port_that_says(b"") as port:
         asked = ["--url", f"127.0.0.1:{port}", "--protocol", protocol, "--connect-timeout", "0.2"]
         assert run(["query", "hello", *asked]) == 40
@@ -87,7 +88,7 @@ def test_query_ends_with_the_code_of_no_answer(protocol: str, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
-def test_time_for_the_first_answer_is_above_zero(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_connect_timeout_must_be_positive(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["query", "hello", "--url", "127.0.0.1:9", "--connect-timeout", seconds]) == 2
     assert "--connect-timeout is" in capsys.readouterr().err
 
@@ -103,14 +104,14 @@ def test_protocol_is_recognised_from_the_first_bytes(answer: bytes, spoken: str 
 @pytest.mark.parametrize(
     ("protocol", "answer", "message", "advice"),
     [
-        ("http", GRPC_SETTINGS, "is a gRPC port, and was asked over HTTP", "--protocol grpc"),
-        ("grpc", HTTP_ANSWER, "is an HTTP port, and was asked over gRPC", "--protocol http"),
+        ("http", GRPC_SETTINGS, "is a gRPC port, but was called over HTTP", "--protocol grpc"),
+        ("grpc", HTTP_ANSWER, "is an HTTP port, but was called over gRPC", "--protocol http"),
         ("http", TLS_ALERT, "is an encrypted port", "--ssl"),
         ("grpc", TLS_ALERT, "is an encrypted port", "--ssl"),
         ("http", b"220 mail\r\n", "does not speak HTTP", "trtserve status"),
     ],
 )
-def test_port_of_another_protocol_is_told(protocol: str, answer: bytes, message: str, advice: str) -> None:
+def test_port_of_another_protocol_is_named(protocol: str, answer: bytes, message: str, advice: str) -> None:
     with (
         port_that_says(answer) as port,
         closing(client_of(protocol, port)) as client,
@@ -121,9 +122,7 @@ def test_port_of_another_protocol_is_told(protocol: str, answer: bytes, message:
 
 
 @pytest.mark.parametrize(("answer", "found"), [(GRPC_SETTINGS, "is a gRPC port"), (HTTP_ANSWER, "no page /metrics")])
-def test_port_that_is_not_the_metrics_port_is_told(
-    answer: bytes, found: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_metrics_port_is_named(answer: bytes, found: str, capsys: pytest.CaptureFixture[str]) -> None:
     with port_that_says(answer) as port:
         assert run(["metrics", "--url", f"127.0.0.1:{port}"]) == 40
     assert found in " ".join(capsys.readouterr().err.split())

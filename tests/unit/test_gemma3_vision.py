@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from tests.support.tiny_vision import Spelling, write_tiny_vision_model
-from tests.support.told import Lines
 from trtserve import architectures
 from trtserve.artifacts import Checkpoint, Model
-from trtserve.capacity.needs import check_memory
-from trtserve.check.converted import numbers_beside
-from trtserve.convert import checkpoint_config, convert_model
+from trtserve.checkpoint.config import checkpoint_config
+from trtserve.checkpoint.supported import supported_family
+from trtserve.convert import convert_model
 from trtserve.errors import ConversionError, UnsupportedModelError
+from trtserve.parity.converted import numbers_beside
+from trtserve.planner.stage_needs import check_memory
 from trtserve.specs import ConvertSpec
 
 # config.json of google/gemma-3-4b-it, without what only generation and images need.
@@ -39,7 +41,7 @@ GEMMA_3_4B: dict[str, Any] = {
 }
 
 
-def test_sizes_that_the_published_config_leaves_out_are_those_of_transformers() -> None:
+def test_omitted_sizes_default_to_those_of_transformers() -> None:
     config = checkpoint_config(GEMMA_3_4B, ConvertSpec())
     assert {
         "architecture": "Gemma3ForCausalLM",
@@ -62,14 +64,14 @@ def test_sizes_that_the_published_config_leaves_out_are_those_of_transformers() 
     assert architectures.parameter_count(config) == 4_300_079_472 - 419_816_304 + 262208 * 2560
 
 
-def test_a_text_only_cut_of_the_published_config_is_read_alike() -> None:
+def test_text_config_alone_gives_the_same_checkpoint() -> None:
     text = GEMMA_3_4B["text_config"] | {"architectures": ["Gemma3ForCausalLM"], "torch_dtype": "bfloat16"}
     assert checkpoint_config(text, ConvertSpec()) == checkpoint_config(GEMMA_3_4B, ConvertSpec())
 
 
 @pytest.mark.parametrize("spelling", ["published", "newer"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_checkpoint_is_that_of_the_text_model(spelling: Spelling, tied: bool, tmp_path: Path) -> None:
+def test_checkpoint_equals_the_text_models(spelling: Spelling, tied: bool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "tie_word_embeddings": tied}
     spec = ConvertSpec(tp_size=2, pp_size=3)
     lines = Lines()
@@ -79,10 +81,10 @@ def test_the_checkpoint_is_that_of_the_text_model(spelling: Spelling, tied: bool
         Model(path=write_tiny_model(tmp_path / "text", "gemma3", **options)), spec, out=tmp_path / "b"
     )
     assert _files(seen) == _files(alone)
-    assert [line for line in lines.lines if line.startswith("The model's parts for images are left out (25 KiB)")]
+    assert [line for line in lines.lines if line.startswith("The model's vision tensors are left out (25 KiB)")]
 
 
-def test_the_check_counts_what_is_for_images_in(tmp_path: Path) -> None:
+def test_check_memory_includes_vision_tensors(tmp_path: Path) -> None:
     """The original is loaded whole, before its text model is taken out of it."""
     config = checkpoint_config(GEMMA_3_4B, ConvertSpec())
     assert check_memory(config, [9], beside=100).original - check_memory(config, [9]).original == 400
@@ -93,14 +95,14 @@ def test_the_check_counts_what_is_for_images_in(tmp_path: Path) -> None:
     assert numbers_beside(config, write_tiny_model(tmp_path / "text", "gemma3")) == 0
 
 
-def test_a_model_without_images_loses_nothing(tmp_path: Path) -> None:
+def test_text_model_keeps_all_tensors(tmp_path: Path) -> None:
     lines = Lines()
     folder = write_tiny_model(tmp_path / "text", "gemma3")
     convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "a", progress=lines)
     assert not [line for line in lines.lines if "images" in line]
 
 
-def test_other_tensors_beside_the_text_model_are_named(tmp_path: Path) -> None:
+def test_unknown_tensors_next_to_the_text_model_are_refused(tmp_path: Path) -> None:
     folder = write_tiny_vision_model(tmp_path / "model")
     tensors = read_safetensors(folder / "model.safetensors")
     tensors["audio_tower.weight"] = tensors["multi_modal_projector.mm_soft_emb_norm.weight"]
@@ -112,16 +114,16 @@ def test_other_tensors_beside_the_text_model_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "gives text_config = None"),
-        ("gemma3_text", "gives text_config = 'gemma3_text'"),
+        (None, "has text_config = None"),
+        ("gemma3_text", "has text_config = 'gemma3_text'"),
         ({"num_hidden_layers": "34"}, "num_hidden_layers = '34'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps = -1"),
         ({"use_bidirectional_attention": True}, "sets use_bidirectional_attention"),
     ],
 )
-def test_a_text_config_that_is_none_is_named(text: Any, message: str) -> None:
+def test_invalid_text_config_is_refused(text: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        architectures.supported(GEMMA_3_4B | {"text_config": text})
+        supported_family(GEMMA_3_4B | {"text_config": text})
 
 
 def _files(checkpoint: Checkpoint) -> dict[str, bytes | dict[str, Any]]:

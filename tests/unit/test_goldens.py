@@ -24,10 +24,9 @@ def test_goldens_carry_the_hashes_of_their_script_and_weights(tmp_path: Path, na
     assert all(len(set(case.tokens)) > 5 for case in golden.cases)
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_still_gives_the_goldens(name: str) -> None:
-    pytest.importorskip("torch")
     golden, again = load_golden(name), make(name)
     assert golden.weights_sha256 == again["weights_sha256"]
     for recorded, case in zip(golden.cases, again["cases"], strict=True):

@@ -1,4 +1,4 @@
-"""The stateful graph: it is a decoder by itself, and its file holds the weights as they are."""
+"""The stateful graph computes the decoder, and its file keeps the weights in their own precision."""
 
 from __future__ import annotations
 
@@ -7,45 +7,17 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import openvino as ov
 import pytest
 
-from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.errors import BuildError, UnsupportedModelError
-from trtserve.executor.graph import Sizes, build_graph, save_graph
-from trtserve.executor.int4 import Packing
-from trtserve.executor.paged_model import openvino_core
-
-EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
-
-
-def _run_statefully(graph: ov.Model, ids: list[int], split: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Logits of `ids`, of which `split` go in first and the rest find them in the state."""
-    request = openvino_core().compile_model(graph, "CPU", EXACT).create_infer_request()
-    parts = []
-    for first, last in ((0, split), (split, len(ids))):
-        inputs = {
-            "input_ids": np.array([ids[first:last]]),
-            "attention_mask": np.ones((1, last), dtype=np.int64),
-            "position_ids": np.arange(first, last)[None],
-            "beam_idx": np.zeros(1, dtype=np.int32),
-        }
-        parts.append(request.infer(inputs)["logits"][0])
-    return np.concatenate(parts)
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_stateful_graph_equals_reference(name: str) -> None:
-    tiny = DECODERS[name]
-    ids = [int(token) for token in np.random.default_rng(3).integers(0, tiny.sizes.vocab, 23)]
-    graph = build_graph(tiny.decoder, tiny.sizes, tiny, packing=tiny.packing)
-    expected = ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, packing=tiny.packing).logits(ids)
-    np.testing.assert_allclose(_run_statefully(graph, ids, split=15), expected, atol=2e-4)
+from trtserve.executor.graph import build_graph, save_graph
+from trtserve.executor.sizes import Sizes
+from trtserve.executor.weight_quantization import Packing
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_weights_keep_their_width_in_the_file(tmp_path: Path, dtype: type[np.generic]) -> None:
+def test_weights_keep_their_precision_in_the_file(tmp_path: Path, dtype: type[np.generic]) -> None:
     tiny = tiny_decoder(dtype=dtype)
     save_graph(build_graph(tiny.decoder, tiny.sizes, tiny), tmp_path / "rank0.xml")
     weights = sum(tensor.nbytes for tensor in tiny.tensors.values())
@@ -54,7 +26,7 @@ def test_weights_keep_their_width_in_the_file(tmp_path: Path, dtype: type[np.gen
 
 
 @pytest.mark.parametrize("packing", ["int8", "int4"])
-def test_packed_matrices_take_one_byte_or_half_of_one(tmp_path: Path, packing: Packing) -> None:
+def test_packed_matrices_use_one_byte_or_half_a_byte_per_weight(tmp_path: Path, packing: Packing) -> None:
     tiny = tiny_decoder(packing=packing)
     save_graph(build_graph(tiny.decoder, tiny.sizes, tiny, packing=packing), tmp_path / "rank0.xml")
     matrices = {name: t for name, t in tiny.tensors.items() if ".layers." in name and t.ndim == 2}
@@ -71,24 +43,24 @@ def test_packed_matrices_take_one_byte_or_half_of_one(tmp_path: Path, packing: P
     assert 0 <= extra < 4096
 
 
-def test_sizes_of_an_old_config_are_derived() -> None:
+def test_missing_sizes_of_old_configs_are_derived() -> None:
     config = {"vocab_size": 10, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     assert Sizes.of(config) == Sizes(vocab=10, hidden=64, layers=3, heads=4, kv_heads=4, head=16, epsilon=1e-5)
 
 
-def test_rotation_beyond_the_head_is_refused() -> None:
+def test_rotation_larger_than_the_head_is_refused() -> None:
     tiny = tiny_decoder(replace(LLAMA, rope_inv_freq=(1.0,) * 9))
-    with pytest.raises(UnsupportedModelError, match="turns 18 numbers of a head, which has 16"):
+    with pytest.raises(UnsupportedModelError, match="covers 18 numbers of a head, which has 16"):
         build_graph(tiny.decoder, tiny.sizes, tiny)
 
 
-def test_capped_attention_is_refused() -> None:
+def test_attention_softcap_is_refused() -> None:
     tiny = tiny_decoder(replace(LLAMA, attention_softcap=50.0))
     with pytest.raises(UnsupportedModelError, match="caps its attention scores at 50"):
         build_graph(tiny.decoder, tiny.sizes, tiny)
 
 
-def test_failing_write_is_explained(tmp_path: Path) -> None:
+def test_failed_write_suggests_a_full_disk(tmp_path: Path) -> None:
     tiny: TinyDecoder = DECODERS["llama"]
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match="could not be written"):

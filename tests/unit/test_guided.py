@@ -1,4 +1,4 @@
-"""Guides over small real tokenizers: what they allow, where they end, and how a wrong one is refused."""
+"""Guides with small real tokenizers: allowed tokens, ends, and invalid guides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trtserve.executor.requests import GuidedDecodingParams, SamplingConfig
 from trtserve.executor.sampling import EXHAUSTED, Row, SamplingParameters, choose_tokens
 
 VOCAB = 320
-"""Of the engine: larger than the tokenizers'."""
+"""Vocabulary size of the engine, larger than the tokenizers'."""
 END = 2
 
 
@@ -35,7 +35,7 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
 
 
 def sentencepiece_tokenizer(_folder: Path) -> Tokenizer:
-    """▁ for spaces, byte tokens for what has no token of its own, as Llama 2's."""
+    """A tokenizer like Llama 2's: ▁ for spaces, byte tokens for characters without a token."""
     special = ["<unk>", "<s>", "</s>"]
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'abct{}":,0123456789', "▁a", "ab", "tab"]
     model = models.BPE(
@@ -81,7 +81,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 
 def accepts(guide: Guide, tokenizer: Any, text: str) -> bool:
-    """True when `guide` lets `text` come token by token and may end behind it."""
+    """True when `guide` allows `text` token by token and may end after it."""
     for token in ids_of(tokenizer, text):
         if token not in allowed(guide):
             return False
@@ -90,7 +90,7 @@ def accepts(guide: Guide, tokenizer: Any, text: str) -> bool:
 
 
 def generate(guide: Guide, tokenizer: Any, *, seed: int, count: int = 200) -> str | None:
-    """What a model without any preference says under `guide`; None when it finds no end."""
+    """The text of a model without preferences under `guide`; None when it does not end."""
     random = np.random.default_rng(seed)
     parameters = SamplingParameters.of(SamplingConfig(top_p=1.0, seed=seed))
     processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
@@ -140,7 +140,7 @@ def test_text_follows_a_schema(tokenizer: Any) -> None:
         assert 10 <= value["c"] <= 99
 
 
-def test_json_is_any_object(tokenizer: Any) -> None:
+def test_guide_type_json_allows_any_object(tokenizer: Any) -> None:
     factory = factory_of(tokenizer)
     for text in ("{}", '{"a": [1, {"b": null}], "c": "é"}', '{ "a":true}'):
         assert accepts(factory.guide(params(GuideType.JSON), end_id=END), tokenizer, text), text
@@ -171,7 +171,7 @@ GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("grammar", "good", "bad"), GRAMMARS.values(), ids=GRAMMARS.keys())
-def test_grammars(bytes_alone: Any, grammar: str, good: list[str], bad: list[str]) -> None:
+def test_text_follows_a_grammar(bytes_alone: Any, grammar: str, good: list[str], bad: list[str]) -> None:
     factory = factory_of(bytes_alone)
     for text in good + bad:
         guide = factory.guide(params(GuideType.EBNF_GRAMMAR, grammar), end_id=END)
@@ -189,26 +189,29 @@ WRONG: dict[str, tuple[GuideType, str, str]] = {
     "grammar that is not closed": (GuideType.EBNF_GRAMMAR, 'root ::= ("a"', "Expected ')'"),
     "no grammar at all": (GuideType.EBNF_GRAMMAR, "hello", "Expected ::="),
     "wrong Lark": (GuideType.EBNF_GRAMMAR, "start: missing", "missing"),
-    "grammar without an end": (GuideType.EBNF_GRAMMAR, "root ::= root", "no text fits it"),
+    "grammar without an end": (GuideType.EBNF_GRAMMAR, "root ::= root", "no text matches it"),
     "grammar with no such character": (GuideType.EBNF_GRAMMAR, r'root ::= "\UFFFFFFFF"', "too large"),
     "grammar with half a character": (GuideType.EBNF_GRAMMAR, r'root ::= "\uD800"', "surrogates not allowed"),
     "grammar of many brackets": (GuideType.EBNF_GRAMMAR, "root ::= " + "(" * 9000, "recursion"),
     "schema of many brackets": (GuideType.JSON_SCHEMA, "[" * 100_000, "recursion"),
-    "schema that nothing fits": (GuideType.JSON_SCHEMA, '{"$ref": "#"}', "no text fits it"),
+    "schema that nothing fits": (GuideType.JSON_SCHEMA, '{"$ref": "#"}', "no text matches it"),
     "structural tag": (GuideType.STRUCTURAL_TAG, "{}", "not supported"),
 }
 
 
 @pytest.mark.parametrize(("kind", "guide", "reason"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_guide_is_refused_in_one_sentence(bytes_alone: Any, kind: GuideType, guide: str, reason: str) -> None:
+def test_invalid_guide_is_refused_with_a_one_line_error(
+    bytes_alone: Any, kind: GuideType, guide: str, reason: str
+) -> None:
     factory = factory_of(bytes_alone)
-    with pytest.raises(RuntimeError, match=f"^The guide of type {kind.name} is wrong: .*{re.escape(reason)}") as caught:
+    message = f"^The guide of type {kind.name} is invalid: .*{re.escape(reason)}"
+    with pytest.raises(RuntimeError, match=message) as caught:
         factory.guide(params(kind, guide))
     assert "\n" not in str(caught.value)
-    assert allowed(factory.guide(params(GuideType.JSON)))  # the factory goes on
+    assert allowed(factory.guide(params(GuideType.JSON)))  # the factory still works
 
 
-def test_without_a_configuration_there_are_no_guides() -> None:
+def test_guides_need_a_guided_decoding_config() -> None:
     with pytest.raises(RuntimeError, match=r"GuidedDecoder is not setup\. Please provide a valid GuidedDecodingConfig"):
         GuideFactory(None, VOCAB).guide(params(GuideType.JSON))
 
@@ -222,26 +225,26 @@ def test_without_a_configuration_there_are_no_guides() -> None:
         ({"tokenizer_str": None, "encoded_vocab": ["a"]}, "needs tokenizer_str, or encoded_vocab and stop_token_ids"),
     ],
 )
-def test_a_configuration_without_a_tokenizer_is_told(bytes_alone: Any, settings: Any, reason: str) -> None:
+def test_config_without_a_tokenizer_is_refused(bytes_alone: Any, settings: Any, reason: str) -> None:
     with pytest.raises(RuntimeError, match=reason):
         factory_of(bytes_alone, **settings).guide(params(GuideType.JSON))
 
 
-def test_tokens_beyond_the_tokenizer_are_never_allowed(bytes_alone: Any) -> None:
+def test_tokens_outside_the_tokenizer_are_never_allowed(bytes_alone: Any) -> None:
     anything = params(GuideType.REGEX, "(?s:.*)")
     size = bytes_alone.get_vocab_size()
     assert size < VOCAB
     assert max(allowed(factory_of(bytes_alone).guide(anything, end_id=END))) < size
 
 
-def test_an_engine_with_fewer_tokens_than_the_tokenizer(bytes_alone: Any) -> None:
+def test_engine_with_a_smaller_vocabulary_than_the_tokenizer(bytes_alone: Any) -> None:
     guide = factory_of(bytes_alone, vocab_size=100).guide(params(GuideType.REGEX, "[a-z~\xa0-\xff]+"))
     tokens = allowed(guide, vocab_size=100)
     assert [bytes_alone.decode([token]) for token in tokens] == sorted("abcdefghijklmnopqrstuvwxyz~")
 
 
-def test_the_end_is_the_requests_own(bytes_alone: Any) -> None:
-    """At the end of the guide nothing but end_id may come, whatever the tokenizer calls its end."""
+def test_end_id_of_the_request_ends_the_guide(bytes_alone: Any) -> None:
+    """At the end of the guide only end_id is allowed, even if the tokenizer has another end token."""
     factory = factory_of(bytes_alone)
     expression = params(GuideType.REGEX, "ab?")
     a, b = ids_of(bytes_alone, "ab")
@@ -258,7 +261,7 @@ def test_the_end_is_the_requests_own(bytes_alone: Any) -> None:
         assert guide.failure is None
 
 
-def test_an_end_in_the_middle_changes_nothing(bytes_alone: Any) -> None:
+def test_end_id_inside_the_guide_is_ignored(bytes_alone: Any) -> None:
     guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, "ab?"), end_id=300)
     (a,) = ids_of(bytes_alone, "a")
     guide.accept(a)
@@ -266,12 +269,12 @@ def test_an_end_in_the_middle_changes_nothing(bytes_alone: Any) -> None:
     assert guide.failure is None
 
 
-def test_stop_token_ids_are_ends(bytes_alone: Any) -> None:
+def test_stop_token_ids_end_the_guide(bytes_alone: Any) -> None:
     factory = factory_of(bytes_alone, stop_token_ids=[1, 2])
     assert allowed(factory.guide(params(GuideType.REGEX, ""))) == [1, 2]
 
 
-def test_a_token_that_does_not_fit_ends_the_guide(bytes_alone: Any) -> None:
+def test_token_outside_the_guide_makes_it_fail(bytes_alone: Any) -> None:
     guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, "ab"), end_id=END)
     (c,) = ids_of(bytes_alone, "c")
     guide.accept(c)
@@ -284,7 +287,7 @@ def test_a_token_that_does_not_fit_ends_the_guide(bytes_alone: Any) -> None:
     assert choice.token == EXHAUSTED
 
 
-def test_the_end_of_a_guide_comes_before_min_tokens(bytes_alone: Any) -> None:
+def test_end_of_a_guide_overrides_min_tokens(bytes_alone: Any) -> None:
     guide = factory_of(bytes_alone).guide(params(GuideType.REGEX, ""), end_id=END)
     parameters = SamplingParameters.of(SamplingConfig(min_tokens=5, top_p=1.0))
     processor = LogitsProcessor(parameters, np.zeros(0, dtype=np.int64), vocab_size=VOCAB, end_id=END, guide=guide)
@@ -292,7 +295,7 @@ def test_the_end_of_a_guide_comes_before_min_tokens(bytes_alone: Any) -> None:
     assert (choice.token, choice.log_prob) == (END, 0.0)
 
 
-def test_a_fork_goes_its_own_way(bytes_alone: Any) -> None:
+def test_fork_is_independent(bytes_alone: Any) -> None:
     factory = factory_of(bytes_alone)
     trunk = factory.guide(params(GuideType.REGEX, "(ab|cd)+"), end_id=END)
     a, b, c, d = ids_of(bytes_alone, "abcd")
@@ -304,7 +307,7 @@ def test_a_fork_goes_its_own_way(bytes_alone: Any) -> None:
     assert allowed(factory.guide(params(GuideType.REGEX, "(ab|cd)+"), end_id=END)) == sorted([a, c])
 
 
-def test_plain_vocabularies() -> None:
+def test_guides_with_an_encoded_vocabulary() -> None:
     config = GuidedDecodingConfig(
         GuidedDecodingBackend.XGRAMMAR, encoded_vocab=["<eos>", "a", "b", "ab", "é", ""], stop_token_ids=[0]
     )
@@ -314,12 +317,12 @@ def test_plain_vocabularies() -> None:
         guide.accept(token)
 
 
-def test_plain_vocabularies_take_the_longest_token() -> None:
+def test_encoded_vocabulary_uses_the_longest_token() -> None:
     vocabulary = guided.PlainVocabulary(["<eos>", "a", "ab", "b", "ab"], [0])
     assert vocabulary(b"abba?b") == [2, 3, 1, 3]
 
 
-def test_the_demo_tokenizer(tmp_path: Path) -> None:
+def test_guides_with_the_demo_tokenizer(tmp_path: Path) -> None:
     text = (Path(trtserve.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(text)
     factory = factory_of(tokenizer, vocab_size=tokenizer.get_vocab_size())
@@ -330,7 +333,7 @@ def test_the_demo_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.token_to_id("</s>") in allowed(guide, tokenizer.get_vocab_size())
 
 
-def test_guides_are_compiled_once_and_the_latest_are_kept(bytes_alone: Any) -> None:
+def test_compiled_guides_are_cached(bytes_alone: Any) -> None:
     factory = factory_of(bytes_alone)
     compiled: list[str | None] = []
 
@@ -349,7 +352,7 @@ def test_guides_are_compiled_once_and_the_latest_are_kept(bytes_alone: Any) -> N
     assert len(factory._compiled) == 64
 
 
-def test_many_threads_ask_for_guides(bytes_alone: Any) -> None:
+def test_guides_from_many_threads(bytes_alone: Any) -> None:
     factory = factory_of(bytes_alone)
 
     def work(number: int) -> bool:

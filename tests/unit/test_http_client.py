@@ -1,4 +1,4 @@
-"""Streams over HTTP: whole answers, and answers whose connection is lost on the way."""
+"""The HTTP client: streams, lost connections, shapes, TLS."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def texts(client: HttpClient) -> Iterator[str]:
         yield from reply.outputs["text_output"]
 
 
-def test_bytes_that_are_no_text_are_an_answer_too(serving: Callable[[bytes], HttpClient]) -> None:
+def test_invalid_utf8_is_an_answer_too(serving: Callable[[bytes], HttpClient]) -> None:
     event = b'data: {"text_output":"a\xe2\x82"}\n\n'
     assert list(texts(serving(HEADER + chunks(event) + b"0\r\n\r\n"))) == ["a\ufffd"]
 
 
-def test_any_name_can_be_asked_for() -> None:
+def test_any_model_name_can_be_requested() -> None:
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -105,16 +105,14 @@ def test_events_do_not_depend_on_the_chunks(serving: Callable[[bytes], HttpClien
 
 
 @pytest.mark.parametrize("end", [b"", b"2", b"1f\r\ndata: {"])
-def test_lost_connection_is_no_end(serving: Callable[[bytes], HttpClient], end: bytes) -> None:
+def test_lost_connection_is_not_the_end(serving: Callable[[bytes], HttpClient], end: bytes) -> None:
     answer = texts(serving(HEADER + chunks(EVENTS[0]) + end))
     assert next(answer) == " M"
     with pytest.raises(ServerUnreachableError, match="in the middle of the answer"):
         next(answer)
 
 
-def test_time_limit_holds_for_the_whole_stream(
-    serving: Callable[[bytes], HttpClient], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_limit_covers_the_stream(serving: Callable[[bytes], HttpClient], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 9.0, 9.5, 10.5])
     monkeypatch.setattr("trtserve.triton.http_client.time.monotonic", lambda: next(clock))
     answer = texts(serving(HEADER + chunks(*EVENTS) + b"0\r\n\r\n"))
@@ -123,7 +121,7 @@ def test_time_limit_holds_for_the_whole_stream(
         next(answer)
 
 
-def test_cancelled_stream_is_no_lost_connection(serving: Callable[[bytes], HttpClient]) -> None:
+def test_cancelled_stream_is_not_a_lost_connection(serving: Callable[[bytes], HttpClient]) -> None:
     client = serving(HEADER + chunks(EVENTS[0]))
     answer = texts(client)
     assert next(answer) == " M"
@@ -259,7 +257,7 @@ def ask(port: int, tls: Tls | None) -> str:
     return str(reply.outputs["text_output"][0])
 
 
-def own() -> dict[str, Path]:
+def own() -> dict[str, Any]:
     """What a client shows of itself."""
     return {"private_key": certificates().client_key, "certificate_chain": certificates().client}
 
@@ -281,7 +279,7 @@ def test_https_without_trust_or_without_an_own_certificate(https: int) -> None:
 def test_https_to_a_plain_port_has_a_hint() -> None:
     with infer_server() as port, pytest.raises(ServerUnreachableError) as caught:
         ask(port, Tls(root_certificates=certificates().root))
-    assert "Without --ssl" in str(caught.value.hint)
+    assert "without --ssl" in str(caught.value.hint)
 
 
 def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
@@ -289,5 +287,5 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     for path in (tmp_path / "empty.pem", tmp_path / "nowhere.pem"):
         with pytest.raises(UsageError, match="cannot be used"):
             ask(1, Tls(root_certificates=path))
-    with pytest.raises(UsageError, match="belong together"):
+    with pytest.raises(UsageError, match="must be given together"):
         Tls(private_key=path)

@@ -11,16 +11,17 @@ import pytest
 
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Manifest
-from trtserve.capacity.room import require_disk
 from trtserve.errors import (
     ArtifactError,
     CorruptFileError,
     DiskSpaceError,
     ModelNotFoundError,
     UnsupportedModelError,
+    UsageError,
 )
+from trtserve.host.machine import free_disk
 from trtserve.import_ import import_model, plan_model
-from trtserve.machine import free_disk
+from trtserve.planner.guards import require_disk
 from trtserve.store import Store
 
 
@@ -38,7 +39,7 @@ def _content(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
 
 
-def test_folder_is_referred_to_and_not_changed(folder: Path) -> None:
+def test_a_folder_is_linked_and_not_changed(folder: Path) -> None:
     before = _content(folder)
     model = import_model(str(folder))
     assert _content(folder) == before
@@ -47,7 +48,7 @@ def test_folder_is_referred_to_and_not_changed(folder: Path) -> None:
     assert not (model.path / "config.json").is_symlink()
 
 
-def test_unchanged_folder_is_reused_and_changed_one_is_not(folder: Path) -> None:
+def test_only_an_unchanged_folder_is_reused(folder: Path) -> None:
     first = import_model(str(folder))
     assert import_model(str(folder)) == first
     config = json.loads((folder / "config.json").read_text())
@@ -58,9 +59,7 @@ def test_unchanged_folder_is_reused_and_changed_one_is_not(folder: Path) -> None
     assert len({first.fingerprint, second.fingerprint, third.fingerprint}) == 3
 
 
-def test_the_spelling_of_a_path_makes_no_other_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_spelling_of_a_path_does_not_matter(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.chdir(tmp_path / "here")
@@ -76,14 +75,14 @@ def test_out_and_name(folder: Path, tmp_path: Path) -> None:
     assert not Store().root.joinpath("models").exists()
 
 
-def test_out_leaves_foreign_folders_alone(folder: Path, tmp_path: Path) -> None:
+def test_out_does_not_replace_other_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("mine")
-    with pytest.raises(ArtifactError, match="left alone"):
+    with pytest.raises(ArtifactError, match="precious"):
         import_model(str(folder), out=tmp_path / "precious")
 
 
-def test_demo_is_independent_of_its_place() -> None:
+def test_the_demo_has_one_fingerprint_everywhere() -> None:
     plan = plan_model("demo")
     assert plan.architecture == "LlamaForCausalLM"
     assert all(file.digest.startswith("sha256:") for file in plan.files)
@@ -94,14 +93,14 @@ def test_demo_is_independent_of_its_place() -> None:
 @pytest.mark.parametrize(
     ("keep", "words"), [(-1, "header says"), (5, "not a safetensors file"), (100, "header says|not")]
 )
-def test_cut_weights_are_found(folder: Path, keep: int, words: str) -> None:
+def test_weights_that_are_cut_off_are_refused(folder: Path, keep: int, words: str) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
     with pytest.raises(CorruptFileError, match=words):
         import_model(str(folder))
 
 
-def test_missing_parts_are_named(folder: Path) -> None:
+def test_missing_files_are_named(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "kept.json")
     with pytest.raises(UnsupportedModelError, match="no tokenizer"):
         import_model(str(folder))
@@ -110,13 +109,13 @@ def test_missing_parts_are_named(folder: Path) -> None:
         import_model(str(folder))
 
 
-def test_broken_config_is_named(folder: Path) -> None:
+def test_a_broken_config_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(CorruptFileError, match=r"config\.json"):
         import_model(str(folder))
 
 
-def test_other_files_of_weights_are_refused(folder: Path) -> None:
+def test_other_weight_formats_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model.gguf")
     with pytest.raises(UnsupportedModelError, match=r"model\.gguf"):
         import_model(str(folder))
@@ -129,26 +128,52 @@ def test_quantised_weights_are_refused(folder: Path) -> None:
         import_model(str(folder))
 
 
-def test_disk_check_tells_numbers(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_numbers(tmp_path: Path) -> None:
     require_disk(tmp_path, 0, "nothing")
     with pytest.raises(DiskSpaceError, match=r"GiB.*free") as caught:
         require_disk(tmp_path, free_disk(tmp_path) + 1, "weights")
     assert "TRTSERVE_HOME" in str(caught.value.hint)
 
 
-def test_artefacts_of_other_kinds_are_named(folder: Path) -> None:
+def test_artefacts_of_other_kinds_are_refused(folder: Path) -> None:
     Manifest(kind="checkpoint", name="x", fingerprint="0" * 64).write(folder)
     with pytest.raises(ArtifactError, match="is of kind checkpoint; expected model") as caught:
         import_model(str(folder))
     assert "trtserve build" in str(caught.value.hint)
 
 
-def test_a_manifest_of_another_tool_says_nothing(folder: Path) -> None:
+def test_a_manifest_of_another_tool_is_ignored(folder: Path) -> None:
     (folder / "manifest.json").write_text('{"files": 3}')
     assert import_model(str(folder)).path.is_dir()
 
 
-def test_a_file_is_no_model_and_never_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_neither_a_model_nor_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     with pytest.raises(ModelNotFoundError, match="is a file; a model is a folder"):
         import_model(f"{folder.name}/config.json")
+
+
+def test_a_link_out_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    (folder / "special_tokens_map.json").symlink_to(secret)
+    with pytest.raises(UsageError, match="not part of the model"):
+        import_model(str(folder), store=Store(tmp_path / "home"))
+
+
+def test_a_snapshot_of_the_hubs_cache_may_link_to_its_blobs(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot = cache / "snapshots" / "0"
+    shutil.copytree(folder, snapshot)
+    (snapshot / "config.json").rename(cache / "blobs" / "c")
+    (snapshot / "config.json").symlink_to(cache / "blobs" / "c")
+    assert import_model(str(snapshot), store=Store(tmp_path / "home")).path.is_dir()
+
+
+def test_an_absurd_number_of_layers_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    with pytest.raises(UnsupportedModelError, match="no model is that large"):
+        import_model(str(folder), store=Store(tmp_path / "home"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.bls import incremental_text as module
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -16,11 +16,6 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 def decode(rows: Sequence[list[int]]) -> list[str]:
     """A byte-level vocabulary: id = byte."""
     return [bytes(row).decode("utf-8", errors="replace") for row in rows]
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return load(monkeypatch, "tensorrt_llm_bls", "incremental_text")
 
 
 def pieces(text: Any, data: bytes, sizes: Sequence[int]) -> list[str]:
@@ -32,7 +27,7 @@ def pieces(text: Any, data: bytes, sizes: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_pieces_join(module: Any, seed: int) -> None:
+def test_pieces_join(seed: int) -> None:
     generator = random.Random(seed)
     words = ["a", " b", "é", "東", "🙂", " ", "\n", "☃"]
     data = "".join(generator.choice(words) for _ in range(60)).encode()
@@ -45,14 +40,14 @@ def test_pieces_join(module: Any, seed: int) -> None:
     assert not any(piece.endswith(REPLACEMENT) for piece in found[:-1])
 
 
-def test_half_character_is_held_back(module: Any) -> None:
+def test_half_character_is_held_back() -> None:
     text = module.IncrementalText(decode)
     first, second = "é".encode()
     assert [text.add([first]), text.add([second]), text.finish()] == ["", "é", ""]
     assert [text.add([first]), text.finish()] == ["", REPLACEMENT]
 
 
-def test_accumulated_text(module: Any) -> None:
+def test_accumulated_text() -> None:
     text = module.AccumulatedText(decode)
     data = list("aé".encode())
     assert [text.add(data[:1]), text.add(data[1:2]), text.add(data[2:]), text.finish()] == ["a", "a", "aé", ""]

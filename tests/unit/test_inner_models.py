@@ -1,16 +1,16 @@
-"""The calls of the BLS model: one answer per call, read to its end, and kept until Triton let go of it."""
+"""Calls of the BLS model: one answer per call, read to its end, and kept until Triton has released them."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import triton_python_backend_utils as pb_utils
 
-from tests.support.model_modules import load
+from trtserve.models.shared import inner_models
 
 ONE = {"input_ids": np.ones((1, 1), dtype=np.int32)}
 STREAM = {**ONE, "streaming": np.array([[True]])}
@@ -40,9 +40,6 @@ class Core:
         self.answers = list(answers)
         self.asked: list[str] = []
 
-    def module(self) -> Any:
-        return SimpleNamespace(InferenceRequest=self.request, Tensor=lambda name, value: (name, value))
-
     def request(self, *, inputs: list[Any], parameters: dict[str, str], **_: Any) -> Any:
         stops = "stop" in dict(inputs)
         wanted = "stop" if stops else parameters.get("answers", "all")
@@ -58,8 +55,10 @@ class Core:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(core: Core) -> Any:
-        monkeypatch.setitem(sys.modules, "triton_python_backend_utils", core.module())
-        return load(monkeypatch, "tensorrt_llm_bls", "inner_models")
+        monkeypatch.setattr(pb_utils, "InferenceRequest", core.request)
+        monkeypatch.setattr(pb_utils, "Tensor", lambda name, value: (name, value))
+        monkeypatch.setattr(inner_models, "_finished", type(inner_models._finished)())
+        return inner_models
 
     return use
 
@@ -78,13 +77,13 @@ def test_a_request_for_one_answer_is_one_call(calls: Any) -> None:
     "inputs",
     [STREAM, {"input_ids": np.ones((2, 1), dtype=np.int32)}, {**ONE, "num_return_sequences": np.array([[2]])}],
 )
-def test_several_answers_are_fetched_until_an_empty_one(calls: Any, inputs: dict[str, Any]) -> None:
+def test_answers_are_fetched_until_an_empty_one(calls: Any, inputs: dict[str, Any]) -> None:
     core = Core(Answer(1), Answer(2), Answer())
     assert numbers(calls(core).call_streamed("core", inputs, ("output_ids",), "id")) == [1, 2]
     assert core.asked == ["first", "next", "next"]
 
 
-def test_an_error_is_the_end(calls: Any) -> None:
+def test_an_error_ends_the_answers(calls: Any) -> None:
     core = Core(Answer(1), Answer(error="full"))
     module = calls(core)
     with pytest.raises(module.InnerModelError, match="full"):
@@ -92,7 +91,7 @@ def test_an_error_is_the_end(calls: Any) -> None:
     assert core.asked == ["first", "next"]
 
 
-def test_what_nobody_wants_is_stopped_and_fetched(calls: Any) -> None:
+def test_an_abandoned_request_is_stopped_and_drained(calls: Any) -> None:
     core = Core(Answer(1), Answer(2), Answer())
     answers = calls(core).call_streamed("core", STREAM, ("output_ids",), "id")
     next(answers)

@@ -17,9 +17,9 @@ from tests.support.engine_folders import built_here
 from tests.support.engine_folders import write_engine as write_plain_engine
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Engine
+from trtserve.build.inspect import describe
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError
-from trtserve.inspect import describe
 from trtserve.store import Store
 
 RELEASES = ("24.08", "24.09", "24.12", "25.04", "25.10", "26.07")
@@ -35,7 +35,7 @@ def _built(folder: Path, container: str, *flags: str, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("container", RELEASES)
-def test_engines_of_nvidias_own_tool(container: str, tmp_path: Path) -> None:
+def test_engines_of_trtllm_build_are_described(container: str, tmp_path: Path) -> None:
     flags = ("--max_batch_size", "4", "--max_beam_width", "2", "--max_draft_len", "3", "--gemm_plugin", "auto")
     mode = ("--speculative_decoding_mode", "draft_tokens_external")
     (found,) = describe(str(_built(tmp_path, container, *flags, *mode)))
@@ -57,7 +57,7 @@ def test_engines_of_nvidias_own_tool(container: str, tmp_path: Path) -> None:
     assert not found.built_on
 
 
-def test_what_decides_the_cache_of_a_token(tmp_path: Path) -> None:
+def test_kv_cache_bytes_per_token(tmp_path: Path) -> None:
     quantized = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     model = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1, "hidden_size": 64}
     engine = write_plain_engine(tmp_path / "engine", tp_size=4, model={**model, "quantization": quantized})
@@ -79,13 +79,13 @@ def test_what_decides_the_cache_of_a_token(tmp_path: Path) -> None:
         ("W8A8_SQ_PER_CHANNEL", ("smoothquant_val",)),
     ],
 )
-def test_of_a_quantisation_only_what_it_uses(algorithm: str, used: tuple[str, ...], tmp_path: Path) -> None:
+def test_unused_quantisation_settings_are_left_out(algorithm: str, used: tuple[str, ...], tmp_path: Path) -> None:
     stored = {"quant_algo": algorithm, "group_size": 128, "smoothquant_val": 0.5}
     (found,) = describe(str(write_plain_engine(tmp_path / "engine", model={"quantization": stored}).path))
     assert found.quantization == {name: stored[name] for name in ("quant_algo", *used)}
 
 
-def test_small_models_have_millions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameters_of_small_models_are_millions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_model(tmp_path / "model")
     assert run(["convert", str(model), "--out", str(tmp_path / "checkpoint"), "--quiet"]) == 0
     capsys.readouterr()
@@ -93,12 +93,12 @@ def test_small_models_have_millions(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(r" 0\.[1-9] M parameters,", capsys.readouterr().out)
 
 
-def test_every_feature_is_a_word_of_its_own(tmp_path: Path) -> None:
+def test_features_in_words(tmp_path: Path) -> None:
     paged = _built(tmp_path, "25.10", "--use_paged_context_fmha", "enable")
     assert {"reuse of KV blocks", "chunked context"} <= set(describe(str(paged))[0].features)
 
 
-def test_a_manifest_says_where_it_was_built(tmp_path: Path) -> None:
+def test_the_manifest_names_the_gpu(tmp_path: Path) -> None:
     engine = built_here(write_plain_engine(tmp_path / "engine"))
     (found,) = describe(str(engine.path))
     assert found.built_on == {"gpu": "NVIDIA H200", "sm": "90"}
@@ -110,7 +110,7 @@ def test_a_manifest_says_where_it_was_built(tmp_path: Path) -> None:
     }
 
 
-def test_tensorrt_is_read_from_the_engine_itself(tmp_path: Path) -> None:
+def test_the_tensorrt_version_is_read_from_the_engine(tmp_path: Path) -> None:
     engine = write_plain_engine(tmp_path / "engine").path
     head = struct.pack("<II", 0x74727466, 0) + bytes(16) + bytes((10, 14, 1, 48))
     (engine / "rank0.engine").write_bytes(head + bytes(100))
@@ -128,7 +128,7 @@ def test_missing_ranks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "file       rank1.engine, MISSING" in capsys.readouterr().out
 
 
-def test_checkpoints_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path / "checkpoint", tp=2)
     (found,) = describe(str(tmp_path / "checkpoint"))
     assert (found.kind, found.parallel["world_size"], found.missing) == ("checkpoint", 2, ())
@@ -155,7 +155,7 @@ def test_imports_and_repositories(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "limits     16 requests" in capsys.readouterr().out
 
 
-def test_folders_of_the_models_of_a_repository(
+def test_model_folders_of_a_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_tiny_model(tmp_path / "tiny")
@@ -209,14 +209,14 @@ def _folder(folder: Path, content: Any) -> Path:
         ("[]", CorruptFileError, "is not a JSON object"),
     ],
 )
-def test_what_is_no_engine_is_told(content: Any, error: type[Exception], told: str, tmp_path: Path) -> None:
+def test_folders_without_an_engine_are_refused(content: Any, error: type[Exception], told: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=told):
         describe(str(_folder(tmp_path / "folder", content)))
 
 
-def test_other_folders_and_names(tmp_path: Path) -> None:
+def test_unknown_folders_and_names_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ArtifactError, match=r"is no engine: it has no config\.json"):
+    with pytest.raises(ArtifactError, match=r"is not an engine: it has no config\.json"):
         describe(str(tmp_path / "empty"))
     (tmp_path / "repository" / "model").mkdir(parents=True)
     (tmp_path / "repository" / "model" / "config.pbtxt").touch()

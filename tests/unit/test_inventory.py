@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.server_records import server_record
 from trtserve.artifacts import Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, write_json
 from trtserve.hub import Revision
-from trtserve.import_.downloads import download_folder
-from trtserve.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
-from trtserve.process import Identity
-from trtserve.servers import Server, log_file, write_state
+from trtserve.import_ import download_folder
+from trtserve.pipeline.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
+from trtserve.server.state import write_state
 from trtserve.store import NameRecord, Store, publish
 
 _KINDS: dict[type[Artifact], str] = {
@@ -72,23 +72,7 @@ def test_lists_newest_first_with_precision() -> None:
 
 
 def _serving(name: str, repository: Path) -> None:
-    own = Identity.of(os.getpid())
-    assert own is not None
-    server = Server(
-        name=name,
-        host="127.0.0.1",
-        http_port=1,
-        grpc_port=2,
-        metrics_port=3,
-        pid=own.pid,
-        started=own.started,
-        log=log_file(name, Store()),
-        repository=repository,
-        model=name,
-        streaming=True,
-        phase="running",
-        shm_prefix="",
-    )
+    server = server_record(name, repository=repository)
     write_state(server, Store())
 
 
@@ -100,7 +84,7 @@ def test_a_repository_without_an_import_is_listed_with_its_server() -> None:
     ]
 
 
-def test_a_server_of_an_other_build_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_of_another_build_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     older = _imported("mine", mark="1")
     newer = _imported("mine", mark="2", at="2026-02-01")
     _imported("other", mark="3")
@@ -130,7 +114,7 @@ def test_removes_a_name_and_its_other_builds() -> None:
     assert Path(other.model).is_dir()
 
 
-def test_keeps_what_another_name_uses() -> None:
+def test_keeps_artefacts_that_another_name_uses() -> None:
     first = _imported("first", mark="1")
     _imported("second", mark="2", model=Path(first.model))
     removal = plan_removal(["first"])
@@ -142,7 +126,7 @@ def test_keeps_what_another_name_uses() -> None:
     assert Path(first.model) in both.folders
 
 
-def test_keeps_what_lies_outside_the_store(tmp_path: Path) -> None:
+def test_keeps_folders_outside_the_store(tmp_path: Path) -> None:
     outside = _artifact(Model, "mine", "9", path=tmp_path / "outside")
     _imported("mine", mark="1", model=outside)
     removal = plan_removal(["mine"])
@@ -164,7 +148,7 @@ def test_everything_includes_unfinished_work() -> None:
     assert disk_usage([Store().root / "downloads", Store().folder(Engine)]) == 0
 
 
-def test_everything_includes_what_servers_left_once_none_is_recorded() -> None:
+def test_everything_includes_folders_of_servers_once_none_is_recorded() -> None:
     store = Store()
     left = {store.servers, store.root / "backends", store.root / "doctor"}
     for folder in left:
@@ -197,7 +181,7 @@ def test_unknown_name_suggests_close_ones() -> None:
     assert "llama-2-7b" in str(caught.value.hint)
 
 
-def test_refuses_what_another_process_works_on() -> None:
+def test_refuses_an_artefact_that_another_process_works_on() -> None:
     record = _imported("mine", mark="1")
     engine = Path(record.engine)
     removal = plan_removal(["mine"])
@@ -237,14 +221,14 @@ def test_refuses_the_folder_of_a_running_pull() -> None:
     assert not folder.exists()
 
 
-def test_what_was_hidden_to_be_replaced_is_no_artefact_but_unfinished_work() -> None:
+def test_a_hidden_folder_counts_as_unfinished_work() -> None:
     engine = _artifact(Engine, "mine", "1")
     hidden = engine.rename(engine.with_name(f".{engine.name}.old"))
     assert list_imported() == []
     assert plan_removal((), everything=True).folders == (hidden,)
 
 
-def test_a_name_that_goes_while_names_are_listed() -> None:
+def test_a_name_can_disappear_while_names_are_listed() -> None:
     _imported("mine", mark="1")
     (Store().names / "gone.json").symlink_to("nowhere")
     assert [record.name for record in Store().recorded()] == ["mine"]

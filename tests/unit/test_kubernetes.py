@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,13 @@ import pytest
 import yaml
 
 from tests.support.double_engines import core_config, write_core_model, write_engine_folder
-from tests.support.told import Lines
+from tests.support.recorded_progress import Lines
 from trtserve.artifacts import ModelRepository
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, RepositoryError, UsageError
-from trtserve.launch.kubernetes import KubernetesSpec, object_name
+from trtserve.server.launch import ClusterJob, write_job
+from trtserve.server.launch.kubernetes import KubernetesSpec, object_name, plan_job
 from trtserve.specs import ServerSpec
-from trtserve.start.jobs import Manifest, plan_manifest, write_manifest
 
 # The oldest and the newest that the validator and today's clusters share, and one between.
 VERSIONS = ("1.27", "1.31", "1.34")
@@ -53,16 +51,15 @@ def repository_of(tmp_path: Path, tp: int = 4) -> ModelRepository:
     return ModelRepository(path=tmp_path / "My_Model")
 
 
-def planned(repository: ModelRepository, spec: ServerSpec | None = None, **wishes: Any) -> Manifest:
-    return plan_manifest(
-        repository, spec or ServerSpec(), lambda image: KubernetesSpec(image=image, claim="models", **wishes)
-    )
+def planned(repository: ModelRepository, spec: ServerSpec | None = None, **given: Any) -> ClusterJob:
+    cluster = KubernetesSpec(claim="models", **given)
+    return plan_job(repository, spec or ServerSpec(), cluster, repository.path.parent / "server.yaml")
 
 
-def documents(manifest: Manifest) -> dict[str, dict[str, Any]]:
+def documents(manifest: ClusterJob) -> dict[str, dict[str, Any]]:
     """Objects of the file by kind, as a cluster would read them."""
-    read = list(yaml.safe_load_all(manifest.text))
-    assert len({document["kind"] for document in read}) == len(read)
+    read = list(yaml.safe_load_all(manifest.files[manifest.script]))
+    assert [document["kind"] for document in read] == list(manifest.objects)
     return {document["kind"]: document for document in read}
 
 
@@ -89,7 +86,7 @@ def require_fields(content: Mapping[str, Any], fields: Mapping[str, Any]) -> Non
 def test_one_node_is_a_deployment_and_a_service(tmp_path: Path) -> None:
     repository = repository_of(tmp_path)
     found = documents(planned(repository, hf_secret="hub", pull_secret="registry", namespace="serving", replicas=2))
-    assert set(found) == {"Deployment", "Service"}
+    assert set(found) == {"Deployment", "Service", "NetworkPolicy"}
     for document in found.values():
         require_core(document)
         assert document["metadata"]["namespace"] == "serving"
@@ -106,7 +103,9 @@ def test_one_node_is_a_deployment_and_a_service(tmp_path: Path) -> None:
     assert "--http-address=0.0.0.0" in container["command"]  # probes come from outside of the pod
     assert container["workingDir"] == "/models/My_Model"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
-    assert container["env"] == [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}}]
+    home, token = container["env"]
+    assert home == {"name": "HOME", "value": "/tmp"}
+    assert token == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}}
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
     assert [volume["name"] for volume in pod["volumes"]] == [mount["name"] for mount in container["volumeMounts"]]
     assert pod["volumes"][1]["emptyDir"] == {"medium": "Memory", "sizeLimit": "4Gi"}
@@ -116,20 +115,41 @@ def test_one_node_is_a_deployment_and_a_service(tmp_path: Path) -> None:
     assert {port["targetPort"]: port["port"] for port in service["ports"]} == ports
 
 
-def test_probes_ask_tritons_health_pages(tmp_path: Path) -> None:
+def test_probes_ask_tritons_health_pages_and_look_for_dead_stubs(tmp_path: Path) -> None:
     spec = ServerSpec(http_port=9000, grpc_port=9001, metrics_port=9002)
     found = documents(planned(repository_of(tmp_path, 1), spec, ready_timeout=905))
     (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    for kind, page in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
+        bash, flag, script = container[kind]["exec"]["command"]
+        assert (bash, flag) == ("bash", "-c")
+        assert "/dev/tcp/localhost/9000" in script
+        assert f"GET /v2/health/{page} HTTP/1.0" in script
     startup = container["startupProbe"]
-    assert startup["httpGet"] == container["readinessProbe"]["httpGet"] == {"path": "/v2/health/ready", "port": "http"}
-    assert container["livenessProbe"]["httpGet"]["path"] == "/v2/health/live"
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 905
     assert container["ports"][0] == {"name": "http", "containerPort": 9000}
 
 
+def test_pods_have_few_rights_and_no_neighbours_from_elsewhere(tmp_path: Path) -> None:
+    found = documents(planned(repository_of(tmp_path, 1)))
+    pod = found["Deployment"]["spec"]["template"]
+    assert pod["spec"]["securityContext"]["runAsNonRoot"]
+    assert not pod["spec"]["automountServiceAccountToken"]
+    (container,) = pod["spec"]["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
+    }
+    policy = found["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert policy["policyTypes"] == ["Ingress"]
+    (rule,) = policy["ingress"]
+    assert rule["from"] == [{"podSelector": {}}]
+    assert {port["port"] for port in rule["ports"]} == {port["name"] for port in container["ports"]}
+
+
 def test_several_nodes_are_a_leader_worker_set(tmp_path: Path) -> None:
     found = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys", replicas=3))
-    assert set(found) == {"ConfigMap", "LeaderWorkerSet", "Service"}
+    assert set(found) == {"ConfigMap", "LeaderWorkerSet", "Service", "NetworkPolicy"}
     require_core(found["ConfigMap"])
     require_core(found["Service"])
     workers = found["LeaderWorkerSet"]
@@ -184,19 +204,18 @@ def test_the_engine_is_told_how_many_gpus_a_pod_has(tmp_path: Path) -> None:
     config = repository.path / "tensorrt_llm" / "1" / "config.json"
     manifest = planned(repository, nodes=2, ssh_secret="keys")
     assert json.loads(config.read_text())["pretrained_config"]["mapping"]["gpus_per_node"] == 8
-    write_manifest(manifest, tmp_path / "server.yaml")
+    write_job(manifest)
     assert json.loads(config.read_text())["pretrained_config"]["mapping"]["gpus_per_node"] == 2
     assert any("to the volume again" in note for note in manifest.notes)
     assert not any("again" in note for note in planned(repository, nodes=2, ssh_secret="keys").notes)
 
 
-def test_what_the_volume_has_alone_is_not_guessed_about(tmp_path: Path) -> None:
+def test_files_that_only_the_volume_has_are_not_checked(tmp_path: Path) -> None:
     repository, told = repository_of(tmp_path), Lines()
     config = repository.path / "tensorrt_llm" / "config.pbtxt"
     config.write_text(core_config("tensorrt_llm", "tensorrt_llm/1", lora_prefetch_dir="/models/loras"))
-    manifest = plan_manifest(
-        repository, ServerSpec(), lambda image: KubernetesSpec(image=image, claim="models"), progress=told
-    )
+    cluster, file = KubernetesSpec(claim="models"), tmp_path / "server.yaml"
+    manifest = plan_job(repository, ServerSpec(), cluster, file, progress=told)
     assert manifest.objects
     assert any("names /models/loras, which is not on this machine" in text for text in told.warnings)
 
@@ -206,18 +225,14 @@ def test_an_image_of_nvidia_has_no_sshd_for_several_pods(tmp_path: Path) -> None
     for container, warned in ((None, True), ("mine/with-sshd:1", False)):
         told = Lines()
         spec = ServerSpec(container=container, trtllm_version="0.18.2" if container else None)
-        plan_manifest(
-            repository,
-            spec,
-            lambda image: KubernetesSpec(image=image, claim="models", nodes=2, ssh_secret="keys"),
-            progress=told,
-        )
+        cluster = KubernetesSpec(claim="models", nodes=2, ssh_secret="keys")
+        plan_job(repository, spec, cluster, tmp_path / "server.yaml", progress=told)
         assert any("has no sshd" in text for text in told.warnings) == warned
 
 
 def test_the_leaders_probe_waits_as_long_as_its_script_and_its_models(tmp_path: Path) -> None:
-    wishes: dict[str, Any] = {"nodes": 2, "ssh_secret": "keys", "ready_timeout": 300.0, "worker_timeout": 900.0}
-    found = documents(planned(repository_of(tmp_path), **wishes))
+    given: dict[str, Any] = {"nodes": 2, "ssh_secret": "keys", "ready_timeout": 300.0, "worker_timeout": 900.0}
+    found = documents(planned(repository_of(tmp_path), **given))
     template = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
     probe = template["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 1200
@@ -231,41 +246,10 @@ def test_hosts_keep_their_whole_names(tmp_path: Path) -> None:
     assert script.index(exports) < script.index("exec ")
 
 
-def test_several_ranks_are_ended_through_rank_0(tmp_path: Path) -> None:
-    found = documents(planned(repository_of(tmp_path)))
-    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
-    bash, flag, script = container["lifecycle"]["preStop"]["exec"]["command"]
-    assert (bash, flag) == ("bash", "-c")
-    shellchecked(tmp_path, {"end.sh": f"#!/bin/bash\n{script}"})
-    single = documents(planned(repository_of(tmp_path / "single", 1)))
-    assert "lifecycle" not in single["Deployment"]["spec"]["template"]["spec"]["containers"][0]
-
-
-def test_a_worker_that_ends_waits_for_its_ranks(tmp_path: Path) -> None:
-    found = documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys"))
-    worker = found["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]
-    bash, flag, script = worker["lifecycle"]["preStop"]["exec"]["command"]
-    assert (bash, flag) == ("bash", "-c")
-    shellchecked(tmp_path, {"end.sh": f"#!/bin/bash\n{script}"})
-
-
 def test_an_orchestrator_that_spawns_is_on_one_node(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="this server is one process") as caught:
         planned(orchestrated(tmp_path), ServerSpec(multi_model=True), nodes=2, ssh_secret="keys")
     assert "--disable-spawn-processes" in str(caught.value.hint)
-
-
-def shellchecked(tmp_path: Path, scripts: Mapping[str, str]) -> None:
-    for name, text in scripts.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    tool = Path(sys.executable).parent / "shellcheck"
-    files = [str(tmp_path / name) for name in scripts]
-    done = subprocess.run([tool, *files], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout
-
-
-def test_the_scripts_pass_shellcheck(tmp_path: Path) -> None:
-    shellchecked(tmp_path, documents(planned(repository_of(tmp_path), nodes=2, ssh_secret="keys"))["ConfigMap"]["data"])
 
 
 @pytest.mark.parametrize(
@@ -281,7 +265,7 @@ def test_the_scripts_pass_shellcheck(tmp_path: Path) -> None:
         ({"gpus_per_node": 8}, "are 8 ranks; the server has 4"),
     ],
 )
-def test_wishes_that_cannot_be(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_impossible_options_are_refused(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         planned(repository_of(tmp_path), **wrong)
 
@@ -318,12 +302,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "tritonserver:25.03-trtllm" in file.read_text()
     assert "replicas: 2" in file.read_text()
     assert run([*line, "--claim", "models", "--out", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["result"]["objects"] == ["Deployment", "Service"]
+    assert json.loads(capsys.readouterr().out)["result"]["objects"] == ["Deployment", "Service", "NetworkPolicy"]
     file.write_text("kind: Pod\n")
     with pytest.raises(ArtifactError, match="not written by trtserve"):
-        write_manifest(planned(repository_of(tmp_path / "again")), file)
+        write_job(ClusterJob(files={file: ""}))
 
 
-def test_a_folder_is_no_place_for_a_manifest(tmp_path: Path) -> None:
+def test_a_manifest_is_not_written_over_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="Is a directory"):
-        write_manifest(Manifest(objects=[]), tmp_path)
+        write_job(ClusterJob(files={tmp_path: ""}))

@@ -1,4 +1,4 @@
-"""The block pool and the block rows: nothing is lost, nothing is given twice, and what is shared is the same."""
+"""The block pool and the block table: no block is lost or given out twice, and shared blocks are equal."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def _start(cache: KvCache, key: CacheKey, reserve: int, width: int = 1, use: Blo
 
 
 def _run(cache: KvCache, key: CacheKey, use: BlockUse | None = None) -> tuple[list[int], int]:
-    """Compute a context and end it; its blocks, and how many tokens of it were known."""
+    """Compute a context and end it; return its blocks and the number of reused tokens."""
     allocation = _start(cache, key, len(key.tokens), use=use)
     (slot,) = allocation.slots
     cache.extend(slot, len(key.tokens))
-    cache.filled(slot, key.tokens)
+    cache.register_full_blocks(slot, key.tokens)
     blocks = cache.table[slot, : cache.counts[slot]].tolist()
     cache.finish(allocation.slots, key.tokens)
     return blocks, allocation.reused_tokens
 
 
-def test_a_block_returns_with_its_last_reference() -> None:
+def test_block_is_free_after_its_last_reference() -> None:
     pool = BlockPool(2)
     block = pool.acquire()
     pool.share(block)
@@ -61,14 +61,14 @@ def test_a_block_returns_with_its_last_reference() -> None:
         pool.share(block)
 
 
-def test_an_empty_pool_refuses() -> None:
+def test_empty_pool_raises() -> None:
     pool = BlockPool(1)
     pool.acquire()
     with pytest.raises(IndexError):
         pool.acquire()
 
 
-def test_start_sets_blocks_aside_to_the_end() -> None:
+def test_start_reserves_all_blocks_of_a_sequence() -> None:
     cache = _cache(5)
     allocation = _start(cache, _key(3), 10)
     assert (cache.available, cache.pool.free) == (2, 5)
@@ -79,14 +79,14 @@ def test_start_sets_blocks_aside_to_the_end() -> None:
     assert (cache.available, cache.pool.free) == (5, 5)
 
 
-def test_slots_limit_the_sequences() -> None:
+def test_slots_limit_the_number_of_sequences() -> None:
     cache = _cache(9, rows=2)
     assert cache.start(_key(1), reserve=1, width=3, use=BlockUse()) is None
     _start(cache, _key(1), 1, width=2)
     assert cache.start(_key(1), reserve=1, width=1, use=BlockUse()) is None
 
 
-def test_indices_list_the_blocks_of_each_slot_in_order() -> None:
+def test_indices_list_the_blocks_of_each_slot() -> None:
     cache = _cache(6, size=2, rows=2)
     (first,), (second,) = _start(cache, _key(1), 6).slots, _start(cache, _key(1), 4).slots
     cache.extend(first, 1)
@@ -97,7 +97,7 @@ def test_indices_list_the_blocks_of_each_slot_in_order() -> None:
     assert len(set(expected)) == 5
 
 
-def test_room_can_grow_step_by_step() -> None:
+def test_reservations_can_grow_step_by_step() -> None:
     cache = _cache(3)
     (slot,) = _start(cache, _key(4), 4).slots
     assert cache.reserve((slot,), 8)
@@ -113,14 +113,14 @@ def test_room_can_grow_step_by_step() -> None:
     ("prompt", "reserve", "width", "blocks"),
     [(8, 12, 2, 2 + 2), (9, 12, 2, 2 + 2), (9, 13, 3, 2 + 6), (3, 8, 4, 8), (9, 13, 1, 4)],
 )
-def test_beams_share_the_blocks_that_the_prompt_fills(prompt: int, reserve: int, width: int, blocks: int) -> None:
+def test_beams_share_the_full_blocks_of_the_prompt(prompt: int, reserve: int, width: int, blocks: int) -> None:
     cache = _cache(blocks)
     allocation = _start(cache, _key(prompt), reserve, width)
     assert (len(allocation.slots), cache.available) == (width, 0)
     assert _cache(blocks - 1).start(_key(prompt), reserve=reserve, width=width, use=BlockUse()) is None
 
 
-def test_a_fork_copies_the_partial_block_only() -> None:
+def test_fork_copies_only_the_partial_block() -> None:
     copies: list[tuple[int, int]] = []
     cache = _cache(9, copies=copies)
     slots = _start(cache, _key(6), 12, 3).slots
@@ -132,7 +132,7 @@ def test_a_fork_copies_the_partial_block_only() -> None:
     assert copies == [(rows[0][1], rows[1][1]), (rows[0][1], rows[2][1])]
 
 
-def test_beams_follow_their_parents_without_more_blocks_than_they_had() -> None:
+def test_beams_follow_their_parents_without_extra_blocks() -> None:
     copies: list[tuple[int, int]] = []
     cache = _cache(5, copies=copies)
     slots = _start(cache, _key(4), 12, 2).slots
@@ -153,7 +153,7 @@ def test_beams_follow_their_parents_without_more_blocks_than_they_had() -> None:
     assert cache.available == 5
 
 
-def test_a_prefix_is_reused_up_to_the_last_token() -> None:
+def test_prefix_is_reused_up_to_the_last_token() -> None:
     cache = _cache(20, reuse=True)
     blocks, reused = _run(cache, _key(12))
     assert reused == 0
@@ -164,7 +164,7 @@ def test_a_prefix_is_reused_up_to_the_last_token() -> None:
     assert (longer[:3], reused) == (blocks, 12)
 
 
-def test_reuse_off_keeps_nothing() -> None:
+def test_nothing_is_kept_without_reuse() -> None:
     cache = _cache(20)
     _run(cache, _key(12))
     assert _run(cache, _key(12))[1] == 0
@@ -175,30 +175,30 @@ def test_reuse_off_keeps_nothing() -> None:
     "other",
     [{"adapter": 1}, {"salt": 1}, {"extra_ids": (5,) * 12}, {"reusable": False}],
 )
-def test_what_else_makes_contents_different_prevents_reuse(other: dict[str, Any]) -> None:
+def test_other_keys_prevent_reuse(other: dict[str, Any]) -> None:
     cache = _cache(20, reuse=True)
     _run(cache, _key(12))
     assert _run(cache, _key(12, **other))[1] == 0
 
 
-def test_what_is_not_stored_is_not_known() -> None:
+def test_unstored_sequences_are_not_reused() -> None:
     cache = _cache(20, reuse=True)
     _run(cache, _key(12, stored=False))
     assert _run(cache, _key(12))[1] == 0
 
 
-def test_the_use_of_blocks_is_counted() -> None:
+def test_block_use_is_counted() -> None:
     cache = _cache(4, reuse=True)
     uses = [BlockUse(), BlockUse(), BlockUse()]
     _run(cache, _key(10), uses[0])
     _run(cache, _key([*range(4), 90, 91, 92, 93, 94]), uses[1])
     assert uses[0] == BlockUse(total=3, new=3, reused=0, missed=3)
-    # One block was never used; the other is that of the first sequence's end, which nobody needs.
+    # One block was never used; the other is the last of the first sequence, which is a free leaf.
     assert uses[1] == BlockUse(total=2, new=1, reused=1, missed=2)
     assert (cache.allocated_total, cache.new_total, cache.reused_total, cache.missed_total) == (5, 4, 1, 5)
 
 
-def test_without_partial_reuse_whole_blocks_only() -> None:
+def test_partial_reuse_can_be_disabled() -> None:
     cache = _cache(20, reuse=True, partial_reuse=False)
     _run(cache, _key(12))
     assert _run(cache, _key(12))[1] == 8
@@ -206,12 +206,12 @@ def test_without_partial_reuse_whole_blocks_only() -> None:
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_part_of_a_block_in_use_is_copied_when_allowed(copied: bool) -> None:
+def test_partial_block_in_use_is_copied_if_allowed(copied: bool) -> None:
     copies: list[tuple[int, int]] = []
     cache = _cache(20, reuse=True, copy_on_partial_reuse=copied, copies=copies)
     (holder,) = _start(cache, _key(8), 12).slots
     cache.extend(holder, 8)
-    cache.filled(holder, list(range(8)))
+    cache.register_full_blocks(holder, list(range(8)))
     allocation = _start(cache, _key([0, 1, 2, 3, 4, 5, 60, 61]), 12)
     (slot,) = allocation.slots
     assert allocation.reused_tokens == (6 if copied else 4)
@@ -219,7 +219,7 @@ def test_part_of_a_block_in_use_is_copied_when_allowed(copied: bool) -> None:
     assert copies == ([(cache.table[holder, 1], cache.table[slot, 1])] if copied else [])
 
 
-def test_a_free_leaf_is_taken_over_for_a_part() -> None:
+def test_free_leaf_is_taken_for_a_partial_match() -> None:
     copies: list[tuple[int, int]] = []
     cache = _cache(20, reuse=True, copy_on_partial_reuse=False, copies=copies)
     blocks, _ = _run(cache, _key(8))
@@ -228,8 +228,8 @@ def test_a_free_leaf_is_taken_over_for_a_part() -> None:
     assert _run(cache, _key(8))[1] == 6, "the former end is overwritten"
 
 
-def test_the_last_copy_of_a_source_under_pressure_is_right() -> None:
-    """The block that a part is copied from is not the one that is given up for the copy."""
+def test_source_of_a_copy_is_not_evicted() -> None:
+    """The block that is copied is not evicted to make space for the copy."""
     copies: list[tuple[int, int]] = []
     cache = _cache(3, reuse=True, copies=copies)
     blocks, _ = _run(cache, _key(12))
@@ -240,29 +240,29 @@ def test_the_last_copy_of_a_source_under_pressure_is_right() -> None:
     assert cache.table[slot, :2].tolist() == [blocks[0], blocks[2]]
 
 
-def test_generated_blocks_are_known_at_once() -> None:
+def test_generated_blocks_are_reusable_at_once() -> None:
     cache = _cache(20, reuse=True)
     (slot,) = _start(cache, _key(3), 12).slots
     cache.extend(slot, 8)
-    cache.filled(slot, list(range(7)))
+    cache.register_full_blocks(slot, list(range(7)))
     assert _run(cache, _key(6))[1] == 4
-    cache.filled(slot, list(range(8)))
+    cache.register_full_blocks(slot, list(range(8)))
     assert _run(cache, _key(9))[1] == 8
 
 
-def test_equal_blocks_computed_twice_become_one() -> None:
+def test_equal_blocks_computed_twice_are_merged() -> None:
     cache = _cache(20, reuse=True)
     (first,), (second,) = _start(cache, _key(8), 8).slots, _start(cache, _key(8), 8).slots
     for slot in (first, second):
         cache.extend(slot, 8)
     assert cache.pool.free == 16
     for slot in (first, second):
-        cache.filled(slot, list(range(8)))
+        cache.register_full_blocks(slot, list(range(8)))
     assert cache.pool.free == 18
     assert cache.table[first, :2].tolist() == cache.table[second, :2].tolist()
 
 
-def test_beams_reuse_whole_blocks_before_the_last_and_leave_none() -> None:
+def test_beams_reuse_whole_blocks_and_store_none() -> None:
     cache = _cache(20, reuse=True)
     blocks, _ = _run(cache, _key(8))
     allocation = _start(cache, replace(_key(8), stored=False), 12, 2)
@@ -274,7 +274,7 @@ def test_beams_reuse_whole_blocks_before_the_last_and_leave_none() -> None:
     assert cache.available == 20
 
 
-def test_a_known_block_that_was_free_costs_what_a_new_one_does() -> None:
+def test_reusing_a_free_block_counts_as_allocating_one() -> None:
     cache = _cache(4, reuse=True)
     _run(cache, _key(12))
     assert cache.start(_key(12), reserve=17, width=1, use=BlockUse()) is None
@@ -285,7 +285,7 @@ def test_a_known_block_that_was_free_costs_what_a_new_one_does() -> None:
     assert shared is None
 
 
-def test_priorities_decide_what_stays() -> None:
+def test_priorities_decide_which_blocks_stay() -> None:
     keep = KvCacheRetentionConfig([KvCacheRetentionConfig.TokenRangeRetentionConfig(0, 4, 90)], 5)
     cache = _cache(3, reuse=True)
     _run(cache, replace(_key(4), retention=keep))
@@ -295,7 +295,7 @@ def test_priorities_decide_what_stays() -> None:
     assert _run(cache, _key([50, 51, 52, 53]))[1] == 0
 
 
-def test_the_first_missing_block_names_its_whole_context() -> None:
+def test_first_missing_block_is_identified_by_its_whole_context() -> None:
     cache = _cache(20, reuse=True)
     assert cache.next_missing(_key(4)) is None, "the last token is always computed"
     assert cache.next_missing(_key(5)) == cache.next_missing(_key([0, 1, 2, 3, 9])) is not None

@@ -1,4 +1,4 @@
-"""Random lives of sequences in one KV cache, whose blocks hold what was written: every row reads back as it should."""
+"""Random sequences in one KV cache: every row reads back what was written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtserve.executor.kv_cache import BlockUse, CacheKey, KvCache
 
 SIZE, BLOCKS, ROWS, LONGEST = 3, 10, 6, 15
 MOSTLY = st.sampled_from([True, True, True, False])
-# Contexts with much in common, so that blocks match whole and in part.
+# Contexts with common beginnings, so that blocks match as a whole and partially.
 TOKENS = st.builds(
     lambda length, tail: [0] * length + tail, st.integers(0, 8), st.lists(st.integers(0, 1), min_size=1, max_size=2)
 )
@@ -21,7 +21,7 @@ TOKENS = st.builds(
 
 @dataclass(eq=False)
 class _Life:
-    """A running sequence: what each of its beams has in the cache, and at which length it must end."""
+    """A running sequence: the cached tokens of each beam, and the length at which it must end."""
 
     key: CacheKey
     slots: tuple[int, ...]
@@ -39,13 +39,13 @@ class _Life:
         return len(self.beams[0]) >= len(self.key.tokens)
 
     def identity(self, tokens: list[int]) -> tuple[object, ...]:
-        """What the keys and values behind `tokens` depend on."""
+        """What the keys and values of `tokens` depend on."""
         extra = (self.key.extra_ids or ()) + (0,) * len(tokens)
         return self.key.adapter, self.key.salt, tuple(tokens), extra[: len(tokens)]
 
 
 class KvCacheMachine(RuleBasedStateMachine):
-    """Starts, chunks, generated tokens, rejected drafts, beams and ends, in any order."""
+    """Starts, chunks, generated tokens, rejected drafts, beams and ends in any order."""
 
     @initialize(reuse=MOSTLY, partial=MOSTLY, copied=MOSTLY)
     def begin(self, reuse: bool, partial: bool, copied: bool) -> None:
@@ -67,12 +67,12 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.contents[target] = list(self.contents[source])
 
     def _write(self, life: _Life, beam: int, tokens: list[int], count: int) -> None:
-        """Put the last `count` of `tokens` into the cache, where nobody else may look."""
+        """Write the last `count` of `tokens` to the cache, to blocks that no other sequence uses."""
         slot = life.slots[beam]
         for position in range(len(tokens) - count, len(tokens)):
             block = int(self.cache.table[slot, position // SIZE])
             assert self.cache.pool.references(block) == 1
-            assert block not in self.cache.known
+            assert block not in self.cache.tree
             self.contents[block][position % SIZE] = life.identity(tokens[: position + 1])
 
     def _pick(self, number: int, *, generating: bool) -> _Life | None:
@@ -131,7 +131,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         life.beams = [list(done) for _ in life.slots]
         if life.generating and len(life.slots) > 1:
             self.cache.fork(life.slots, len(done))
-        self.cache.filled(life.slots[0], done)
+        self.cache.register_full_blocks(life.slots[0], done)
 
     @rule(number=st.integers(0, 9), choices=st.lists(st.integers(0, 5), min_size=6, max_size=6))
     def generate(self, number: int, choices: list[int]) -> None:
@@ -150,7 +150,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             parents = [choice % len(life.slots) for choice in choices[: len(life.slots)]]
             self.cache.reorder(life.slots, parents, length)
             life.beams = [life.beams[parent] for parent in parents]
-        self.cache.filled(life.slots[0], life.beams[0])
+        self.cache.register_full_blocks(life.slots[0], life.beams[0])
 
     @rule(number=st.integers(0, 9), wrong=st.integers(1, 4))
     def reject_draft(self, number: int, wrong: int) -> None:

@@ -3,58 +3,80 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from trtserve.architectures import FAMILIES
+
 PACKAGE = Path(__file__).parents[2] / "trtserve"
 
-# From top to bottom; a module may import its own layer and those below.
-LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"cli", "__main__"}),
-    frozenset({"pipeline"}),
-    frozenset(
-        {
-            "import_",
-            "hub",
-            "convert",
-            "upstream",
-            "build",
-            "repo",
-            "lora",
-            "check",
-            "plan",
-            "capacity",
-            "start",
-            "servers",
-            "status",
-            "metrics",
-            "query",
-            "doctor",
-            "inventory",
-            "inspect",
-            "bench",
-        }
-    ),
-    frozenset({"architectures", "runtimes", "triton", "executor", "launch"}),
-    frozenset({"releases", "artifacts", "store", "files", "process", "ports", "interrupts"}),
-    frozenset({"specs", "wording", "progress", "errors", "machine", "orphans", "__init__"}),
+# From top to bottom: a package imports itself and the packages below it, nothing else.
+FLOORS = (
+    "__main__",
+    "cli",
+    "setup_file",
+    "pipeline",
+    "server",
+    "door",
+    "check",
+    "doctor",
+    "bench",
+    "query",
+    "repo",
+    "build",
+    "convert",
+    "parity",
+    "import_",
+    "hub",
+    "planner",
+    "runtimes",
+    "triton",
+    "bindings",
+    "executor",
+    "checkpoint",
+    "architectures",
+    "models",
+    "store",
+    "integrity",
+    "artifacts",
+    "host",
+    "releases",
+    "specs",
+    "files",
+    "process",
+    "progress",
+    "errors",
+    "__init__",
 )
 
 # Third-party modules and the only parts of the package that may import them.
 CONFINED = {
     "typer": ("cli",),
     "rich": ("cli",),
+    "prompt_toolkit": ("cli",),
     "subprocess": ("process",),
     "openvino": ("executor", "runtimes/openvino.py", "doctor"),
+    "aiohttp": ("door",),
+    "fastapi": ("door",),
+    "uvicorn": ("door",),
     "tritonclient": ("triton", "query", "bench"),
     "huggingface_hub": ("import_", "hub"),
-    "torch": ("check/original.py", "check/constants.py", "check/rows.py", "architectures/pickled_files.py"),
-    "pynvml": ("doctor/nvidia.py",),
+    "torch": (
+        "executor/torch/",
+        "parity/original.py",
+        "parity/constants.py",
+        "parity/rows.py",
+        "checkpoint/pickled_files.py",
+    ),
+    "pynvml": ("host/nvidia.py",),
 }
 
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "models" not in path.relative_to(PACKAGE).parts)
+MODULES = sorted(PACKAGE.rglob("*.py"))
+# The only modules that a Triton container without trtserve is sure to have.
+IN_EVERY_CONTAINER = {"numpy", "transformers", "triton_python_backend_utils", "yaml", *sys.stdlib_module_names}
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -71,20 +93,19 @@ def _part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def _layer(part: str) -> int:
-    found = [number for number, parts in enumerate(LAYERS) if part in parts]
-    assert found, f"trtserve/{part} has no layer: add it to LAYERS and to the design"
-    return found[0]
+def test_every_package_has_a_floor_of_its_own() -> None:
+    packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert sorted(FLOORS) == sorted(packages | modules)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    own = _layer(_part(path))
+def test_imports_go_down(path: Path) -> None:
+    own = FLOORS.index(_part(path))
     for name in _imports(path):
-        if name.startswith("trtserve."):
-            part = name.split(".")[1]
-            exists = (PACKAGE / part).exists() or (PACKAGE / f"{part}.py").exists()
-            assert not exists or _layer(part) >= own, f"{path.name} imports {name} from a layer above it"
+        part = name.split(".")[1] if name.startswith("trtserve.") else "__init__"
+        if part in FLOORS and part not in ("__init__", _part(path)):
+            assert FLOORS.index(part) > own, f"{path.relative_to(PACKAGE)} imports {name}, which is on a floor above"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -96,8 +117,18 @@ def test_confined_modules(path: Path) -> None:
             assert relative.startswith(allowed), f"{relative} imports {name}, which belongs to {allowed}"
 
 
-def test_contributing_shows_the_layers() -> None:
-    document = (PACKAGE.parent / "docs" / "contributing.md").read_text(encoding="utf-8")
-    block = document.split("tests/unit/test_layers.py` says so:\n\n```\n")[1].split("```")[0]
-    shown = [set(line.split("   ")[0].split()) for line in block.splitlines()]
-    assert shown == [{part for part in layer if not part.startswith("__")} for layer in LAYERS]
+def test_architectures_holds_nothing_but_families() -> None:
+    """What families share is in `architectures/parts`, which imports no family."""
+    folder = PACKAGE / "architectures"
+    assert {path.stem for path in folder.glob("*.py")} == {"__init__", "base", *FAMILIES.values()}
+    for path in folder.glob("parts/*.py"):
+        for name in _imports(path):
+            if name.startswith("trtserve.architectures."):
+                assert name.split(".")[2] in ("base", "parts"), f"{path.name} imports {name}"
+
+
+def test_models_run_without_trtserve() -> None:
+    """Repositories hold copies of `models`, which stock containers run."""
+    for path in (PACKAGE / "models").rglob("*.py"):
+        for name in _imports(path):
+            assert name.split(".")[0] in IN_EVERY_CONTAINER, f"{path.relative_to(PACKAGE)} imports {name}"

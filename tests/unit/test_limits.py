@@ -22,7 +22,7 @@ def _blocks(config: KvCacheConfig, free: int = 10**9) -> int:
     return kv_cache_blocks(config, LIMITS, tokens_per_block=16, bytes_per_block=1000, free_memory=free)
 
 
-def test_the_engine_gives_the_limits() -> None:
+def test_limits_come_from_the_engine() -> None:
     assert resolve_limits(ENGINE, ExecutorConfig()) == LIMITS
     assert resolve_limits(ENGINE, ExecutorConfig(max_batch_size=2, max_num_tokens=10)).max_num_tokens == 10
 
@@ -35,18 +35,18 @@ def test_the_engine_gives_the_limits() -> None:
         (ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=[50, 0])), "max_attention_window"),
     ],
 )
-def test_more_than_the_engine_is_refused(config: ExecutorConfig, message: str) -> None:
+def test_values_above_the_engine_are_refused(config: ExecutorConfig, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         resolve_limits(ENGINE, config)
 
 
-def test_more_tokens_per_step_than_the_engine_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_max_num_tokens_above_the_engine_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert resolve_limits(ENGINE, ExecutorConfig(max_num_tokens=65)).max_num_tokens == 64
     assert "above the engine's" in caplog.text
 
 
-def test_the_longest_prompt_depends_on_chunking() -> None:
+def test_longest_prompt_depends_on_chunking() -> None:
     assert LIMITS.max_input_len == 64
     assert resolve_limits(ENGINE, ExecutorConfig(enable_chunked_context=True)).max_input_len == 99
 
@@ -54,7 +54,7 @@ def test_the_longest_prompt_depends_on_chunking() -> None:
 @pytest.mark.parametrize(
     ("built", "chunked", "longest"), [(16, False, 16), (80, False, 64), (80, True, 80), (100, True, 99)]
 )
-def test_the_engine_bounds_the_prompt(built: int, chunked: bool, longest: int) -> None:
+def test_max_input_len_limits_the_prompt(built: int, chunked: bool, longest: int) -> None:
     engine = {**ENGINE, "build_config": {**ENGINE["build_config"], "max_input_len": built}}
     limits = resolve_limits(engine, ExecutorConfig(enable_chunked_context=chunked))
     assert limits.max_input_len == longest
@@ -64,7 +64,7 @@ def _built(**flags: Any) -> Limits:
     return resolve_limits({**ENGINE, "build_config": {**ENGINE["build_config"], **flags}}, ExecutorConfig())
 
 
-def test_the_engine_says_what_it_was_built_with() -> None:
+def test_features_come_from_the_build_config() -> None:
     built = _built(
         gather_context_logits=True,
         gather_generation_logits=True,
@@ -88,7 +88,7 @@ def test_the_engine_says_what_it_was_built_with() -> None:
     )
 
 
-def test_chunks_need_paged_context(caplog: pytest.LogCaptureFixture) -> None:
+def test_chunking_needs_paged_context(caplog: pytest.LogCaptureFixture) -> None:
     config = {**ENGINE["build_config"], "plugin_config": {"use_paged_context_fmha": False}}
     with caplog.at_level(logging.WARNING):
         limits = resolve_limits({**ENGINE, "build_config": config}, ExecutorConfig(enable_chunked_context=True))
@@ -99,7 +99,7 @@ def test_chunks_need_paged_context(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("asked", "windows"), [([100], ()), ([200, 300], ()), ([50], (50,)), ([50, 200], (50, 100)), (None, ())]
 )
-def test_windows(asked: list[int] | None, windows: tuple[int, ...]) -> None:
+def test_attention_windows(asked: list[int] | None, windows: tuple[int, ...]) -> None:
     config = ExecutorConfig(kv_cache_config=KvCacheConfig(max_attention_window=asked))
     assert resolve_limits(ENGINE, config).windows == windows
 
@@ -107,7 +107,7 @@ def test_windows(asked: list[int] | None, windows: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("policy", "chunked", "refused"), [("MAX", False, True), ("MAX", True, False), ("GUA", False, False)]
 )
-def test_streams_that_may_be_paused_must_fit_a_step(policy: str, chunked: bool, refused: bool) -> None:
+def test_streaming_that_may_be_paused_must_fit_a_step(policy: str, chunked: bool, refused: bool) -> None:
     (chosen,) = [each for each in CapacitySchedulerPolicy if each.name.startswith(policy)]
     config = ExecutorConfig(scheduler_config=SchedulerConfig(chosen), enable_chunked_context=chunked)
     limits = resolve_limits(ENGINE, config)
@@ -131,31 +131,31 @@ def test_streams_that_may_be_paused_must_fit_a_step(policy: str, chunked: bool, 
         ({"max_gpu_total_bytes": 5_000}, 100_000, 5),
     ],
 )
-def test_blocks_of_the_kv_cache(config: dict[str, Any], free: int, expected: int) -> None:
+def test_number_of_kv_cache_blocks(config: dict[str, Any], free: int, expected: int) -> None:
     assert _blocks(KvCacheConfig(**config), free) == expected
 
 
-def test_no_room_for_a_block_is_an_error() -> None:
+def test_too_little_memory_for_a_block_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="room for 0 tokens"):
         _blocks(KvCacheConfig(), free=1000)
 
 
-def test_beams_need_blocks_of_their_own() -> None:
+def test_beams_need_their_own_blocks() -> None:
     limits = replace(LIMITS, max_beam_width=4)
     config = KvCacheConfig()
     assert kv_cache_blocks(config, limits, tokens_per_block=16, bytes_per_block=1000, free_memory=10**9) == 4 * 56
 
 
-def test_a_small_cache_shortens_the_sequences(caplog: pytest.LogCaptureFixture) -> None:
+def test_small_cache_reduces_max_seq_len(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert fit_to_cache(LIMITS, cache_tokens=48, tokens_per_block=16, fail=False).max_seq_len == 48
-    assert "max_seq_len becomes 48" in caplog.text
+    assert "max_seq_len is reduced to 48" in caplog.text
     with pytest.raises(RuntimeError, match=r"less than one sequence.*max_tokens_in_paged_kv_cache to 112 or more"):
         fit_to_cache(LIMITS, cache_tokens=48, tokens_per_block=16, fail=True)
     assert fit_to_cache(LIMITS, cache_tokens=112, tokens_per_block=16, fail=True) is LIMITS
 
 
-def test_a_cache_must_hold_all_beams_of_a_sequence() -> None:
+def test_cache_must_hold_all_beams_of_a_sequence() -> None:
     limits = replace(LIMITS, max_beam_width=3)
     assert fit_to_cache(limits, cache_tokens=3 * 112, tokens_per_block=16, fail=True) is limits
     assert fit_to_cache(limits, cache_tokens=3 * 112 - 16, tokens_per_block=16, fail=False).max_seq_len == 96

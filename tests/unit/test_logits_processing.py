@@ -1,4 +1,4 @@
-"""The processor, which counts as tokens come, against formulas that look at the whole sequence for every token."""
+"""The incremental logits processor, compared with formulas over the whole sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtserve.executor.sampling import UNDEFINED, Row, SamplingParameters, choos
 VOCAB = 12
 END = 2
 LAST_RESORT = np.finfo(np.float32).min
-"""Of the end token that comes too early: unlike a ban, it gives way when nothing else is left."""
+"""Logit of an end token before min_tokens: unlike a ban, it can be chosen when nothing else is left."""
 Words = Sequence[Sequence[int]]
 
 tokens = st.integers(0, VOCAB - 1)
@@ -52,7 +52,7 @@ def reference(
     bad_words: Words = (),
     bias: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Sections 2.2 to 2.4 of the reference, one token after another."""
+    """Bias, temperature, penalties and bans computed from the whole sequence for every token."""
     sequence = prompt + generated
     temperature = config.temperature or 1.0
     ever = Counter(sequence)
@@ -79,7 +79,7 @@ def reference(
 
 
 def banned(config: SamplingConfig, sequence: list[int], bad_words: Words) -> set[int]:
-    """Tokens that may not come next."""
+    """Return the tokens that are banned next."""
     found: set[int] = set()
     size = config.no_repeat_ngram_size or 0
     if size:
@@ -94,7 +94,7 @@ def ends_with(sequence: list[int], tail: list[int]) -> bool:
 
 
 @given(configs, st.lists(tokens, max_size=10), st.lists(tokens, max_size=14), words, st.integers(0, 99))
-def test_equals_the_formulas_after_any_sequence(
+def test_processor_equals_the_formulas(
     config: SamplingConfig, prompt: list[int], answer: list[int], bad_words: Words, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def test_equals_the_formulas_after_any_sequence(
 
 
 @given(configs, st.lists(tokens, min_size=1, max_size=10), words, st.integers(0, 99))
-def test_what_is_banned_is_never_chosen(config: SamplingConfig, prompt: list[int], bad_words: Words, seed: int) -> None:
+def test_banned_tokens_are_never_chosen(config: SamplingConfig, prompt: list[int], bad_words: Words, seed: int) -> None:
     random = np.random.default_rng(seed)
     processor = processor_of(config, prompt, bad_words=bad_words)
     generated: list[int] = []
@@ -130,7 +130,7 @@ def test_what_is_banned_is_never_chosen(config: SamplingConfig, prompt: list[int
 
 
 @given(configs, st.lists(tokens, max_size=8), st.lists(tokens, max_size=5), st.lists(tokens, max_size=5), words)
-def test_a_fork_goes_its_own_way(
+def test_fork_is_independent(
     config: SamplingConfig, prompt: list[int], common: list[int], own: list[int], bad_words: Words
 ) -> None:
     row = np.linspace(-2, 2, VOCAB).astype(np.float32)
@@ -148,7 +148,7 @@ def test_a_fork_goes_its_own_way(
     np.testing.assert_array_equal(branch.process(row, common + own), alone.process(row, common + own))
 
 
-def test_the_penalties_of_one_step() -> None:
+def test_penalties_of_one_step() -> None:
     config = SamplingConfig(temperature=0.5, repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.125)
     processor = processor_of(config, [3, 3, 4], bias=np.full(VOCAB, 0.5, dtype=np.float32))
     processor.accept(5)
@@ -160,41 +160,26 @@ def test_the_penalties_of_one_step() -> None:
     assert result[3:7] == pytest.approx(
         [warm / 2 - 0.25 - 0.25, -2 * 2 * warm - 0.25 - 0.125, warm / 2 - 0.25 - 0.125, warm], abs=1e-6
     )
-    assert row[4] == -1.5  # the model's own memory
+    assert row[4] == -1.5  # the model's memory must not change
 
 
-def test_ignored_prompt_tokens_still_count_for_repetition() -> None:
-    config = SamplingConfig(repetition_penalty=2.0, presence_penalty=1.0, prompt_ignore_length=2)
-    result = processor_of(config, [3, 4, 4]).process(np.full(VOCAB, 4, dtype=np.float32), [])
-    assert result[[3, 4, 5]].tolist() == [2.0, 1.0, 4.0]
-
-
-def test_rows_of_a_prompt_table_have_no_logits() -> None:
+def test_prompt_table_ids_are_not_penalised() -> None:
     config = SamplingConfig(frequency_penalty=1.0, no_repeat_ngram_size=2)
     prompt = [VOCAB, 5, VOCAB + 7, VOCAB, 5, VOCAB]
     processor = processor_of(config, prompt, bad_words=[[VOCAB], [VOCAB, 6], [5, VOCAB]])
     result = processor.process(np.zeros(VOCAB, dtype=np.float32), [])
-    assert result[5] == -np.inf  # the table's row was followed by it
+    assert result[5] == -np.inf  # it followed the row of the prompt table
     assert result[6] == -np.inf
     assert np.flatnonzero(result).tolist() == [5, 6]
 
 
-def test_counting_goes_beyond_the_first_room() -> None:
+def test_counts_grow_beyond_the_initial_size() -> None:
     count = 500
     processor = processor_of(SamplingConfig(frequency_penalty=1.0), [0, 0], vocab_size=count)
     for token in [*range(count), *range(count - 10, count)]:
         processor.accept(token)
     result = processor.process(np.zeros(count, dtype=np.float32), [1])
     assert result.tolist() == [-3.0, *[-1.0] * (count - 11), *[-2.0] * 10]
-
-
-def test_long_bad_words_need_their_beginning() -> None:
-    bad = [[7, 8, 9], [9, 9], [1], []]
-    processor = processor_of(SamplingConfig(), [7], bad_words=bad)
-    row = np.zeros(VOCAB, dtype=np.float32)
-    steps = [(), (8,), (8, 9), (8, 9, 3)]
-    masked = [np.flatnonzero(np.isinf(processor.process(row, list(step)))).tolist() for step in steps]
-    assert masked == [[1], [1, 9], [1, 9], [1]]
 
 
 NEUTRAL: list[tuple[dict[str, Any], dict[str, Any], bool, bool]] = [
@@ -213,7 +198,7 @@ NEUTRAL: list[tuple[dict[str, Any], dict[str, Any], bool, bool]] = [
 
 
 @pytest.mark.parametrize(("config", "settings", "neutral", "keeps_order"), NEUTRAL)
-def test_what_leaves_rows_alone_is_known(
+def test_neutral_parameters_are_recognised(
     config: dict[str, Any], settings: dict[str, Any], neutral: bool, keeps_order: bool
 ) -> None:
     processor = processor_of(SamplingConfig(**config), [1, 2], **settings)
@@ -221,14 +206,14 @@ def test_what_leaves_rows_alone_is_known(
 
 
 @pytest.mark.parametrize("config", [{"presence_penalty": float("nan")}, {"repetition_penalty": 1e-45}])
-def test_penalties_that_give_no_numbers_concern_their_row_alone(config: dict[str, float]) -> None:
+def test_overflowing_penalties_affect_only_their_row(config: dict[str, float]) -> None:
     sampling = [SamplingConfig(**config), SamplingConfig()]
     rows = [Row(SamplingParameters.of(each), processor_of(each, [3]), []) for each in sampling]
     logits = np.ones((2, VOCAB), dtype=np.float32)
     assert [choice.token for choice in choose_tokens(logits, rows)] == [UNDEFINED, 0]
 
 
-def test_the_nucleus_decays_and_comes_back() -> None:
+def test_top_p_decays_and_is_reset() -> None:
     config = SamplingConfig(top_p=0.8, top_p_decay=0.5, top_p_min=0.3, top_p_reset_ids=7)
     processor = processor_of(config, [1])
     masses = []
@@ -240,8 +225,8 @@ def test_the_nucleus_decays_and_comes_back() -> None:
     assert processor.fork().top_p == processor.top_p
 
 
-def test_the_decayed_nucleus_is_sampled_from() -> None:
-    """Two equal tokens: a nucleus of half the mass or less holds the first alone."""
+def test_sampling_uses_the_decayed_top_p() -> None:
+    """Two equal tokens: a nucleus of at most half the mass contains only the first."""
     config = SamplingConfig(top_p=1.0, top_p_decay=0.5)
     logits = np.full((1, VOCAB), -50, dtype=np.float32)
     logits[0, [3, 8]] = 0

@@ -1,4 +1,4 @@
-"""Adapters in the cache: what is taken, what is refused with which words, and which leave first."""
+"""The adapter cache: valid and invalid adapters, eviction, and batches of adapters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _sent(task: int, *, rank: int = 4, **options: Any) -> LoraConfig:
 
 
 def _cached(cache: AdapterCache, *tasks: int) -> list[bool]:
-    """Which of `tasks` are cached; asking for one makes it the one used last, so ask once."""
+    """Return the cached ones of `tasks`; this makes them the most recently used, so call it only once."""
     return [_is_cached(cache, task) for task in tasks]
 
 
@@ -48,7 +48,7 @@ def _is_cached(cache: AdapterCache, task: int) -> bool:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("batch_axis", [True, False])
-def test_rows_become_matrices(dtype: Any, batch_axis: bool) -> None:
+def test_rows_are_split_into_matrices(dtype: Any, batch_axis: bool) -> None:
     weights, config = random_adapter(SHAPE, seed=1, rank=3, dtype=dtype, batch_axis=batch_axis)
     adapter = _cache().resolve(LoraConfig(1, weights, config))
     rows = weights.reshape(-1, weights.shape[-1]).astype(np.float32)
@@ -60,13 +60,13 @@ def test_rows_become_matrices(dtype: Any, batch_axis: bool) -> None:
     assert adapter.ranks == {1: 3, 2: 3, 3: 3}
 
 
-def test_engines_in_bfloat16_hold_bfloat16() -> None:
+def test_bfloat16_engines_keep_bfloat16() -> None:
     shape = LoraShape(modules=MODULES, layers=2, max_rank=8, bfloat16=True)
     adapter = _cache(shape).resolve(_sent(1))
     assert {array.dtype for pair in adapter.matrices.values() for array in pair} == {np.dtype(ml_dtypes.bfloat16)}
 
 
-def test_the_weights_are_sent_once() -> None:
+def test_weights_need_to_be_sent_only_once() -> None:
     cache = _cache()
     with pytest.raises(
         NotCachedError, match=r"^LoRA task 7 not found in cache\. Please send LoRA weights with request$"
@@ -77,14 +77,14 @@ def test_the_weights_are_sent_once() -> None:
     assert first.holders == 2
 
 
-def test_a_known_task_id_keeps_its_weights() -> None:
-    """Upstream does not look at tensors that come with an id in the cache; KV blocks of that id stay right."""
+def test_known_task_id_keeps_its_weights() -> None:
+    """Upstream ignores tensors sent with a cached id; KV blocks of that id stay correct."""
     cache = _cache()
     first = cache.resolve(_sent(7, rank=4))
     assert cache.resolve(LoraConfig(7, *random_adapter(SHAPE, seed=8, rank=2))) is first
 
 
-def test_an_engine_without_adapters_says_so() -> None:
+def test_engine_without_adapters_refuses_them() -> None:
     cache = _cache(None)
     with pytest.raises(RuntimeError, match="the engine was built without adapters"):
         cache.resolve(_sent(1))
@@ -96,7 +96,7 @@ Tensors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def _described_as(place: int, number: int) -> Callable[[Tensors], Tensors]:
-    """Another number in the first row of lora_config."""
+    """Change a number in the first row of lora_config."""
 
     def change(tensors: Tensors) -> Tensors:
         weights, config = tensors
@@ -141,19 +141,19 @@ def _both(change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Callable[[T
         (_weights(lambda w: w.reshape(-1)), "Invalid shape for lora_weights tensor"),
         (_weights(lambda w: w.astype(np.int32)), "lora_weights has type int32; expected float16, bfloat16 or float32"),
         (_config(lambda c: c.astype(np.int64)), "Expected lora_config to have TYPE_INT32 but was int64"),
-        (_with_nan, "lora_weights has numbers for attn_q that are not finite"),
+        (_with_nan, "lora_weights has values for attn_q that are not finite"),
         (_config(lambda c: np.concatenate([c, np.ones_like(c[..., :1])], axis=-1)), "DoRA"),
         (_both(lambda t: t[:, :0]), "1 or more; they have 0 and 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_leaves_nothing(change: Callable[[Tensors], Tensors], message: str) -> None:
+def test_invalid_adapters_are_refused(change: Callable[[Tensors], Tensors], message: str) -> None:
     cache = _cache()
     with pytest.raises(RuntimeError, match=message):
         cache.resolve(LoraConfig(1, *change(random_adapter(SHAPE, seed=1, rank=4))))
     assert _cached(cache, 1) == [False]
 
 
-def test_numbers_that_overflow_in_bfloat16_are_refused() -> None:
+def test_values_that_overflow_bfloat16_are_refused() -> None:
     shape = LoraShape(modules=MODULES, layers=2, max_rank=8, bfloat16=True)
     weights, config = random_adapter(SHAPE, seed=1, rank=4)
     weights[0, 0, 0] = np.float32(3.4e38)
@@ -161,7 +161,7 @@ def test_numbers_that_overflow_in_bfloat16_are_refused() -> None:
         _cache(shape).resolve(LoraConfig(1, weights, config))
 
 
-def test_a_lower_max_adapter_size_counts() -> None:
+def test_max_adapter_size_limits_the_rank() -> None:
     with pytest.raises(RuntimeError, match=r"mMaxLowRank \(2\)"):
         _cache(max_adapter_size=2).resolve(_sent(1, rank=3))
 
@@ -171,7 +171,7 @@ def test_a_lower_max_adapter_size_counts() -> None:
 ROOM_FOR_THREE: dict[str, Any] = {"host_cache_size": 3 * 64 * 96 * 4}
 
 
-def test_the_least_recently_used_leaves_first() -> None:
+def test_least_recently_used_adapter_is_evicted_first() -> None:
     cache = _cache(**ROOM_FOR_THREE)
     for task in (1, 2, 3):
         cache.release(cache.resolve(_sent(task, rank=8)))
@@ -180,7 +180,7 @@ def test_the_least_recently_used_leaves_first() -> None:
     assert _cached(cache, 1, 2, 3, 4) == [True, False, True, True]
 
 
-def test_adapters_in_use_stay() -> None:
+def test_adapters_in_use_are_not_evicted() -> None:
     cache = _cache(**ROOM_FOR_THREE)
     held = [cache.resolve(_sent(task, rank=8)) for task in (1, 2, 3)]
     with pytest.raises(RuntimeError, match=rf"Could not store taskId=4\. {FULL}"):
@@ -191,14 +191,14 @@ def test_adapters_in_use_stay() -> None:
     assert _cached(cache, 1, 2, 3, 4) == [True, False, True, True]
 
 
-def test_small_adapters_take_less_room() -> None:
+def test_small_adapters_use_fewer_pages() -> None:
     cache = _cache(optimal_adapter_size=1, **ROOM_FOR_THREE)
     for task in range(1, 8):
         cache.resolve(_sent(task, rank=2))
     assert all(_cached(cache, *range(1, 8)))
 
 
-def test_sizes_in_module_layers_win_over_bytes() -> None:
+def test_module_layer_sizes_take_precedence_over_bytes() -> None:
     # One module and layer is a row of the largest module: 2 slots of 96 numbers.
     cache = _cache(num_host_module_layer=64, host_cache_size=1)
     for task in (1, 2, 3):
@@ -209,32 +209,32 @@ def test_sizes_in_module_layers_win_over_bytes() -> None:
 @pytest.mark.parametrize(
     ("place", "config"), [("host", {"host_cache_size": 1000}), ("device", {"device_cache_percent": 1e-6})]
 )
-def test_a_cache_too_small_for_one_adapter_is_refused(place: str, config: dict[str, Any]) -> None:
+def test_cache_too_small_for_one_adapter_is_refused(place: str, config: dict[str, Any]) -> None:
     with pytest.raises(
         RuntimeError, match=f"Not enough space allocated to {place} LoRA cache to hold 1 max sized LoRA"
     ):
         _cache(**config)
 
 
-def test_by_default_little_memory_still_holds_one_adapter() -> None:
+def test_default_cache_holds_at_least_one_adapter() -> None:
     cache = AdapterCache(SHAPE, PeftCacheConfig(), free_memory=0)
     assert cache.fits([cache.resolve(_sent(1, rank=8))])
 
 
-def test_the_device_size_limits_what_works_at_once() -> None:
+def test_device_cache_limits_adapters_per_step() -> None:
     cache = _cache(device_cache_percent=2 * 64 * 96 * 4 / MEMORY)
     adapters = [cache.resolve(_sent(task, rank=8)) for task in (1, 2, 3)]
     assert cache.fits([adapters[0], None, adapters[1], adapters[0]])
     assert not cache.fits(adapters)
 
 
-def test_masks_follow_the_tokens() -> None:
+def test_masks_select_the_columns_of_each_tokens_adapter() -> None:
     cache = _cache()
     one, two = cache.resolve(_sent(1, rank=1)), cache.resolve(_sent(2, rank=2))
     batch = cache.batch([(one, 1), (None, 2), (two, 1)])
     assert batch is not None
     mask = batch.masks["attention.qkv"]
-    # q, k and v of the first adapter take a column each, those of the second two.
+    # q, k and v of the first adapter have one column each, those of the second two.
     np.testing.assert_array_equal(mask, [[1] * 3 + [0] * 6, [0] * 9, [0] * 9, [0] * 3 + [1] * 6])
     a, b = batch.stack.weights[0, "attention.qkv"]
     assert (a.shape, b.shape) == ((9, 64), (9, 128))
@@ -244,7 +244,7 @@ def test_masks_follow_the_tokens() -> None:
     np.testing.assert_array_equal(b[1, 64:96], key[1][0])
 
 
-def test_the_stack_is_made_again_only_for_other_adapters() -> None:
+def test_stack_is_rebuilt_only_for_other_adapters() -> None:
     cache = _cache()
     adapters = [cache.resolve(_sent(task)) for task in range(1, 7)]
 
@@ -256,12 +256,12 @@ def test_the_stack_is_made_again_only_for_other_adapters() -> None:
     first = stack(0, 1, 2, 3, 4)
     assert stack(3, 1, 3) is first
     narrow = stack(4)
-    assert narrow is not first  # which was five times as wide as needed
+    assert narrow is not first  # the first was five times as wide as needed
     assert stack(4, 5) is not narrow
     assert cache.batch([(None, 4)]) is None
 
 
-def test_adapters_of_a_folder_are_there_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prefetched_adapters_are_cached_at_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("3", "11", "notes"):
         (tmp_path / name).mkdir()
         weights, config = random_adapter(SHAPE, seed=1, rank=2, dtype=np.float16)
@@ -271,5 +271,5 @@ def test_adapters_of_a_folder_are_there_at_the_start(tmp_path: Path, caplog: pyt
         cache = _cache(lora_prefetch_dir=str(tmp_path))
         _cache(lora_prefetch_dir=str(tmp_path / "absent"))
     assert _cached(cache, 3, 11, 12) == [True, True, False]
-    assert "notes is not called by a task id" in caplog.text
+    assert "notes is not named by a task id" in caplog.text
     assert "absent is not a folder" in caplog.text

@@ -1,19 +1,18 @@
-"""Adapters by name: the table, its files, and how the BLS model sends them only when they are not cached."""
+"""Named LoRA adapters: the table, its files, and sending them only when they are not cached."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.model_modules import load
-from trtserve.triton.profiles import BLS
+from trtserve.models.bls import core_model
+from trtserve.models.shared.inner_models import InnerModelError
+from trtserve.models.shared.lora_names import LoraNames
 
 
 @pytest.fixture
@@ -27,30 +26,26 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def adapter(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
-    return load(monkeypatch, BLS, "adapter")
-
-
-def test_table(adapter: Any, repository: Path) -> None:
-    names = adapter.LoraNames(repository)
+def test_table(repository: Path) -> None:
+    names = LoraNames(repository)
     assert names.names == ("gone", "poet")
     assert names.task_id("poet") == 2**62
     weights, config = names.tensors("poet")
-    assert (weights.dtype, weights.shape, config.dtype, config.shape) == (np.float16, (1, 2, 8), np.int32, (1, 2, 3))
+    assert weights.dtype == np.float16
+    assert config.dtype == np.int32
+    assert (weights.shape, config.shape) == ((1, 2, 8), (1, 2, 3))
     with pytest.raises(ValueError, match="lora_name is 'Poet', which this repository does not know; it has gone, poet"):
         names.task_id("Poet")
     with pytest.raises(ValueError, match="adapter gone cannot be read"):
         names.tensors("gone")
 
 
-def test_without_a_table_there_is_no_name(adapter: Any, tmp_path: Path) -> None:
+def test_without_a_table_every_name_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it has none"):
-        adapter.LoraNames(tmp_path).task_id("poet")
+        LoraNames(tmp_path).task_id("poet")
     (tmp_path / "lora.json").write_text("[]")
     with pytest.raises(ValueError, match=r"lora\.json is not a table"):
-        adapter.LoraNames(tmp_path)
+        LoraNames(tmp_path)
 
 
 class Core:
@@ -76,43 +71,43 @@ class Core:
         yield {"output_ids": np.zeros((1, 1, 1))}
 
 
-def ask(adapter: Any, names: Any, batch: int) -> list[Any]:
+def ask(names: Any, batch: int) -> list[Any]:
     inputs = {"input_ids": np.zeros((batch, 1), dtype=np.int32)}
-    return list(adapter.CoreModel("core", "id", lora=names, adapter="poet").answers(inputs, ("output_ids",)))
+    return list(core_model.CoreModel("core", "id", lora=names, adapter="poet").answers(inputs, ("output_ids",)))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_tensors_go_out_on_first_use_and_after_eviction(
-    adapter: Any, repository: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+def test_tensors_are_sent_on_first_use_and_after_eviction(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    core, names = Core(adapter.InnerModelError), adapter.LoraNames(repository)
-    monkeypatch.setattr(adapter, "call_streamed", core)
-    monkeypatch.setattr(adapter, "stop_request", lambda *_: None)
-    assert len(ask(adapter, names, batch)) == 1
+    core, names = Core(InnerModelError), LoraNames(repository)
+    monkeypatch.setattr(core_model, "call_streamed", core)
+    monkeypatch.setattr(core_model, "stop_request", lambda *_: None)
+    assert len(ask(names, batch)) == 1
     assert [set(call) - {"input_ids"} for call in core.calls] == [
         {"lora_task_id"},
         {"lora_task_id", "lora_weights", "lora_config"},
     ]
     assert core.calls[1]["lora_weights"].shape == (batch, 2, 8)
     assert core.calls[0]["lora_task_id"].tolist() == [[2**62]] * batch
-    ask(adapter, names, batch)
+    ask(names, batch)
     assert len(core.calls) == 3
     core.cached.clear()
-    ask(adapter, names, batch)
+    ask(names, batch)
     assert len(core.calls) == 5
 
 
-def test_other_errors_are_not_repeated(adapter: Any, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_repeated(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def refuse(*arguments: Any, pushed: bool) -> Iterator[Any]:
         assert not pushed
         calls.append(arguments)
-        raise adapter.InnerModelError("Prompt length (9) exceeds maximum input length (8)")
+        raise InnerModelError("Prompt length (9) exceeds maximum input length (8)")
 
-    monkeypatch.setattr(adapter, "call_streamed", refuse)
-    with pytest.raises(adapter.InnerModelError, match="Prompt length"):
-        ask(adapter, adapter.LoraNames(repository), 1)
+    monkeypatch.setattr(core_model, "call_streamed", refuse)
+    with pytest.raises(InnerModelError, match="Prompt length"):
+        ask(LoraNames(repository), 1)
     assert len(calls) == 1
 
 
@@ -120,11 +115,11 @@ def names_tensor(*names: str) -> Any:
     return np.array([[name.encode()] for name in names], dtype=np.object_)
 
 
-def test_one_adapter_per_request(adapter: Any) -> None:
-    assert adapter.adapter_of({}) is None
-    assert adapter.adapter_of({"lora_name": names_tensor("")}) is None
-    assert adapter.adapter_of({"lora_name": names_tensor("a", "a")}) == "a"
+def test_one_adapter_per_request() -> None:
+    assert core_model.adapter_of({}) is None
+    assert core_model.adapter_of({"lora_name": names_tensor("")}) is None
+    assert core_model.adapter_of({"lora_name": names_tensor("a", "a")}) == "a"
     with pytest.raises(ValueError, match="differs between the rows"):
-        adapter.adapter_of({"lora_name": names_tensor("a", "b")})
+        core_model.adapter_of({"lora_name": names_tensor("a", "b")})
     with pytest.raises(ValueError, match="both given"):
-        adapter.adapter_of({"lora_name": names_tensor("a"), "lora_task_id": np.array([[1]])})
+        core_model.adapter_of({"lora_name": names_tensor("a"), "lora_task_id": np.array([[1]])})

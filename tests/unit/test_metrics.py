@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +14,22 @@ from typing import ClassVar
 import pytest
 from rich.text import Text
 
+from tests.support.server_records import server_record
 from trtserve.cli import run
 from trtserve.errors import ServerDiedError, ServerUnreachableError
-from trtserve.metrics import Reading, Source, rates, read_metrics, remote_source, watch_metrics
-from trtserve.ports import free_ports
-from trtserve.process import Identity
-from trtserve.servers import Server, log_file, write_state
+from trtserve.host.ports import free_ports
+from trtserve.server.metrics import Reading, Source, rates, read_metrics, remote_source, watch_metrics
+from trtserve.server.state import Server, write_state
 from trtserve.store import Store
-from trtserve.triton.metrics import CoreMetrics, Sample, core_metrics, kv_blocks, model_metrics, parse
+from trtserve.triton.metrics import (
+    CoreMetrics,
+    Sample,
+    core_metrics,
+    gpu_metrics,
+    kv_blocks,
+    model_metrics,
+    parse,
+)
 
 PAGE = """
 # HELP nv_inference_request_success Number of successful inference requests, all batch sizes
@@ -87,23 +94,7 @@ def serving(*pages: str) -> Iterator[int]:
 
 
 def server_at(port: int, *, alive: bool = True) -> Server:
-    own = Identity.of(os.getpid())
-    assert own is not None
-    return Server(
-        name="demo",
-        host="127.0.0.1",
-        http_port=1,
-        grpc_port=2,
-        metrics_port=port,
-        pid=own.pid,
-        started=own.started if alive else own.started - 1000,
-        log=log_file("demo", Store()),
-        repository=Path("gone"),
-        model="probe",
-        streaming=True,
-        phase="running",
-        shm_prefix="",
-    )
+    return server_record(metrics_port=port, age=0 if alive else 1000, repository=Path("gone"), model="probe")
 
 
 def record(port: int) -> None:
@@ -258,7 +249,7 @@ def test_watch_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "prompt tokens/s" in text
 
 
-def test_watch_says_that_tokens_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_reports_that_tokens_are_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     page = "\n".join(line for line in PAGE.splitlines() if "tokens_total" not in line)
     with serving(page) as port:
         assert run(["metrics", "--url", f"127.0.0.1:{port}", "--watch", "--count", "1"]) == 0
@@ -289,3 +280,14 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with serving(PAGE) as port:
         assert run(["metrics", "--url", f"127.0.0.1:{port}", "--watch"]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_gpus_of_a_page() -> None:
+    page = (
+        'nv_gpu_utilization{gpu_uuid="GPU-b"} 0.5\n'
+        'nv_gpu_memory_used_bytes{gpu_uuid="GPU-b"} 1073741824\n'
+        'nv_gpu_memory_total_bytes{gpu_uuid="GPU-a"} 2147483648\n'
+    )
+    first, second = gpu_metrics(parse(page))
+    assert (first.uuid, dict(first.values)) == ("GPU-a", {"memory_total_bytes": 2**31})
+    assert (second.uuid, dict(second.values)) == ("GPU-b", {"utilization": 0.5, "memory_used_bytes": 2**30})

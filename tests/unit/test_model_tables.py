@@ -1,4 +1,4 @@
-"""The release table of the Triton models against an independent one, read from the reference by another hand."""
+"""The tables of the Triton models against independent ones, which another person read from NVIDIA's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with names of their own: what they accept, their config.json, and the contents of every rank."""
+"""Families with their own tensor names: what they refuse, and the projected embeddings of small OPT models."""
 
 from __future__ import annotations
 
@@ -9,69 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.expected_other_configs import OTHER_CONFIGS
-from tests.support.expected_others import other_ranks
+from tests.support.families import FAMILIES
 from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
-from trtserve import architectures
-from trtserve.architectures.alibi import alibi_slopes
-from trtserve.architectures.checkpoint import CheckpointReader
+from trtserve.architectures.parts.alibi import alibi_slopes
 from trtserve.artifacts import Model
+from trtserve.checkpoint.supported import supported_family
+from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.convert import convert_model
 from trtserve.errors import ConversionError, UnsupportedModelError
 from trtserve.specs import ConvertSpec
-
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("gptj", {"vocab_size": 323}),
-    ("gptj", {"tie_word_embeddings": True}),
-    ("gpt_neox", {"vocab_size": 323}),
-    ("gpt_neox", {"tie_word_embeddings": True}),
-    ("opt", {"vocab_size": 323}),
-    ("opt", {"do_layer_norm_before": False, "tie_word_embeddings": False}),
-    ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False, "vocab_size": 323}),
-    ("opt", {"word_embed_proj_dim": 96, "tie_word_embeddings": False}),
-    ("phi", {"vocab_size": 323}),
-    ("phi", {"tie_word_embeddings": True}),
-    ("phi3", {"vocab_size": 323, "num_key_value_heads": 1}),
-    ("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    ("phi3_long", {}),
-    ("starcoder2", {"vocab_size": 323}),
-    ("starcoder2", {"tie_word_embeddings": False, "use_bias": False, "num_key_value_heads": 4}),
-    ("bloom", {"vocab_size": 323}),
-    ("bloom", {"tie_word_embeddings": False}),
-    ("falcon", {"vocab_size": 323}),
-    ("falcon", {"tie_word_embeddings": False}),
-    ("falcon_new", {"vocab_size": 323, "tie_word_embeddings": False}),
-    ("falcon_new", {"num_ln_in_parallel_attn": 1}),
-    ("falcon_rw", {}),
-]
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize(("family", "overrides"), CASES)
-def test_each_rank_holds_exactly_its_part(tmp_path: Path, family: str, overrides: dict[str, Any], tp: int) -> None:
-    folder = write_tiny_model(tmp_path / "hf", family, **overrides)
-    hf = json.loads((folder / "config.json").read_text())
-    source = read_safetensors(folder / "model.safetensors")
-    spec = ConvertSpec(tp_size=tp, dtype="float32")
-    out = convert_model(Model(path=folder), spec, out=tmp_path / "out").path
-    reader = CheckpointReader(out)
-    for rank, wanted in enumerate(other_ranks(source, hf, tp)):
-        actual = read_safetensors(out / f"rank{rank}.safetensors")
-        assert actual.keys() == wanted.keys() == set(reader.names())
-        for name, values in wanted.items():
-            np.testing.assert_array_equal(actual[name], values, err_msg=name)
-    for name, values in other_ranks(source, hf, 1)[0].items():
-        np.testing.assert_array_equal(reader.merged(name), values, err_msg=name)
-
 
 PROJECTED: dict[str, Any] = {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
 
 
 @pytest.mark.parametrize("split", [{}, {"use_parallel_embedding": True}, {"embedding_sharding_dim": 1}])
-def test_products_of_several_blocks_go_to_all_ranks(
+def test_projected_embeddings_reach_all_ranks(
     split: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trtserve.architectures.products._BLOCK_BYTES", 4 * 64 * 50)
+    monkeypatch.setattr("trtserve.checkpoint.products._BLOCK_BYTES", 4 * 64 * 50)
     folder = write_tiny_model(tmp_path / "hf", "opt", vocab_size=323, **PROJECTED)
     source = read_safetensors(folder / "model.safetensors")
     spec = ConvertSpec(tp_size=2, dtype="float16", **({"use_parallel_embedding": True} | split if split else {}))
@@ -95,7 +50,7 @@ def test_products_of_several_blocks_go_to_all_ranks(
         ("project_out", np.inf, r"project_out\.weight has values that are not finite in float16"),
     ],
 )
-def test_projections_that_cannot_be(tmp_path: Path, name: str, values: Any, message: str) -> None:
+def test_invalid_projections_are_refused(tmp_path: Path, name: str, values: Any, message: str) -> None:
     folder = write_tiny_model(tmp_path / "hf", "opt", **PROJECTED)
     tensors = read_safetensors(folder / "model.safetensors")
     old = tensors.pop(f"model.decoder.{name}.weight")
@@ -107,39 +62,24 @@ def test_projections_that_cannot_be(tmp_path: Path, name: str, values: Any, mess
         convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["gptj", "gpt_neox", "opt", "phi", "phi3", "phi3_long", "starcoder2", "bloom", "falcon", "falcon_new", "falcon_rw"],
-)
-def test_pipeline_stages_hold_what_one_rank_holds(tmp_path: Path, family: str) -> None:
-    layers: dict[str, Any] = {"n_layer" if family in ("gptj", "bloom") else "num_hidden_layers": 3}
-    folder = write_tiny_model(tmp_path / "hf", family, **layers)
-    one = CheckpointReader(convert_model(Model(path=folder), ConvertSpec(), out=tmp_path / "one").path)
-    spec = ConvertSpec(tp_size=2, pp_size=2)
-    two = CheckpointReader(convert_model(Model(path=folder), spec, out=tmp_path / "two").path)
-    assert one.names() == two.names()
-    for name in one.names():
-        np.testing.assert_array_equal(two.merged(name), one.merged(name), err_msg=name)
-
-
 def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
     hf = json.loads((folder / "config.json").read_text()) | changes
-    return architectures.supported(hf).checkpoint_config(hf)
+    return supported_family(hf).checkpoint_config(hf)
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("gptj", {"n_inner": 100}, "100 wide"),
+        ("gptj", {"n_inner": 100}, "n_inner = 100"),
         ("gptj", {"rotary_dim": None}, "lacks rotary_dim"),
         ("gptj", {"activation_function": "gelu"}, "'gelu' is not supported"),
-        ("gpt_neox", {"use_parallel_residual": False}, "use_parallel_residual off"),
-        ("gpt_neox", {"attention_bias": False}, "attention_bias off"),
-        ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"\(linear\), which .* gpt_neox cannot"),
-        ("opt", {"word_embed_proj_dim": 0.5}, "word_embed_proj_dim = 0.5; expected positive whole numbers"),
-        ("opt", {"enable_bias": False}, "enable_bias off"),
+        ("gpt_neox", {"use_parallel_residual": False}, "disables use_parallel_residual"),
+        ("gpt_neox", {"attention_bias": False}, "disables attention_bias"),
+        ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"'linear', which .* gpt_neox cannot"),
+        ("opt", {"word_embed_proj_dim": 0.5}, "word_embed_proj_dim = 0.5; expected positive integers"),
+        ("opt", {"enable_bias": False}, "disables enable_bias"),
         ("opt", {"_remove_final_layer_norm": True}, "no final norm"),
-        ("phi", {"qk_layernorm": True}, "norms its queries"),
+        ("phi", {"qk_layernorm": True}, "normalises queries"),
         ("phi", {"num_key_value_heads": 2}, "2 key/value heads for 4"),
         ("phi3", {"hidden_act": "gelu"}, "supported: silu, swish"),
         (
@@ -149,24 +89,24 @@ def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
         ),
         ("starcoder2", {"hidden_act": "gelu"}, "'gelu' is not supported"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
-        ("falcon_new", {"parallel_attn": False}, "without parallel attention"),
+        ("falcon_new", {"parallel_attn": False}, "parallel_attn = false"),
         ("falcon", {"activation": "relu"}, "'relu'"),
     ],
 )
-def test_what_cannot_be_converted_is_named(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_features_are_refused(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         config_of(write_tiny_model(tmp_path, family), **changes)
 
 
-def test_the_first_falcons_are_known_by_their_old_names(tmp_path: Path) -> None:
+def test_refinedweb_models_are_recognised(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "falcon")
     old = {"architectures": ["RWForCausalLM"], "n_layer": 2, "n_head": 4, "num_attention_heads": None}
-    assert config_of(folder, model_type="RefinedWebModel", **old) == OTHER_CONFIGS["falcon"]
+    assert config_of(folder, model_type="RefinedWebModel", **old) == FAMILIES["falcon"].expected
     grouped = config_of(folder, model_type="RefinedWeb", n_head_kv=2, **old)
-    assert grouped == OTHER_CONFIGS["falcon_new"]
+    assert grouped == FAMILIES["falcon_new"].expected
 
 
-def test_slopes_of_alibi() -> None:
+def test_alibi_slopes() -> None:
     assert alibi_slopes(4) == (2**-2, 2**-4, 2**-6, 2**-8)
     assert alibi_slopes(6) == (*alibi_slopes(4), 2**-1, 2**-3)
     assert alibi_slopes(1) == (2**-8,)

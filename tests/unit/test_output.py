@@ -118,7 +118,7 @@ def test_room_goes_where_cells_would_be_folded_most(
 def test_columns_have_names_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(("a", "b", "c"), [(1, 2, 3)])
     output.print_table(("name", "value"), [("speed", 2)])
-    assert capsys.readouterr().out == "a\tb\tc\n1\t2\t3\nspeed\t2\n"
+    assert capsys.readouterr().out == "a\tb\tc\n1\t2\t3\nname\tvalue\nspeed\t2\n"
 
 
 @pytest.mark.parametrize("text", ["Converting", "Converting " + "seven " * 12 + "ranks"])

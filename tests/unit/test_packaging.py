@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
 
-import pytest
+# pytest brings tomli where Python has no reader.
+tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtserve"
 
 
 def test_every_file_of_the_package_is_in_the_wheel() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["trtserve"]
     data = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
@@ -21,7 +23,6 @@ def test_every_file_of_the_package_is_in_the_wheel() -> None:
 
 
 def test_every_pattern_of_package_data_finds_something() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for pattern in project["tool"]["setuptools"]["package-data"]["trtserve"]:
         assert list(PACKAGE.glob(pattern)), pattern

@@ -1,4 +1,4 @@
-"""What is added to a graph at load: windows, prompt tables and adapters, against the definition in NumPy."""
+"""Windows, prompt tables and adapters of models, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import numpy.typing as npt
 import pytest
 
 from tests.support.adapters import ADAPTER_MODULES, merged, random_adapter
-from tests.support.paged_steps import PagedSteps, write_engine
+from tests.support.paged_steps import MODEL_RUNTIMES, PagedSteps, tiny_model, write_engine
 from tests.support.reference_decoder import ReferenceDecoder
 from tests.support.tiny_decoders import DECODERS, LLAMA, TinyDecoder, tiny_decoder
 from trtserve.executor.configs import PeftCacheConfig
-from trtserve.executor.graph import build_graph
 from trtserve.executor.lora import AdapterCache
 from trtserve.executor.lora_weights import Adapter
-from trtserve.executor.paged_graph import add_adapters, add_prompt_table, to_paged_attention
+from trtserve.executor.model import Model
 from trtserve.executor.paged_model import PagedModel
 from trtserve.executor.requests import LoraConfig
 
@@ -41,9 +40,9 @@ def _reference(tiny: TinyDecoder, **weights: npt.NDArray[Any]) -> ReferenceDecod
 
 
 class _Adapted:
-    """Sequences in flight, each with its adapter or none."""
+    """Running sequences, each with an adapter or none."""
 
-    def __init__(self, model: PagedModel, adapters: dict[str, int]) -> None:
+    def __init__(self, model: Model, adapters: dict[str, int]) -> None:
         self.cache = AdapterCache(model.lora, PeftCacheConfig(), free_memory=1 << 33)
         self.numbers = adapters
         assert model.lora is not None
@@ -77,10 +76,20 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_adapters_mixed_in_one_batch_equal_merged_weights(name: str, tmp_path: Path) -> None:
+# PyTorch computes in float16 where the weights are, and has no packed weights.
+_ON_TORCH = [name for name in MODULES if DECODERS[name].packing is None and "float16" not in name]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "name"),
+    [
+        *(("openvino", name) for name in MODULES),
+        *(pytest.param("torch", name, marks=pytest.mark.needs("torch")) for name in _ON_TORCH),
+    ],
+)
+def test_adapters_mixed_in_one_batch_equal_merged_weights(runtime: str, name: str, tmp_path: Path) -> None:
     tiny = DECODERS[name]
-    model = PagedModel(write_engine(tmp_path, tiny, lora=MODULES[name]), threads=1)
+    model = tiny_model(runtime, tmp_path, tiny, lora=MODULES[name])
     mixed = _Adapted(model, {"a": 1, "b": 2, "d": 1})
     logits = mixed.run()
     assert model.lora is not None
@@ -94,17 +103,18 @@ def test_adapters_mixed_in_one_batch_equal_merged_weights(name: str, tmp_path: P
 
 
 def _merged_packed(tiny: TinyDecoder, weights: dict[str, npt.NDArray[Any]]) -> ReferenceDecoder:
-    """The matrices are rounded before the adapter is added, so the difference goes onto the rounded ones."""
+    """The matrices are rounded before the adapter is added, so the expected sum uses the rounded ones."""
     rounded = _reference(tiny)
     for name, weight in weights.items():
         rounded._weights[name] += weight - tiny.tensors[name]
     return rounded
 
 
-def test_rows_and_adapters_of_the_last_layer_stay_together(tmp_path: Path) -> None:
-    """Behind the last attention only the rows asked for are calculated, and their masks must follow them."""
+@pytest.mark.parametrize("runtime", MODEL_RUNTIMES)
+def test_last_layer_applies_adapters_to_the_requested_rows(runtime: str, tmp_path: Path) -> None:
+    """After the last attention only the requested rows are computed; the masks must be gathered too."""
     tiny = DECODERS["llama"]
-    model = PagedModel(write_engine(tmp_path, tiny, lora=("mlp_h_to_4h", "mlp_4h_to_h")), threads=1)
+    model = tiny_model(runtime, tmp_path, tiny, lora=("mlp_h_to_4h", "mlp_4h_to_h"))
     mixed = _Adapted(model, {"a": 1, "c": 2})
     assert model.lora is not None
     blocks = -(-40 // model.tokens_per_block)
@@ -141,9 +151,10 @@ def test_adapters_in_bfloat16_stay_within_bounds(tmp_path: Path) -> None:
         assert float(np.abs(logits[sequence] - decoder.logits(SEQUENCES[sequence])).max()) < 0.4
 
 
-def test_without_adapters_an_engine_for_them_calculates_plainly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", MODEL_RUNTIMES)
+def test_lora_engine_without_adapters_equals_a_plain_one(runtime: str, tmp_path: Path) -> None:
     tiny = DECODERS["llama"]
-    model = PagedModel(write_engine(tmp_path, tiny, lora=ADAPTER_MODULES), threads=1)
+    model = tiny_model(runtime, tmp_path, tiny, lora=ADAPTER_MODULES)
     first = _Adapted(model, {}).run()
     _Adapted(model, {"a": 1}).run()
     again = _Adapted(model, {}).run()
@@ -152,11 +163,12 @@ def test_without_adapters_an_engine_for_them_calculates_plainly(tmp_path: Path) 
         np.testing.assert_array_equal(again[sequence], first[sequence])
 
 
+@pytest.mark.parametrize("runtime", MODEL_RUNTIMES)
 @pytest.mark.parametrize("name", ["llama", "llama, float16", "llama, scaled embeddings", "gpt2"])
-def test_ids_beyond_the_vocabulary_are_rows_of_the_prompt_table(name: str, tmp_path: Path) -> None:
-    """A table of the vocabulary's own embeddings must change nothing at all."""
+def test_ids_above_the_vocabulary_use_the_prompt_table(runtime: str, name: str, tmp_path: Path) -> None:
+    """A table of the vocabulary's own embeddings must not change the result."""
     tiny = DECODERS[name]
-    model = PagedModel(write_engine(tmp_path, tiny, prompt_table=16), threads=1)
+    model = tiny_model(runtime, tmp_path, tiny, prompt_table=16)
     ids = SEQUENCES["a"]
     expected = PagedSteps(model, {"a": ids}).run([{"a": 40}])["a"]
     copied = [5, 9, 5]
@@ -169,9 +181,10 @@ def test_ids_beyond_the_vocabulary_are_rows_of_the_prompt_table(name: str, tmp_p
     np.testing.assert_array_equal(PagedSteps(model, {"a": ids}).run([{"a": 40}])["a"], expected)
 
 
-def test_rows_of_a_prompt_table_are_embeddings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", MODEL_RUNTIMES)
+def test_rows_of_a_prompt_table_are_embeddings(runtime: str, tmp_path: Path) -> None:
     tiny = DECODERS["llama"]
-    model = PagedModel(write_engine(tmp_path, tiny, prompt_table=4), threads=1)
+    model = tiny_model(runtime, tmp_path, tiny, prompt_table=4)
     table = np.random.default_rng(3).normal(0, 0.3, (2, 64)).astype(np.float32)
     ids = [3, 321, 7, 320, 321]
     logits = PagedSteps(model, {"a": ids}).step({"a": 5}, prompt_table=table)["a"]
@@ -180,31 +193,15 @@ def test_rows_of_a_prompt_table_are_embeddings(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits, expected, atol=2e-4)
 
 
+@pytest.mark.parametrize("runtime", MODEL_RUNTIMES)
 @pytest.mark.parametrize("windows", [[7], [33], [7, 1], [5, 100], [128], [500]], ids=str)
 @pytest.mark.parametrize("own", [None, 20])
-def test_windows_per_layer(windows: list[int], own: int | None, tmp_path: Path) -> None:
-    """The list is repeated over the layers, and the model's own window stays where it is shorter."""
+def test_attention_windows_per_layer(runtime: str, windows: list[int], own: int | None, tmp_path: Path) -> None:
+    """The list is repeated over the layers; shorter windows of the model stay."""
     tiny = tiny_decoder(replace(LLAMA, windows=(own,)))
-    model = PagedModel(write_engine(tmp_path, tiny), threads=1, windows=windows)
+    model = tiny_model(runtime, tmp_path, tiny, windows=windows)
     logits = PagedSteps(model, SEQUENCES).run(MIXED)
     effective = [min(window, own or window) for window in windows]
     reference = ReferenceDecoder(tiny.decoder, tiny.sizes, tiny.tensors, windows=effective)
     for sequence, ids in SEQUENCES.items():
         np.testing.assert_allclose(logits[sequence], reference.logits(ids), atol=2e-4)
-
-
-def test_an_engine_without_features_has_none_of_their_inputs() -> None:
-    tiny = tiny_decoder()
-    graph = build_graph(LLAMA, tiny.sizes, tiny)
-    to_paged_attention(graph)
-    names = {port.get_any_name() for port in graph.inputs}
-    assert not any(name.startswith("lora") or name == "prompt_table" for name in names)
-    plain = len(graph.get_ops())
-    add_prompt_table(graph, vocab_size=320, hidden_size=64)
-    assert len(graph.get_ops()) > plain
-    from trtserve.executor.lora_modules import LoraShape, lora_modules
-
-    add_adapters(graph, LoraShape(modules=lora_modules(tiny.config, ["attn_q", "attn_v"]), layers=2, max_rank=4))
-    added = {port.get_any_name() for port in graph.inputs} - names
-    sides = {f"lora.{side}.{layer}.attention.qkv" for side in "ab" for layer in (0, 1)}
-    assert added == {"prompt_table", "lora.mask.attention.qkv"} | sides

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
+import triton_python_backend_utils as pb_utils
 
-from tests.support.model_modules import load
+from trtserve.models.shared.periodic import repeat
 
 
 def test_a_round_that_fails_is_told_and_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    backend = SimpleNamespace(Logger=SimpleNamespace(log_error=told.append))
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    periodic = load(monkeypatch, "tensorrt_llm_bls", "periodic")
+    monkeypatch.setattr(pb_utils.Logger, "log_error", told.append)
     stopping = threading.Event()
     rounds: list[int] = []
 
@@ -25,6 +22,6 @@ def test_a_round_that_fails_is_told_and_not_the_last(monkeypatch: pytest.MonkeyP
             raise LookupError("no such request")
         stopping.set()
 
-    periodic.repeat(stopping, 0.001, look)
+    repeat(stopping, 0.001, look)
     assert rounds == [0, 1]
     assert told == ["look failed with LookupError: no such request"]

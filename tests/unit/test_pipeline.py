@@ -1,10 +1,93 @@
-"""Where an import puts its engine."""
+"""How an import plans its stages, and where it puts its engine."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from trtserve.pipeline import engine_destination
+from tests.support.planning_calls import ONCE, count_planning_calls
+from tests.support.recorded_progress import Lines
+from tests.support.tiny_models import write_tiny_model
+from trtserve.errors import DiskSpaceError, MemoryLimitError
+from trtserve.pipeline import (
+    ImportSpec,
+    engine_destination,
+    import_to_repository,
+    plan_import,
+    require_resources,
+    warn_about_resources,
+)
+from trtserve.pipeline.estimate import Question, plan_needs
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+
+
+def spec(folder: Path) -> ImportSpec:
+    return ImportSpec(
+        source=str(folder),
+        convert=ConvertSpec(),
+        build=BuildSpec(runtime="openvino", max_batch_size=2, max_seq_len=64),
+        repository=RepositorySpec(name="tiny"),
+    )
+
+
+def test_an_import_plans_each_stage_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, calls = write_tiny_model(tmp_path / "hf"), count_planning_calls(monkeypatch)
+    (folder / "tokenizer.json.bak").touch()  # it does not become part of the model
+    made = import_to_repository(spec(folder))
+    assert calls == ONCE
+    calls.clear()
+    assert import_to_repository(spec(folder)).path == made.path, "everything is reused"
+    assert calls == ONCE
+
+
+def test_a_dry_run_names_the_folders_that_the_import_makes(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "hf")
+    before = plan_import(spec(folder)).stages()
+    assert before[-1]["path"] is None, "it follows from the files of the engine"
+    made = import_to_repository(spec(folder))
+    after = plan_import(spec(folder)).stages()
+    assert [stage["action"] for stage in after] == ["reuse"] * 4
+    assert [stage["path"] for stage in after] == [*(stage["path"] for stage in before[:3]), str(made.path)]
+
+
+@pytest.mark.parametrize("resource", ["free_memory", "free_disk"])
+def test_a_dry_run_warns_of_what_the_import_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resource: str
+) -> None:
+    plan, progress = plan_import(spec(write_tiny_model(tmp_path / "hf"))), Lines()
+    warn_about_resources(plan, progress)
+    assert not progress.warnings
+    monkeypatch.setattr(f"trtserve.planner.guards.{resource}", lambda *_: 1000)
+    with pytest.raises((MemoryLimitError, DiskSpaceError)) as caught:
+        require_resources(plan)
+    warn_about_resources(plan, progress)
+    assert caught.value.message in progress.warnings[-1]
+    assert str(caught.value.hint) in progress.warnings[-1]
+
+
+def test_plan_warns_of_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, progress = write_tiny_model(tmp_path / "hf"), Lines()
+    question = Question(convert=ConvertSpec(), build=spec(folder).build)
+    plan_needs(str(folder), question, progress=progress)
+    assert not progress.warnings
+    monkeypatch.setattr("trtserve.planner.guards.free_disk", lambda _: 1000)
+    plan_needs(str(folder), question, progress=progress)
+    assert "1000 bytes free" in progress.warnings[-1]
+
+
+def test_an_interrupted_import_says_which_stages_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, progress = write_tiny_model(tmp_path / "hf"), Lines()
+
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trtserve.pipeline.run_build", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        import_to_repository(spec(folder), progress=progress)
+    assert "Completed stages were kept: model, convert." in progress.lines[-1]
+    again = plan_import(spec(folder))
+    assert [stage["action"] for stage in again.stages()] == ["reuse", "reuse", "make", "make"]
 
 
 def test_engine_destination(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.tiny_models import read_safetensors, write_safetensors
 from trtserve.architectures.base import Target
-from trtserve.architectures.placement import Placement, match, moves
-from trtserve.architectures.sharding import stage_layers
-from trtserve.architectures.source import SourceTensor
-from trtserve.architectures.streaming import carry_out, created
-from trtserve.architectures.tensor_files import TensorFile
+from trtserve.checkpoint.placement import Placement, match, moves
+from trtserve.checkpoint.sharding import stage_layers
+from trtserve.checkpoint.source import SourceTensor
+from trtserve.checkpoint.streaming import carry_out, created
+from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import ConversionError, UnsupportedModelError
 
 Rows = npt.NDArray[Any]
@@ -36,7 +36,7 @@ def sources(path: Path) -> dict[str, SourceTensor]:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_sources_that_meet_within_a_rank_are_joined(tmp_path: Path, tp_size: int, dtype: str) -> None:
+def test_sources_are_joined_within_a_rank(tmp_path: Path, tp_size: int, dtype: str) -> None:
     found = sources(tmp_path / "source.safetensors")
     placement = Placement([target()], layers=1, tp_size=tp_size, pp_size=1, dtype=dtype)
     with created(tmp_path, placement.headers, placement.sizes) as files:
@@ -46,22 +46,22 @@ def test_sources_that_meet_within_a_rank_are_joined(tmp_path: Path, tp_size: int
         np.testing.assert_array_equal(actual, expected.astype(dtype))
 
 
-def test_a_target_produced_twice_is_listed(tmp_path: Path) -> None:
+def test_duplicate_targets_are_listed(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"produces checkpoint tensors twice \(1\): fused"):
         match([target(), target()], sources(tmp_path / "x.safetensors"), ())
 
 
-def test_a_source_that_is_no_float_is_named(tmp_path: Path) -> None:
+def test_non_float_sources_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     header = b'{"a":{"dtype":"I8","shape":[2,4],"data_offsets":[0,8]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     file = TensorFile(path)
     found = {"a": SourceTensor(name="a", file=file, entry=file.entries["a"])}
-    with pytest.raises(UnsupportedModelError, match="a is of type I8"):
+    with pytest.raises(UnsupportedModelError, match="a has type I8"):
         match([target(sources=("a",), shape=(2, 4), parts=())], found, ())
 
 
-def test_the_first_stages_have_the_layers_that_are_left_over() -> None:
+def test_first_stages_get_the_remaining_layers() -> None:
     assert stage_layers(7, 3) == [range(3), range(3, 5), range(5, 7)]
     assert stage_layers(4, 2) == [range(2), range(2, 4)]
 
@@ -82,26 +82,26 @@ def placed(folder: Path, wanted: Target, values: Rows, tp_size: int) -> list[Row
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
-def test_rows_in_another_order_are_sorted_before_the_split(tmp_path: Path, tp_size: int) -> None:
+def test_reordered_rows_are_sorted_before_splitting(tmp_path: Path, tp_size: int) -> None:
     wanted = target(sources=("a",), parts=(), order=((4, 2), (1, 1), (0, 1), (2, 2)))
     ranks = placed(tmp_path, wanted, ROWS, tp_size)
     np.testing.assert_array_equal(np.concatenate(ranks), ROWS[[4, 5, 1, 0, 2, 3]])
 
 
-def test_rows_before_the_first_run_are_left_out(tmp_path: Path) -> None:
+def test_rows_before_the_first_run_are_skipped(tmp_path: Path) -> None:
     wanted = target(sources=("a",), shape=(4, 4), parts=(), split="replicated", order=((2, 4),))
     np.testing.assert_array_equal(placed(tmp_path, wanted, ROWS, 1)[0], ROWS[2:])
     with pytest.raises(ConversionError, match=r"a is \[6, 4\], expected \[5, 4\]"):
         match([target(sources=("a",), shape=(4, 4), parts=(), order=((1, 4),))], one_source(tmp_path, ROWS), ())
 
 
-def test_fused_halves_are_split_each(tmp_path: Path) -> None:
+def test_fused_halves_are_split_separately(tmp_path: Path) -> None:
     ranks = placed(tmp_path, target(sources=("a",), split="fused", parts=(2, 4)), ROWS, 2)
     np.testing.assert_array_equal(ranks[0], ROWS[[0, 2, 3]])
     np.testing.assert_array_equal(ranks[1], ROWS[[1, 4, 5]])
 
 
-def test_a_bias_of_the_sum_is_on_the_first_rank_only(tmp_path: Path) -> None:
+def test_all_reduced_bias_is_on_the_first_rank_only(tmp_path: Path) -> None:
     wanted = target(sources=("a",), shape=(4,), parts=(), split="first_rank")
     first, second = placed(tmp_path, wanted, ROWS[0], 2)
     np.testing.assert_array_equal(first, ROWS[0])

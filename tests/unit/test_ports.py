@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trtserve import ports
-from trtserve.ports import free_ports, is_free
+from trtserve.host import ports
+from trtserve.host.ports import free_ports, is_free
 
 HOST = "127.0.0.1"
 
@@ -21,7 +21,7 @@ def test_ports_are_drawn_below_the_range_of_the_kernel(tmp_path: Path, monkeypat
     assert all(10000 <= port < 20000 and is_free(HOST, port) for port in drawn)
 
 
-def test_two_who_choose_at_once_choose_others() -> None:
+def test_two_processes_that_draw_ports_at_once_get_different_ones() -> None:
     assert free_ports(HOST, 6) != free_ports(HOST, 6)
 
 

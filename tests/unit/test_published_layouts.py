@@ -13,16 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.support.families import FAMILIES
 from tests.support.published_models import PUBLISHED, Published
-from tests.support.tiny_models import FAMILIES, read_safetensors, write_safetensors, write_tiny_model
+from tests.support.tiny_models import read_safetensors, write_safetensors, write_tiny_model
 from trtserve import architectures
 from trtserve.architectures.base import Decoder
-from trtserve.architectures.dequantized import dequantized
-from trtserve.architectures.quantized_source import SourceQuantization
-from trtserve.architectures.source import read_source
 from trtserve.artifacts import Model
-from trtserve.check.converted import changes_of
+from trtserve.checkpoint.dequantized import dequantized
+from trtserve.checkpoint.quantized_source import SourceQuantization
+from trtserve.checkpoint.source import read_source
+from trtserve.checkpoint.supported import supported_family
 from trtserve.convert import convert_model
+from trtserve.parity.converted import changes_of
 from trtserve.specs import ConvertSpec
 
 _TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "U8": np.uint8, "BOOL": np.bool_}
@@ -58,7 +60,7 @@ def converted(folder: Path, out: Path, **spec: Any) -> Mapping[str, bytes]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_model_converts_like_the_plain_one(name: str, tmp_path: Path) -> None:
+def test_published_layouts_convert_to_the_same_weights(name: str, tmp_path: Path) -> None:
     model = PUBLISHED[name]
     plain = write_tiny_model(tmp_path / "plain", model.family, dtype=model.dtype, **model.plain)
     expected = converted(plain, tmp_path / "one")
@@ -68,7 +70,7 @@ def test_a_published_model_converts_like_the_plain_one(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [name for name, model in PUBLISHED.items() if model.leftovers])
-def test_leftovers_do_not_count_as_weights_that_were_rounded(name: str, tmp_path: Path) -> None:
+def test_unused_tensors_are_not_counted_as_rounded(name: str, tmp_path: Path) -> None:
     """The check judges by what became of the weights; masks and position tables are none."""
     model = PUBLISHED[name]
     plain = write_tiny_model(tmp_path / "plain", model.family, dtype=model.dtype, **model.plain)
@@ -77,7 +79,7 @@ def test_leftovers_do_not_count_as_weights_that_were_rounded(name: str, tmp_path
     assert changes_of(config, folder) == changes_of(config, plain)
 
 
-def test_masks_are_no_weights_of_a_quantised_model_either(tmp_path: Path) -> None:
+def test_attention_masks_of_quantised_models_are_skipped(tmp_path: Path) -> None:
     """The check calculates such a model with the floats that its tensors stand for."""
     model = PUBLISHED["gpt-neox-20b"]
     plain = write_tiny_model(tmp_path / "plain", model.family, dtype=model.dtype, **model.plain)
@@ -93,7 +95,7 @@ def described(hf: Mapping[str, Any]) -> tuple[dict[str, Any], Decoder, bool]:
     Left out is what transformers spells in another way of the same meaning: Gemma's GELU, windows that repeat, the
     number of norms of a Falcon that has two by its architecture.
     """
-    family = architectures.supported(hf)
+    family = supported_family(hf)
     config = family.checkpoint_config(hf)
     decoder = family.decoder(config)
     windows = tuple(decoder.window(layer) for layer in range(config["num_hidden_layers"]))
@@ -106,7 +108,7 @@ def described(hf: Mapping[str, Any]) -> tuple[dict[str, Any], Decoder, bool]:
 @pytest.mark.parametrize(
     "name", [name for name, model in PUBLISHED.items() if model.config["model_type"] != "RefinedWeb"]
 )
-def test_a_config_is_read_alike_as_published_and_as_transformers_spells_it(name: str, tmp_path: Path) -> None:
+def test_published_and_resaved_configs_agree(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     published = dict(PUBLISHED[name].config)
@@ -117,11 +119,10 @@ def test_a_config_is_read_alike_as_published_and_as_transformers_spells_it(name:
     assert described(saved) == described(published)
 
 
-@pytest.mark.oracle
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_that_transformers_saved_again_converts_to_the_same_weights(family: str, tmp_path: Path) -> None:
+def test_models_resaved_by_transformers_convert_to_the_same_weights(family: str, tmp_path: Path) -> None:
     """It renames and joins tensors (experts, norms) when it loads them, and has to undo that."""
-    pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
     plain = write_tiny_model(tmp_path / "plain", family, dtype="float16")

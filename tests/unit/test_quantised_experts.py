@@ -17,9 +17,9 @@ from tests.support.quantised_models import (
     read_any_safetensors,
     write_quantised_model,
 )
-from trtserve.architectures.checkpoint import CheckpointReader
-from trtserve.architectures.quantized import unpack_int4
 from trtserve.artifacts import Model
+from trtserve.checkpoint.quantized import unpack_int4
+from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.specs import ConvertSpec
@@ -35,7 +35,7 @@ EXCLUDED = ["*lm_head", "*router", "*vocab_embedding", "*position_embedding", "*
         (r"layers\.1\.self_attn", ["transformer.layers.1.attention.qkv", "transformer.layers.1.attention.dense"]),
     ],
 )
-def test_what_is_left_as_floats_is_named(tmp_path: Path, kept: str, names: list[str]) -> None:
+def test_float_modules_are_recorded(tmp_path: Path, kept: str, names: list[str]) -> None:
     """TensorRT-LLM's list replaces the patterns that it has without one."""
     model = write_quantised_model(tmp_path, "awq", kept=kept)
     checkpoint = convert_model(Model(path=model.folder), ConvertSpec(), out=tmp_path / "made").path
@@ -49,7 +49,7 @@ def test_what_is_left_as_floats_is_named(tmp_path: Path, kept: str, names: list[
         np.testing.assert_array_equal(reader.merged(name), expected)
 
 
-def test_stages_with_other_modules_are_refused(tmp_path: Path) -> None:
+def test_pipeline_stages_with_different_quantised_modules_are_refused(tmp_path: Path) -> None:
     """Layers have the numbers of their stage in the names that say what is left as floats."""
     model = write_quantised_model(tmp_path, "awq", kept=r"layers\.1\.self_attn")
     with pytest.raises(UsageError, match=r"attention\.qkv is quantised in some layers"):
@@ -57,9 +57,10 @@ def test_stages_with_other_modules_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "message"), [("w1", r"w3\.weight is quantised .*w1\.weight is not"), ("w2", "as a whole")]
+    ("kept", "message"),
+    [("w1", r"w3\.weight is quantised .*w1\.weight is not"), ("w2", "all experts of a layer or none")],
 )
-def test_experts_are_quantised_as_a_whole(tmp_path: Path, kept: str, message: str) -> None:
+def test_partially_quantised_experts_are_refused(tmp_path: Path, kept: str, message: str) -> None:
     model = write_quantised_model(tmp_path, "awq", "mixtral", kept=rf"{ROUTERS}|{kept}\.", **EXPERTS)
     with pytest.raises(UnsupportedModelError, match=message):
         plan_conversion(Model(path=model.folder), ConvertSpec())
@@ -111,8 +112,8 @@ def test_fp8_experts(tmp_path: Path) -> None:
         unpack_int4(tensors, name, {"quantization": {"quant_algo": "W4A16_AWQ"}})
 
 
-def test_old_loaders_have_no_4_bit_experts(tmp_path: Path) -> None:
+def test_old_loaders_lack_4_bit_experts(tmp_path: Path) -> None:
     model = Model(path=write_quantised_model(tmp_path, "awq", "mixtral", **EXPERTS).folder)
     assert plan_conversion(model, ConvertSpec(trtllm_version="1.0")).packed
-    with pytest.raises(UnsupportedModelError, match=r"4-bit experts .* TensorRT-LLM 0\.16"):
+    with pytest.raises(UnsupportedModelError, match=r"0\.16: .* 4-bit experts"):
         plan_conversion(model, ConvertSpec(trtllm_version="0.16"))

@@ -1,4 +1,4 @@
-"""Models that are quantised already: every bit of their checkpoints, taken apart by hand, and what is refused."""
+"""Models that are already quantised: every bit of their checkpoints, taken apart by hand, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.support.quantised_models import (
     write_any_safetensors,
     write_quantised_model,
 )
+from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
-from tests.support.told import Lines
 from trtserve.architectures.base import Target
-from trtserve.architectures.checkpoint import CheckpointReader
-from trtserve.architectures.kernel_layout import from_kernel, to_kernel
-from trtserve.architectures.quantized import unpack_int4
-from trtserve.architectures.quantized_tensors import require_divisible
 from trtserve.artifacts import Model
+from trtserve.checkpoint.kernel_layout import from_kernel, to_kernel
+from trtserve.checkpoint.quantized import unpack_int4
+from trtserve.checkpoint.quantized_tensors import require_divisible
+from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError, UsageError
 from trtserve.specs import ConvertSpec
@@ -56,7 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def test_order_of_the_kernels() -> None:
+def test_kernel_layout() -> None:
     """Code by code: where the code of an input and an output lies in the bytes."""
     inputs, outputs = 128, 8
     codes = np.random.default_rng(0).integers(-8, 8, (inputs, outputs)).astype(np.int8)
@@ -115,7 +115,7 @@ def test_four_bit_checkpoint(made: Made, tmp_path: Path, scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["awq", "gptq_asym", "float_quantized"])
 @pytest.mark.parametrize(("tp_size", "pp_size", "gpu_sm"), [(1, 2, 90), (2, 1, 80), (4, 1, 90), (2, 2, 89)])
-def test_ranks_hold_the_whole_matrix(
+def test_ranks_together_hold_the_matrix(
     made: Made, tmp_path: Path, scheme: str, tp_size: int, pp_size: int, gpu_sm: int
 ) -> None:
     """Merged from all ranks, every weight is what the codes of the original stand for."""
@@ -198,9 +198,9 @@ REFUSED: list[tuple[Any, str]] = [
     (GPTQ | {"bits": 8}, "8 bits"),
     (GPTQ | {"group_size": -1}, "group size -1"),
     (GPTQ | {"checkpoint_format": "marlin"}, "marlin"),
-    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "each block"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "one scale per block"),
     ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "not static"),
-    ({"quant_method": "fbgemm_fp8"}, "each row"),
+    ({"quant_method": "fbgemm_fp8"}, "one scale per row"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
     ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
     (FLOAT_QUANTIZED | {"format": "pack-quantized"}, "pack-quantized"),
@@ -210,7 +210,7 @@ REFUSED: list[tuple[Any, str]] = [
         "8 bits by channel",
     ),
     (FLOAT_QUANTIZED | {"config_groups": {"group_0": {"weights": None}}}, r"weights \(group_0\) are not quantised"),
-    (FLOAT_QUANTIZED | {"config_groups": ["Linear"]}, "config_groups are no table"),
+    (FLOAT_QUANTIZED | {"config_groups": ["Linear"]}, "config_groups is not an object"),
     (GPTQ | {"bits": "4"}, "'4' bits"),
     (["awq"], "quantization_config of config.json is"),
 ]
@@ -228,34 +228,34 @@ def test_refused_quantisations(made: Made, tmp_path: Path, quantization: object,
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
-        ({"quantize": "int8"}, UsageError, "quantised already"),
+        ({"quantize": "int8"}, UsageError, "already quantised"),
         ({"dtype": "float32"}, UsageError, "no float32 checkpoint"),
         ({"gpu_sm": 103}, UnsupportedModelError, r"compute capability 10\.3"),
     ],
 )
-def test_refused_wishes(made: Made, spec: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_refused_options(made: Made, spec: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         plan_conversion(Model(path=made("gptq").folder), ConvertSpec(**spec))
 
 
 @pytest.mark.parametrize(("scheme", "counts"), [("gptq", True), ("fp8", False), (None, False)])
-def test_the_gpu_counts_for_4_bit_weights_alone(made: Made, tmp_path: Path, scheme: str | None, counts: bool) -> None:
+def test_gpu_sm_affects_only_4_bit_weights(made: Made, tmp_path: Path, scheme: str | None, counts: bool) -> None:
     model = Model(path=made(scheme).folder if scheme else write_tiny_model(tmp_path / "model"))
     plans = [plan_conversion(model, ConvertSpec(gpu_sm=gpu_sm)) for gpu_sm in (80, 90)]
     assert (plans[0].fingerprint != plans[1].fingerprint) is counts
 
 
-def test_sizes_that_are_padded(tmp_path: Path) -> None:
+def test_padded_sizes_are_refused(tmp_path: Path) -> None:
     model = write_quantised_model(tmp_path, "gptq", intermediate_size=192)
-    with pytest.raises(UsageError, match=r"mlp\.fc\.weight has a size of 192, which does not divide by 128"):
+    with pytest.raises(UsageError, match=r"mlp\.fc\.weight has size 192, which is not a multiple of 128"):
         plan_conversion(Model(path=model.folder), ConvertSpec(tp_size=2))
 
 
 @pytest.mark.parametrize(("inputs", "fits"), [(288, False), (384, True)])
-def test_groups_of_another_size_than_the_kernels_tiles(inputs: int, fits: bool) -> None:
+def test_group_sizes_unlike_kernel_tiles(inputs: int, fits: bool) -> None:
     """Groups of 96 inputs in tiles of 64: every 192 inputs both end."""
     target = Target(name="transformer.layers.0.mlp.fc.weight", sources=("x.weight",), shape=(192, inputs), layer=0)
-    with nullcontext() if fits else pytest.raises(UsageError, match="288, which does not divide by 192"):
+    with nullcontext() if fits else pytest.raises(UsageError, match="288, which is not a multiple of 192"):
         require_divisible([target], 96, 1)
 
 
@@ -271,7 +271,7 @@ def rewritten(model: QuantisedModel, folder: Path, change: Callable[[dict[str, A
 KEY = "model.layers.1.self_attn.k_proj"
 
 
-def test_zero_bias_of_gptq_is_known(made: Made, tmp_path: Path) -> None:
+def test_gptq_zero_biases_are_skipped(made: Made, tmp_path: Path) -> None:
     def add_bias(tensors: dict[str, Array]) -> None:
         tensors[f"{KEY}.bias"] = np.zeros(128, np.float16)
 
@@ -282,7 +282,7 @@ CACHE_SCALES = ["self_attn.k_proj.k_scale", "self_attn.k_scale", "self_attn.q_sc
 
 
 @pytest.mark.parametrize("name", CACHE_SCALES)
-def test_scales_of_the_cache_are_left_out(made: Made, tmp_path: Path, name: str) -> None:
+def test_kv_cache_scales_are_skipped(made: Made, tmp_path: Path, name: str) -> None:
     def add_scale(tensors: dict[str, Array]) -> None:
         tensors[f"model.layers.1.{name}"] = np.ones((), np.float32)
 
@@ -291,7 +291,7 @@ def test_scales_of_the_cache_are_left_out(made: Made, tmp_path: Path, name: str)
     assert plan.narrow_cache is ("q_scale" not in name)
 
 
-def test_what_modelopt_puts_beside_config_json(made: Made, tmp_path: Path) -> None:
+def test_modelopt_hf_quant_config_is_read(made: Made, tmp_path: Path) -> None:
     """Its older exports have no quantization_config."""
     folder = rewritten(made("fp8"), tmp_path, lambda _: None)
     config = json.loads((folder / "config.json").read_text())
@@ -307,7 +307,7 @@ def test_what_modelopt_puts_beside_config_json(made: Made, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("scheme", [{"type": "float", "num_bits": 8}, None])
-def test_a_cache_of_8_bits_that_is_left_out_is_told(made: Made, tmp_path: Path, scheme: dict[str, Any] | None) -> None:
+def test_skipped_8_bit_kv_cache_is_reported(made: Made, tmp_path: Path, scheme: dict[str, Any] | None) -> None:
     folder = rewritten(made("float_quantized"), tmp_path, lambda _: None)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] = scheme
@@ -318,7 +318,7 @@ def test_a_cache_of_8_bits_that_is_left_out_is_told(made: Made, tmp_path: Path, 
     assert (words in lines.lines) is (scheme is not None)
 
 
-def test_what_autogptq_once_put_beside_config_json(made: Made, tmp_path: Path) -> None:
+def test_autogptq_quantize_config_is_read(made: Made, tmp_path: Path) -> None:
     """Its older exports have no quantization_config, and a file of weights with a name of its own."""
     folder = rewritten(made("gptq"), tmp_path, lambda _: None)
     config = json.loads((folder / "config.json").read_text())
@@ -396,10 +396,10 @@ def _short_order(tensors: dict[str, Array]) -> None:
         (_bias, ConversionError, r"not known: .*k_proj\.bias"),
         (_missing, ConversionError, r"missing: .*k_proj\.qzeros"),
         (_misshaped, ConversionError, r"k_proj\.scales is \[3, 128\], expected \[4, 128\]"),
-        (_reordered, UnsupportedModelError, "order of its own"),
+        (_reordered, UnsupportedModelError, "reorders its inputs"),
         (_both, ConversionError, r"not known: .*k_proj\.weight"),
-        (_float_key, UnsupportedModelError, r"q_proj\.weight is quantised \(gptq\) and .*k_proj\.weight is not; .*qkv"),
-        (_all_floats, ConversionError, "no matrix of its layers is"),
+        (_float_key, UnsupportedModelError, r"q_proj\.weight is quantised \(gptq\) but .*k_proj\.weight is not; .*qkv"),
+        (_all_floats, ConversionError, "none of its layers is"),
     ],
 )
 def test_damaged_sources(
@@ -420,7 +420,9 @@ def test_damaged_sources(
         ("fp8", "input_scale", -1.0, "Fetch"),
     ],
 )
-def test_scales_that_are_none(made: Made, tmp_path: Path, scheme: str, part: str, value: float, hint: str) -> None:
+def test_invalid_scales_are_refused(
+    made: Made, tmp_path: Path, scheme: str, part: str, value: float, hint: str
+) -> None:
     def damage(tensors: dict[str, Array]) -> None:
         tensors[f"{KEY}.{part}"] = np.full_like(tensors[f"{KEY}.{part}"], value)
 

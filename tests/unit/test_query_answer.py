@@ -1,4 +1,4 @@
-"""Responses of a request become sequences: by prompt, sample and beam, as whole answers and as streams."""
+"""The responses of a request are collected into sequences by prompt, sample and beam, streamed or not."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.cli.query_output import Sink, as_json
 from trtserve.errors import AnswerMismatchError, RequestError, UsageError
 from trtserve.query.answer import Answer
-from trtserve.query.checking import Expectation, expectation
+from trtserve.query.expected_answer import ExpectedAnswer, expected_answer
 from trtserve.query.generation import GeneratedSequence, Generation
-from trtserve.query.request import Context, Prompts
+from trtserve.query.request import PreparedPrompts, RequestContext
 from trtserve.query.spec import QuerySpec
 from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.triton.client import Endpoint, ModelDescription, Reply
@@ -45,33 +45,33 @@ def read(
     replies: Iterable[Reply],
     *,
     model: ModelDescription | None = None,
-    prompts: Prompts | None = None,
+    prompts: PreparedPrompts | None = None,
     stream: bool = False,
     files: TokenizerFiles | None = None,
     pieces: list[str] | None = None,
     exclude_input: bool = True,
     **options: Any,
 ) -> Generation:
-    rows = prompts or Prompts(texts=("p",))
+    rows = prompts or PreparedPrompts(texts=("p",))
     spec = QuerySpec(prompts=rows.texts, stream=stream, options=options, exclude_input=exclude_input)
-    context = Context(spec=spec, model=model or described(BLS), prompts=rows, tokenizer=files)
+    context = RequestContext(spec=spec, model=model or described(BLS), prompts=rows, tokenizer=files)
     answer = Answer(context, on_text=None if pieces is None else pieces.append)
     answer.read(iter(replies))
-    return answer.finished("id")
+    return answer.generation("id")
 
 
 def texts(generation: Generation) -> list[tuple[int, int, int, str | None]]:
     return [(each.prompt, each.sequence, each.beam, each.text) for each in generation.sequences]
 
 
-def test_streamed_pieces_join() -> None:
+def test_streamed_pieces_are_joined() -> None:
     pieces: list[str] = []
     got = read([reply(" a"), reply(" b"), reply("")], stream=True, pieces=pieces)
     assert (got.text, pieces, got.responses, got.streamed) == ("a b", ["a", " b"], 3, True)
     assert got.time_to_first_token is not None
 
 
-def test_json_counts_milliseconds() -> None:
+def test_json_reports_milliseconds() -> None:
     got = replace(read([reply("a")]), latency=0.25, time_to_first_token=0.125, output_tokens=2)
     described = as_json(got, {})
     assert (described["latency_ms"], described["time_to_first_token_ms"]) == (250, 125)
@@ -81,7 +81,7 @@ def test_json_counts_milliseconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "reason", "options", "told"),
+    ("tokens", "reason", "options", "reported"),
     [
         (3, "length", {}, True),
         (4, "length", {}, False),
@@ -91,11 +91,11 @@ def test_json_counts_milliseconds() -> None:
     ],
 )
 @pytest.mark.parametrize("known", [True, False], ids=["ids", "count"])
-def test_a_reduced_max_tokens_is_told(
+def test_an_answer_shortened_by_the_engine_is_reported(
     tokens: int,
     reason: str | None,
     options: dict[str, Any],
-    told: bool,
+    reported: bool,
     known: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -108,50 +108,50 @@ def test_a_reduced_max_tokens_is_told(
         sink = Sink(stream=False, json=json, verbose=False)
         sink.add(got, spec)
         sink.finish(spec, Endpoint(http_port=1, grpc_port=2, model="tiny"))
-        assert ("the engine reduced --max-tokens 4" in capsys.readouterr().err) == told
+        assert ("the engine reduced --max-tokens 4" in capsys.readouterr().err) == reported
 
 
-def test_accumulating_model_repeats_its_text() -> None:
+def test_accumulated_responses_print_new_text_only() -> None:
     pieces: list[str] = []
     model = described(BLS, accumulate_tokens="true")
     got = read([reply(" a"), reply(" a b"), reply(" a b")], model=model, stream=True, pieces=pieces)
     assert (got.text, "".join(pieces)) == ("a b", "a b")
 
 
-def test_beams_of_a_stream_are_rewritten() -> None:
+def test_streamed_beams_may_change_earlier_text() -> None:
     pieces: list[str] = []
     got = read([reply("a", "b"), reply("cd", "b!")], stream=True, pieces=pieces, beam_width=2)
     assert texts(got) == [(0, 0, 0, "cd"), (0, 0, 1, "b!")]
     assert pieces == []
 
 
-def test_rows_of_a_batch_come_in_any_order() -> None:
+def test_batch_rows_may_arrive_in_any_order() -> None:
     replies = [reply("second", batch_index=1), reply("first", batch_index=0)]
-    assert texts(read(replies, prompts=Prompts(texts=("a", "b")))) == [(0, 0, 0, "first"), (1, 0, 0, "second")]
+    assert texts(read(replies, prompts=PreparedPrompts(texts=("a", "b")))) == [(0, 0, 0, "first"), (1, 0, 0, "second")]
 
 
-def test_rows_of_a_batch_in_one_response() -> None:
-    got = read([reply("a0", "a1", "b0", "b1")], prompts=Prompts(texts=("a", "b")), beam_width=2)
+def test_batch_rows_may_arrive_in_one_response() -> None:
+    got = read([reply("a0", "a1", "b0", "b1")], prompts=PreparedPrompts(texts=("a", "b")), beam_width=2)
     assert texts(got) == [(0, 0, 0, "a0"), (0, 0, 1, "a1"), (1, 0, 0, "b0"), (1, 0, 1, "b1")]
 
 
-def test_samples_are_told_apart_by_their_index() -> None:
+def test_samples_are_identified_by_sequence_index() -> None:
     replies = [reply("x", sequence_index=1), reply("y", sequence_index=0), reply("z", sequence_index=1)]
     got = read(replies, stream=True, num_return_sequences=2)
     assert texts(got) == [(0, 0, 0, "y"), (0, 1, 0, "xz")]
 
 
-def test_prompt_is_taken_off_where_the_model_cannot_leave_it_out() -> None:
+def test_prompt_is_removed_if_the_model_cannot_exclude_it() -> None:
     model = described(BLS, release="0.14")
     assert read([reply("p and more")], model=model).text == "and more"
     assert read([reply("p and more")], model=model, exclude_input=False).text == "p and more"
     core = described(CORE, release="0.12", exclude_input_in_output="${exclude_input_in_output}")
-    got = read([ids([7, 8, 9])], model=core, prompts=Prompts(token_ids=((7, 8),)))
+    got = read([ids([7, 8, 9])], model=core, prompts=PreparedPrompts(token_ids=((7, 8),)))
     assert got.sequences[0].token_ids == [9]
 
 
-def test_ids_are_cut_to_their_lengths_and_streams_joined() -> None:
-    prompts = Prompts(token_ids=((1,),))
+def test_padding_of_ids_is_removed_and_streams_are_joined() -> None:
+    prompts = PreparedPrompts(token_ids=((1,),))
     whole = read([ids([4, 5], [6])], model=described(CORE), prompts=prompts)
     assert [each.token_ids for each in whole.sequences] == [[4, 5], [6]]
     streamed = read([ids([4]), ids([5, 6]), ids([])], model=described(CORE), prompts=prompts, stream=True)
@@ -160,19 +160,19 @@ def test_ids_are_cut_to_their_lengths_and_streams_joined() -> None:
     assert streamed.time_to_first_token is not None
 
 
-def test_text_of_a_core_model_holds_half_characters_back(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_incomplete_characters_are_held_back(tmp_path_factory: pytest.TempPathFactory) -> None:
     files = TokenizerFiles(write_tiny_model(tmp_path_factory.mktemp("tokenizer")))
     tokens = files.encode("aé", special=False)
     assert len(tokens) == 3  # é is two of them
     pieces: list[str] = []
-    prompts = Prompts(token_ids=((1,),))
+    prompts = PreparedPrompts(token_ids=((1,),))
     replies = [ids([token]) for token in tokens]
     got = read(replies, model=described(CORE), prompts=prompts, stream=True, files=files, pieces=pieces)
     assert (got.text, pieces) == ("aé", ["a", "é"])
 
 
-def test_log_probs_are_those_of_the_last_response() -> None:
-    sums, prompts = np.array([[-3.0]], np.float32), Prompts(token_ids=((1,),))
+def test_log_probs_come_from_the_last_response() -> None:
+    sums, prompts = np.array([[-3.0]], np.float32), PreparedPrompts(token_ids=((1,),))
     replies = [
         ids([4], cum_log_probs=np.array([[-1.0]]), output_log_probs=np.array([[[-1.0]]])),
         ids([5], cum_log_probs=sums, output_log_probs=np.array([[[-1.0, -2.0]]])),
@@ -182,7 +182,7 @@ def test_log_probs_are_those_of_the_last_response() -> None:
     assert read(replies, model=described(CORE), prompts=prompts, stream=True).sequences[0].log_probs is None
 
 
-def test_padding_of_shorter_beams_is_no_log_prob() -> None:
+def test_padding_of_shorter_beams_is_not_a_log_prob() -> None:
     values = np.array([[[-0.5, -0.25], [-0.75, -1.0]]], np.float32)
     got = read(
         [reply("a", "b", cum_log_probs=np.array([[-1.0, -2.0]]), output_log_probs=values)],
@@ -192,7 +192,7 @@ def test_padding_of_shorter_beams_is_no_log_prob() -> None:
     assert [each.log_probs for each in got.sequences] == [[-0.5, -0.25], [-0.75]]
 
 
-def test_logits_of_a_stream_are_joined() -> None:
+def test_streamed_logits_are_joined() -> None:
     steps = [np.full((1, 1, 1, 3), step, np.float32) for step in range(2)] + [np.full((1, 2, 1, 3), 7, np.float32)]
     replies = [reply(str(number), generation_logits=step) for number, step in enumerate(steps)]
     logits = read(replies, stream=True, return_generation_logits=True).outputs["generation_logits", 0, 0]
@@ -201,11 +201,11 @@ def test_logits_of_a_stream_are_joined() -> None:
     assert read(replies, stream=True).outputs == {}
 
 
-def test_reasons_of_outputs_and_of_parameters() -> None:
+def test_finish_reason_comes_from_the_output_or_the_parameter() -> None:
     got = read([reply("a", "b", finish_reason=text_array(["length", "end_id"]))], beam_width=2)
     assert [each.finish_reason for each in got.sequences] == ["length", "end_id"]
-    told = Reply(outputs=reply("a", "b").outputs, parameters={"finish_reason": "stop_words,length"})
-    assert [each.finish_reason for each in read([told], beam_width=2).sequences] == ["stop_words", "length"]
+    with_parameter = Reply(outputs=reply("a", "b").outputs, parameters={"finish_reason": "stop_words,length"})
+    assert [each.finish_reason for each in read([with_parameter], beam_width=2).sequences] == ["stop_words", "length"]
     unfinished = [
         reply("a", finish_reason=text_array(["not_finished"])),
         reply("b", finish_reason=text_array(["length"])),
@@ -213,26 +213,28 @@ def test_reasons_of_outputs_and_of_parameters() -> None:
     assert read(unfinished, stream=True).sequences[0].finish_reason == "length"
 
 
-def test_stop_that_came_too_late_is_none() -> None:
-    context = Context(spec=QuerySpec(prompts=("p",)), model=described(BLS), prompts=Prompts(texts=("p",)))
+def test_a_late_stop_does_not_mark_a_finished_answer_as_stopped() -> None:
+    context = RequestContext(
+        spec=QuerySpec(prompts=("p",)), model=described(BLS), prompts=PreparedPrompts(texts=("p",))
+    )
     for reason, stopped in (("cancelled", True), ("length", False)):
         answer = Answer(context)
         answer.read(iter([reply("a", finish_reason=text_array([reason]))]))
-        assert answer.finished("id", stopped=True).stopped == stopped
+        assert answer.generation("id", stopped=True).stopped == stopped
 
 
-def test_counts() -> None:
+def test_token_counts_are_added_up() -> None:
     replies = [reply("a", num_output_tokens=2, num_input_tokens=5), reply("b", num_output_tokens=1, num_input_tokens=5)]
     got = read(replies, stream=True)
     assert (got.output_tokens, got.input_tokens) == (3, 5)
 
 
-def test_other_outputs_are_kept() -> None:
+def test_further_outputs_are_kept() -> None:
     got = read([reply("a", kv_cache_reused_blocks=np.array([[3]]))])
     assert got.outputs["kv_cache_reused_blocks", 0, 0].item() == 3
 
 
-def test_no_answer_is_an_error_unless_it_is_a_stream() -> None:
+def test_missing_answer_is_an_error_unless_streamed() -> None:
     with pytest.raises(RequestError, match="without an answer"):
         read([])
     assert read([], stream=True).text == ""
@@ -242,31 +244,31 @@ def sequence(text: str, tokens: list[int] | None = None) -> GeneratedSequence:
     return GeneratedSequence(prompt=0, sequence=0, beam=0, text=text, token_ids=tokens)
 
 
-def test_expected_answers_pass() -> None:
-    assert Expectation(texts=("ab",)).check([sequence("ab")]).startswith("PASS")
-    assert "0.7500" in Expectation(token_ids=((1, 2, 3, 4),), threshold=0.75).check([sequence("", [1, 2, 3, 9])])
+def test_matching_answers_pass() -> None:
+    assert ExpectedAnswer(texts=("ab",)).check([sequence("ab")]).startswith("PASS")
+    assert "0.7500" in ExpectedAnswer(token_ids=((1, 2, 3, 4),), threshold=0.75).check([sequence("", [1, 2, 3, 9])])
 
 
-def test_other_answers_do_not() -> None:
+def test_different_answers_fail() -> None:
     with pytest.raises(AnswerMismatchError, match=r"rate of 0\.5000"):
-        Expectation(token_ids=((1, 2),)).check([sequence("", [1, 3])])
+        ExpectedAnswer(token_ids=((1, 2),)).check([sequence("", [1, 3])])
     with pytest.raises(AnswerMismatchError, match="rate of 0"):
-        Expectation(texts=("ab",)).check([sequence("abcd")])
-    with pytest.raises(AnswerMismatchError, match="1 answers came; 2 were expected"):
-        Expectation(texts=("a", "b")).check([sequence("a")])
+        ExpectedAnswer(texts=("ab",)).check([sequence("abcd")])
+    with pytest.raises(AnswerMismatchError, match="got 1 answers; expected 2"):
+        ExpectedAnswer(texts=("a", "b")).check([sequence("a")])
     with pytest.raises(UsageError, match="no token ids"):
-        Expectation(token_ids=((1,),)).check([sequence("a")])
+        ExpectedAnswer(token_ids=((1,),)).check([sequence("a")])
 
 
-def test_what_to_compare_with_must_be_clear() -> None:
-    assert expectation(False, None, (), 1.0) is None
-    assert expectation(True, "1,2", (), 0.5) == Expectation(token_ids=((1, 2),), threshold=0.5)
-    assert expectation(True, None, ("a",), 1.0) == Expectation(texts=("a",))
-    for wanted, tokens, expected, threshold, words in (
+def test_check_output_needs_one_expected_answer() -> None:
+    assert expected_answer(False, None, (), 1.0) is None
+    assert expected_answer(True, "1,2", (), 0.5) == ExpectedAnswer(token_ids=((1, 2),), threshold=0.5)
+    assert expected_answer(True, None, ("a",), 1.0) == ExpectedAnswer(texts=("a",))
+    for check, tokens, expected, threshold, words in (
         (False, "1", (), 1.0, "--check-output"),
-        (True, None, (), 1.0, "one of them"),
-        (True, "1", ("a",), 1.0, "one of them"),
+        (True, None, (), 1.0, "either"),
+        (True, "1", ("a",), 1.0, "either"),
         (True, "1", (), 1.5, "--correctness-threshold is 1.5"),
     ):
         with pytest.raises(UsageError, match=words):
-            expectation(wanted, tokens, expected, threshold)
+            expected_answer(check, tokens, expected, threshold)

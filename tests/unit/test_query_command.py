@@ -1,54 +1,45 @@
-"""Where `trtserve query` takes its prompt from, and which bytes it accepts."""
+"""The command line of `trtserve query`: sources of prompts, encodings, options and usage errors."""
 
 from __future__ import annotations
 
-import subprocess
+import io
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import command_line, environment
 from trtserve.cli import run
 from trtserve.cli.query_output import Sink
 from trtserve.errors import RequestError
 from trtserve.query import QuerySpec
-from trtserve.query.local import LocalEngine
-from trtserve.query.options import REQUEST_OPTIONS
+from trtserve.query.local_engine import LocalEngine
 
 LATIN1 = "café".encode("latin1")
 
 
-@pytest.mark.parametrize("way", ["argument", "stdin"])
-def test_prompt_that_is_not_utf8_is_a_usage_error(way: str, tmp_path: Path) -> None:
-    command = [part.encode() for part in command_line("query")] + ([LATIN1] if way == "argument" else [])
-    ended = subprocess.run(
-        command,
-        input=b"" if way == "argument" else LATIN1,
-        env=environment(tmp_path),
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 2
-    assert b"not UTF-8 text: unexpected end of data at byte 3" in ended.stderr
-    assert ended.stdout == b""
+def set_stdin(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
 
 
-@pytest.mark.parametrize("text", ["What is ML?\n", "😀\r\n"])
-def test_good_prompt_gets_as_far_as_looking_for_a_server(text: str, tmp_path: Path) -> None:
-    ended = subprocess.run(
-        command_line("query", "-"),
-        input=text.encode(),
-        env=environment(tmp_path, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0"),
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 33
+@pytest.mark.parametrize("source", ["argument", "stdin"])
+def test_prompt_that_is_not_utf8_is_a_usage_error(
+    source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_stdin(LATIN1, monkeypatch)
+    assert run(["query", os.fsdecode(LATIN1) if source == "argument" else "-", "--url", "127.0.0.1:1"]) == 2
+    printed = capsys.readouterr()
+    assert "not UTF-8 text: unexpected end of data at byte 3" in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(("text", "prompt"), [("What is ML?\n", "What is ML?"), ("😀\r\n", "😀")])
+def test_stdin_is_read_as_utf8_in_any_locale(text: str, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_stdin(text.encode(), monkeypatch)
+    assert asked(["-"], monkeypatch).prompts == (prompt,)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "reported"),
     [
         (["--temperature", "5"], True),
         (["--temperature", "5", "--top-k", "0"], True),
@@ -57,10 +48,12 @@ def test_good_prompt_gets_as_far_as_looking_for_a_server(text: str, tmp_path: Pa
         ([], False),
     ],
 )
-def test_temperature_without_effect_is_said(options: list[str], said: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    # Port 1 answers nobody; the note comes first.
+def test_temperature_without_effect_is_reported(
+    options: list[str], reported: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Nothing listens on port 1; the note is printed before the connection fails.
     assert run(["query", "hi", "--url", "127.0.0.1:1", "--timeout", "5", *options]) == 40
-    assert ("--temperature has no effect" in capsys.readouterr().err) == said
+    assert ("--temperature has no effect" in capsys.readouterr().err) == reported
 
 
 @pytest.mark.parametrize("words", [["what", "is", "ml"], ["what is ml"]])
@@ -80,23 +73,15 @@ def test_sampling_out_of_range_is_a_usage_error(capsys: pytest.CaptureFixture[st
     assert "--top-p is 5.0" in capsys.readouterr().err
 
 
-def test_every_option_of_the_table_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["query", "--help"]) == 0
-    shown = capsys.readouterr().out
-    for option in REQUEST_OPTIONS.values():
-        assert f"{option.flag}" in shown
-        assert f"\n{option.panel}:\n" in shown
-
-
 def asked(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> QuerySpec:
-    """What a command line would ask."""
+    """Return the spec that a command line results in."""
     specs: list[QuerySpec] = []
     monkeypatch.setattr("trtserve.cli.query._ask", lambda spec, *rest: specs.append(spec))
     assert run(["query", *arguments, "--url", "127.0.0.1:1"]) == 0
     return specs[0]
 
 
-def test_flags_of_nvidias_clients_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_nvidias_clients_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     core = "--text Hi -S --request-output-len 7 -b 2 -n 3 --top-k 0 --temperature 0.5 --model-name tensorrt_llm"
     core += " --lora-task-id 4 --return-log-probs --prompt_table_extra_id 5 --vocab_size 9 --end-id -1 -t 3"
     spec = asked(core.split(), monkeypatch)
@@ -124,11 +109,11 @@ def test_flags_of_nvidias_clients_mean_the_same(monkeypatch: pytest.MonkeyPatch)
     }
 
 
-def test_seed_of_zero_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_zero_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(["hi", "--seed", "0", "--top-k", "1"], monkeypatch).options == {"seed": 0, "top_k": 1}
 
 
-def test_inputs_and_switches_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_and_inputs_reach_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = asked(["hi", "--include-input", "--raw", "--input", "a=b=c", "--requested-outputs", "x"], monkeypatch)
     assert (spec.exclude_input, spec.raw, spec.inputs, spec.outputs) == (False, True, (("a", "b=c"),), ("x",))
 
@@ -142,7 +127,7 @@ def test_inputs_and_switches_of_the_command(monkeypatch: pytest.MonkeyPatch) -> 
         ("[INST] one [/INST]\n[INST] two [/INST]\n", ("[INST] one [/INST]", "[INST] two [/INST]")),
     ],
 )
-def test_prompts_of_a_file(
+def test_prompts_are_read_from_a_file(
     content: str, prompts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "prompts").write_text(content, encoding="utf-8")
@@ -152,13 +137,13 @@ def test_prompts_of_a_file(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('["a",\n"b\n', "looks like a JSON list and is none"),
-        ('[\n  "a" "b"\n]\n', "looks like a JSON list and is none"),
+        ('["a",\n"b\n', "looks like a JSON list but is not"),
+        ('[\n  "a" "b"\n]\n', "looks like a JSON list but is not"),
         ('["a", {"text": "b"}]', 'is a JSON list with {"text": "b"} in it'),
         ("[1, 2]", "is a JSON list with 1 in it"),
     ],
 )
-def test_a_list_that_is_none_is_not_sent_line_by_line(
+def test_invalid_json_list_is_not_sent_line_by_line(
     content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts").write_text(content, encoding="utf-8")
@@ -166,7 +151,7 @@ def test_a_list_that_is_none_is_not_sent_line_by_line(
     assert words in capsys.readouterr().err
 
 
-def test_ids_of_a_file_or_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_ids_from_a_file_or_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ids.csv").write_text("1,2\n3\n")
     assert asked(["--input-tokens-csv", str(tmp_path / "ids.csv")], monkeypatch).token_ids == ((1, 2), (3,))
     assert asked(["--input-tokens-csv", "4,5"], monkeypatch).token_ids == ((4, 5),)
@@ -190,10 +175,10 @@ def test_ids_of_a_file_or_of_the_command_line(tmp_path: Path, monkeypatch: pytes
         (["hi", "-C", "brotli"], "none, deflate, gzip"),
         (["hi", "-C", "gzip", "--protocol", "http"], "--protocol grpc"),
         (["hi", "--root-certificates", "x.pem"], "add --ssl"),
-        (["hi", "--ssl", "--private-key", "x.pem"], "belong together"),
+        (["hi", "--ssl", "--private-key", "x.pem"], "must be given together"),
         (["hi", "--ssl", "--root-certificates", "/nowhere.pem"], "--root-certificates is /nowhere.pem"),
         (["hi", "--beam-width", "0"], "--beam-width is 0"),
-        (["hi", "--output-dir", "/dev/null/x"], "no folder can be made"),
+        (["hi", "--output-dir", "/dev/null/x"], "the folder cannot be created"),
         (["hi", "--stop-words", "\udce9"], "--stop-words is not UTF-8"),
         (["hi", "--system", "\udce9"], "--system is not UTF-8"),
         (["hi", "--input", "x=\udce9"], "--input is not UTF-8"),
@@ -201,14 +186,14 @@ def test_ids_of_a_file_or_of_the_command_line(tmp_path: Path, monkeypatch: pytes
         (["hi", "--top-p", "nan"], "--top-p is nan"),
     ],
 )
-def test_wrong_use_is_told_before_anything_is_sent(
+def test_usage_errors_are_reported_before_anything_is_sent(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["query", *arguments, "--url", "127.0.0.1:1"]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_failed_stream_ends_its_line_if_it_began_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_stream_ends_a_started_line(capsys: pytest.CaptureFixture[str]) -> None:
     sink = Sink(stream=True, json=False, verbose=False)
     sink.broken()
     assert capsys.readouterr().out == ""
@@ -219,22 +204,22 @@ def test_a_failed_stream_ends_its_line_if_it_began_one(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"), [((), "There is no prompt."), (("--input-file", "-"), "--input-file: - holds no prompt.")]
+    ("arguments", "message"), [((), "There is no prompt."), (("--input-file", "-"), "--input-file: - holds no prompt.")]
 )
-def test_stdin_that_is_closed_holds_nothing(
-    arguments: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_closed_stdin_counts_as_empty(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
     assert run(["query", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_another_rank_speaks_after_the_leader(
+def test_worker_rank_reports_its_error_after_the_leader(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"pretrained_config": {"mapping": {"world_size": 4, "tp_size": 4}}}
     engine = LocalEngine(path=Path("engine"), config=config, tokenizer=None)
-    monkeypatch.setattr("trtserve.query.local.find_local", lambda *_: engine)
+    monkeypatch.setattr("trtserve.query.local_engine.find_local_engine", lambda *_: engine)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
 
@@ -242,7 +227,7 @@ def test_another_rank_speaks_after_the_leader(
         raise RequestError("The engine cannot be loaded.")
 
     waited: list[float] = []
-    monkeypatch.setattr(LocalEngine, "work_for_leader", fail)
+    monkeypatch.setattr(LocalEngine, "run_worker", fail)
     monkeypatch.setattr("trtserve.cli.query.time.sleep", waited.append)
     assert run(["query", "hi", "--local", "--engine", "x"]) == RequestError.code
     assert capsys.readouterr().err == "error: Rank 3: The engine cannot be loaded.\n"

@@ -1,4 +1,4 @@
-"""Options of a question become tensors, by the names and types of the model that is asked."""
+"""Options of `trtserve query` become tensors with the names and types that the queried model declares."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 from tests.support.described_models import described
 from tests.support.tiny_models import write_tiny_model
 from trtserve.errors import UsageError
-from trtserve.query.attachments import read_token_ids
-from trtserve.query.options import REQUEST_OPTIONS
-from trtserve.query.request import Context, Prompts, request_tensors
+from trtserve.query.file_inputs import read_token_ids
+from trtserve.query.options import REQUEST_OPTIONS, is_direct, tensors_of
+from trtserve.query.request import PreparedPrompts, RequestContext, request_tensors
 from trtserve.query.spec import QuerySpec
 from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.triton.client import ModelDescription
 from trtserve.triton.profiles import BLS, CORE, ENSEMBLE
 from trtserve.triton.tensors import Tensor
 
-TEXT = Prompts(texts=("p",))
-IDS = Prompts(token_ids=((1, 5, 9),))
+TEXT = PreparedPrompts(texts=("p",))
+IDS = PreparedPrompts(token_ids=((1, 5, 9),))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TokenizerFiles:
 
 def tensors(
     model: ModelDescription,
-    prompts: Prompts,
+    prompts: PreparedPrompts,
     *,
     files: TokenizerFiles | None = None,
     repository: Path | None = None,
@@ -40,11 +40,11 @@ def tensors(
     **options: Any,
 ) -> dict[str, Tensor]:
     spec = QuerySpec(prompts=prompts.texts, token_ids=prompts.token_ids, options=options, inputs=inputs)
-    context = Context(spec=spec, model=model, prompts=prompts, tokenizer=files, repository=repository)
+    context = RequestContext(spec=spec, model=model, prompts=prompts, tokenizer=files, repository=repository)
     return {tensor.name: tensor for tensor in request_tensors(context)}
 
 
-def test_core_model_gets_ids_and_its_own_names() -> None:
+def test_core_model_gets_token_ids_under_its_input_names() -> None:
     sent = tensors(described(CORE), IDS, max_tokens=4, top_k=2, top_p=0.5, length_penalty=1.5, min_tokens=2, seed=3)
     assert sent["input_ids"].shape == (1, 3)
     expected: dict[str, list[Any]] = {
@@ -67,11 +67,9 @@ def test_core_model_gets_ids_and_its_own_names() -> None:
 @pytest.mark.parametrize("name", [CORE, ENSEMBLE, BLS])
 def test_every_scalar_option_reaches_the_models_that_have_it(name: str) -> None:
     model, prompts = described(name), IDS if name == CORE else TEXT
-    for option in REQUEST_OPTIONS.values():
-        if not option.direct:
-            continue
-        value: Any = {"switch": True, "text": "regex"}.get(option.kind, 1)
-        known = [tensor for tensor in option.tensors if tensor in model.inputs]
+    for option in filter(lambda option: is_direct(option.name), REQUEST_OPTIONS.values()):
+        value: Any = option.choices[0] if option.choices else True if option.type is bool else 1
+        known = [tensor for tensor in tensors_of(option.name) if tensor in model.inputs]
         if known:
             assert tensors(model, prompts, **{option.name: value})[known[0]].flat() == [value]
         else:
@@ -81,34 +79,34 @@ def test_every_scalar_option_reaches_the_models_that_have_it(name: str) -> None:
 
 def test_every_option_names_inputs_of_some_model() -> None:
     declared = {name for model in (CORE, ENSEMBLE, BLS) for name in described(model).inputs}
-    assert {tensor for option in REQUEST_OPTIONS.values() for tensor in option.tensors} <= declared
+    assert {tensor for name in REQUEST_OPTIONS for tensor in tensors_of(name)} <= declared
 
 
-def test_older_release_gets_its_own_names() -> None:
+def test_older_release_gets_its_input_names() -> None:
     sent = tensors(described(BLS, release="0.16"), TEXT, seed=3, min_tokens=2, return_perf_metrics=True)
     assert {"random_seed", "min_length", "return_kv_cache_reuse_stats"} <= sent.keys()
     assert not sent.keys() & {"return_num_output_tokens", "return_finish_reason"}
 
 
 def test_rows_of_a_batch_share_the_options() -> None:
-    sent = tensors(described(BLS), Prompts(texts=("a", "b")), top_k=2, stop_words=["x"])
+    sent = tensors(described(BLS), PreparedPrompts(texts=("a", "b")), top_k=2, stop_words=["x"])
     assert (sent["text_input"].shape, sent["text_input"].flat()) == ((2, 1), ["a", "b"])
     assert (sent["top_k"].shape, sent["top_k"].flat()) == ((2, 1), [2, 2])
     assert (sent["stop_words"].shape, sent["stop_words"].flat()) == ((2, 2), ["x", " x"] * 2)
 
 
-def test_rows_of_ids_are_padded_and_tell_their_lengths() -> None:
-    sent = tensors(described(CORE), Prompts(token_ids=((1, 5, 9), (1,))))
+def test_token_id_rows_are_padded_and_sent_with_lengths() -> None:
+    sent = tensors(described(CORE), PreparedPrompts(token_ids=((1, 5, 9), (1,))))
     assert (sent["input_ids"].shape, sent["input_ids"].flat()) == ((2, 3), [1, 5, 9, 1, 0, 0])
     assert sent["input_lengths"].flat() == [3, 1]
 
 
-def test_more_rows_than_the_model_takes_are_refused() -> None:
-    with pytest.raises(UsageError, match="8 prompts per request at most, not 9"):
-        tensors(described(BLS), Prompts(texts=("a",) * 9))
+def test_batch_above_the_models_maximum_is_refused() -> None:
+    with pytest.raises(UsageError, match="at most 8 prompts per request, not 9"):
+        tensors(described(BLS), PreparedPrompts(texts=("a",) * 9))
 
 
-def test_words_become_ids_for_the_core_model(files: TokenizerFiles) -> None:
+def test_words_are_tokenized_for_the_core_model(files: TokenizerFiles) -> None:
     sent = tensors(described(CORE), IDS, files=files, bad_words=["ab", "c"])["bad_words_list"]
     ids = [files.encode(word, special=False) for word in ("ab", "c")]
     flat = [token for word in ids for token in word]
@@ -123,7 +121,7 @@ def test_words_without_a_tokenizer_are_refused() -> None:
     assert "--tokenizer" in str(caught.value.hint)
 
 
-def test_bias_of_texts_and_of_ids(files: TokenizerFiles) -> None:
+def test_embedding_bias_as_words_or_as_vector(files: TokenizerFiles) -> None:
     sent = tensors(
         described(BLS), TEXT, embedding_bias=["a=b=2.5"], embedding_bias_words=["c"], embedding_bias_weights=[-1.0]
     )
@@ -135,17 +133,17 @@ def test_bias_of_texts_and_of_ids(files: TokenizerFiles) -> None:
 
 
 @pytest.mark.parametrize("text", ["word", "=1", "a=much", "a=nan", "a=inf"])
-def test_bias_that_is_none_is_refused(text: str) -> None:
+def test_invalid_bias_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="WORD=WEIGHT"):
         tensors(described(BLS), TEXT, embedding_bias=[text])
 
 
-def test_every_word_of_a_bias_has_a_weight() -> None:
+def test_every_bias_word_needs_a_weight() -> None:
     with pytest.raises(UsageError, match="1 times and --embedding-bias-weights 2 times"):
         tensors(described(BLS), TEXT, embedding_bias_words=["a"], embedding_bias_weights=[1.0, 2.0])
 
 
-def test_guide_is_a_text_or_a_file(tmp_path: Path) -> None:
+def test_guide_may_be_text_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     model = described(BLS)
     asked = tensors(model, TEXT, guide_type="json_schema", guide=f"@{tmp_path}/schema.json")
@@ -166,7 +164,7 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_adapter_of_a_folder(adapter: Path) -> None:
+def test_adapter_from_a_folder(adapter: Path) -> None:
     sent = tensors(described(BLS), TEXT, lora_path=str(adapter), lora_task_id=7)
     assert (sent["lora_weights"].shape, sent["lora_weights"].datatype) == ((1, 2, 6), "FP16")
     assert (sent["lora_config"].shape, sent["lora_config"].flat()) == ((1, 2, 3), [0, 0, 1, 1, 0, 1])
@@ -174,13 +172,13 @@ def test_adapter_of_a_folder(adapter: Path) -> None:
     assert "lora_weights" not in tensors(described(BLS), TEXT, lora_task_id=7)
 
 
-def test_adapter_that_cannot_work_is_refused(adapter: Path) -> None:
+def test_inconsistent_adapter_options_are_refused(adapter: Path) -> None:
     with pytest.raises(UsageError, match="needs --lora-task-id"):
         tensors(described(BLS), TEXT, lora_path=str(adapter))
-    with pytest.raises(UsageError, match="leave --lora-path"):
+    with pytest.raises(UsageError, match="omit --lora-path"):
         tensors(described(BLS), TEXT, lora="x", lora_path=str(adapter))
     np.save(adapter / "model.lora_config.npy", np.zeros((1, 1, 3), np.int32))
-    with pytest.raises(UsageError, match="2 rows and the configuration 1"):
+    with pytest.raises(UsageError, match="2 rows of weights and 1 rows"):
         tensors(described(BLS), TEXT, lora_path=str(adapter), lora_task_id=7)
     (adapter / "model.lora_weights.npy").unlink()
     with pytest.raises(UsageError, match="cannot be read"):
@@ -199,11 +197,11 @@ def test_adapter_by_name(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no adapter 'right'") as caught:
         tensors(described(BLS), TEXT, repository=adapter, lora="right")
     assert "left" in str(caught.value.hint)
-    with pytest.raises(UsageError, match="takes no adapter names"):
+    with pytest.raises(UsageError, match="accepts no adapter names"):
         tensors(described(BLS, release="1.2"), TEXT, lora="left")
 
 
-def test_task_of_a_prompt_table(tmp_path: Path) -> None:
+def test_prompt_table_task_is_selected(tmp_path: Path) -> None:
     table = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
     np.save(tmp_path / "table.npy", table)
     path = str(tmp_path / "table.npy")
@@ -220,8 +218,8 @@ def test_task_of_a_prompt_table(tmp_path: Path) -> None:
         tensors(described(BLS), TEXT, prompt_embedding_table_path=path)
 
 
-def test_core_model_takes_an_extra_id_per_token(tmp_path: Path) -> None:
-    prompts = Prompts(token_ids=((1, 321, 320), (319,)))
+def test_core_model_gets_one_extra_id_per_token(tmp_path: Path) -> None:
+    prompts = PreparedPrompts(token_ids=((1, 321, 320), (319,)))
     sent = tensors(described(CORE), prompts, prompt_table_extra_id=9, vocab_size=320)
     assert (sent["prompt_table_extra_ids"].shape, sent["prompt_table_extra_ids"].flat()) == ((2, 3), [0, 9, 9, 0, 0, 0])
     with pytest.raises(UsageError, match="--vocab-size"):
@@ -232,7 +230,7 @@ def test_core_model_takes_an_extra_id_per_token(tmp_path: Path) -> None:
     assert known["prompt_table_extra_ids"].flat() == [0, 9, 0, 0, 0, 0]
 
 
-def test_drafts_and_lookahead() -> None:
+def test_draft_tokens_and_lookahead_numbers() -> None:
     sent = tensors(described(CORE), IDS, draft_tokens_csv="4,5", lookahead_config="[7, 3,2]")
     assert sent["draft_input_ids"].flat() == [4, 5]
     names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
@@ -243,19 +241,24 @@ def test_drafts_and_lookahead() -> None:
         tensors(described(BLS), TEXT, draft_tokens_csv="4,5")
 
 
-def test_ids_of_a_file_or_as_typed(tmp_path: Path) -> None:
+def test_token_ids_from_a_file_or_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "ids.csv").write_text("1, 2,3\n\n4,\n")
     assert read_token_ids(str(tmp_path / "ids.csv"), "--x") == ((1, 2, 3), (4,))
     assert read_token_ids(" 5, 6", "--x") == ((5, 6),)
     (tmp_path / "bad.csv").write_text("1,two\n")
     (tmp_path / "none.csv").write_text("\n")
     (tmp_path / "large.csv").write_text(str(2**31))
-    for name, words in (("bad", "does not hold"), ("none", "no token ids"), ("large", "token ids are"), ("x", "read")):
+    for name, words in (
+        ("bad", "separated by commas"),
+        ("none", "no token ids"),
+        ("large", "token ids must be"),
+        ("x", "read"),
+    ):
         with pytest.raises(UsageError, match=words):
             read_token_ids(str(tmp_path / f"{name}.csv"), "--x")
 
 
-def test_input_replaces_what_is_sent_unasked_and_nothing_else() -> None:
+def test_input_may_replace_defaults_but_not_given_options() -> None:
     sent = tensors(described(BLS), TEXT, inputs=(("max_tokens", "7"), ("exclude_input_in_output", "false")))
     assert (sent["max_tokens"].flat(), sent["exclude_input_in_output"].flat()) == ([7], [False])
     for inputs in ((("top_k", "2"),), (("text_input", "x"),), (("seed", "1"), ("seed", "2"))):
@@ -263,11 +266,11 @@ def test_input_replaces_what_is_sent_unasked_and_nothing_else() -> None:
             tensors(described(BLS), TEXT, inputs=inputs, top_k=1)
 
 
-def test_turn_of_a_chat_model_ends_at_its_tokens() -> None:
-    prompts = Prompts(texts=("p",), end_words=("<|eot|>",))
+def test_chat_turn_ends_at_its_end_tokens() -> None:
+    prompts = PreparedPrompts(texts=("p",), end_words=("<|eot|>",))
     assert tensors(described(BLS), prompts, stop_words=["x"])["stop_words"].flat() == ["x", " x", "<|eot|>"]
     assert "stop_words" not in tensors(described(BLS), prompts, end_id=5)
-    assert tensors(described(CORE), Prompts(token_ids=((1,),), end_id=2))["end_id"].flat() == [2]
+    assert tensors(described(CORE), PreparedPrompts(token_ids=((1,),), end_id=2))["end_id"].flat() == [2]
 
 
 @pytest.mark.parametrize(
@@ -277,9 +280,9 @@ def test_turn_of_a_chat_model_ends_at_its_tokens() -> None:
         ({"temperature": float("nan")}, "--temperature is nan"),
         ({"presence_penalty": float("inf")}, "--presence-penalty is inf; it must be a finite number"),
         ({"top_k": -1}, "--top-k is -1"),
-        ({"top_p": 5.0}, "--top-p is 5.0; it must be 0 … 1"),
+        ({"top_p": 5.0}, "--top-p is 5.0; it must be at least 0 and at most 1"),
         ({"seed": 2**64}, "--seed is"),
-        ({"max_tokens": 0}, "--max-tokens is 0; it must be 1 … 2147483647"),
+        ({"max_tokens": 0}, "--max-tokens is 0; it must be at least 1"),
         ({"beam_width": 0}, "--beam-width is 0"),
         ({"num_return_sequences": 0}, "--num-return-sequences is 0"),
         ({"end_id": -2}, "--end-id is -2"),
@@ -288,7 +291,7 @@ def test_turn_of_a_chat_model_ends_at_its_tokens() -> None:
         ({"temprature": 1}, "no option 'temprature'"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], words: str) -> None:
+def test_values_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         QuerySpec(prompts=("p",), options=options)
 
@@ -305,15 +308,15 @@ def test_options_are_checked(options: dict[str, Any], words: str) -> None:
         ({"stop_via_cancel": True}, "--stop-after-ms"),
     ],
 )
-def test_combinations_are_checked(settings: dict[str, Any], words: str) -> None:
+def test_conflicting_options_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         QuerySpec(prompts=("p",), **settings)
 
 
-def test_an_output_that_is_none_is_refused_with_the_names() -> None:
+def test_unknown_output_is_refused_and_known_ones_are_listed() -> None:
     def ask(*outputs: str) -> None:
         spec = QuerySpec(prompts=TEXT.texts, outputs=outputs)
-        request_tensors(Context(spec=spec, model=described(BLS), prompts=TEXT, tokenizer=None, repository=None))
+        request_tensors(RequestContext(spec=spec, model=described(BLS), prompts=TEXT, tokenizer=None, repository=None))
 
     ask("text_output")
     with pytest.raises(UsageError, match="has no output 'logits'") as caught:

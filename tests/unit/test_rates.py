@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from trtserve.capacity.rates import expected_seconds, read_rates, timed
+from trtserve.planner.rates import expected_seconds, read_rates, timed
 from trtserve.store import Store
 
 
-def test_rates_are_measured_never_invented(tmp_path: Path) -> None:
+def test_durations_are_predicted_only_from_measurements(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert expected_seconds(read_rates(store), "convert", 100) is None
     with timed(store, "convert", 100):
@@ -34,7 +34,7 @@ def test_rates_are_measured_never_invented(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [{"build": [{}, {"bytes": 1}, 7, {"bytes": "1", "seconds": 2}]}, {"build": 3}, []])
-def test_a_file_of_another_form_stops_nothing(content: object, tmp_path: Path) -> None:
+def test_invalid_rate_files_are_ignored(content: object, tmp_path: Path) -> None:
     (tmp_path / "rates.json").write_text(json.dumps(content))
     store = Store(tmp_path)
     with timed(store, "build", 100):

@@ -1,4 +1,4 @@
-"""What the statistics say about reuse, pauses, static batches, drafts and each request."""
+"""Statistics of reuse, pauses, static batches, drafts and requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtserve.executor.api import (
     RequestStats,
 )
 from trtserve.executor.recorder import Recorder
-from trtserve.executor.scheduler import Plan, Scheduler
+from trtserve.executor.scheduler import Scheduler, StepPlan
 from trtserve.executor.sequence import Sequence
 
 
@@ -29,7 +29,7 @@ def _recorder(scheduler: Scheduler, **config: Any) -> Recorder:
 
 def _step(
     scheduler: Scheduler, recorder: Recorder, queue: deque[Sequence] | None = None
-) -> tuple[Plan, IterationStats]:
+) -> tuple[StepPlan, IterationStats]:
     plan = run_step(scheduler)
     recorder.record(plan, seconds=0.25, queue=queue or deque())
     (record,) = recorder.drain_iterations()
@@ -37,11 +37,11 @@ def _step(
 
 
 def _requests(recorder: Recorder) -> dict[int, RequestStats]:
-    """The latest record of each request."""
+    """Return the latest record of each request."""
     return {stats.id: stats for record in recorder.drain_requests() for stats in record.request_stats}
 
 
-def test_reused_blocks_and_the_hit_rate_are_counted_from_the_start() -> None:
+def test_reused_blocks_and_hit_rate() -> None:
     scheduler = make_scheduler(reuse=True)
     recorder = _recorder(scheduler)
     first = add(scheduler, 1, 8)
@@ -65,7 +65,7 @@ def test_reused_blocks_and_the_hit_rate_are_counted_from_the_start() -> None:
     assert stats.kv_cache_hit_rate_per_request == 0.5
 
 
-def test_blocks_of_the_reuse_cache_are_free_and_not_new_when_taken() -> None:
+def test_reusable_blocks_count_as_free_and_not_as_new() -> None:
     scheduler = make_scheduler(blocks=3, reuse=True)
     recorder = _recorder(scheduler)
     first = add(scheduler, 1, 8, 1)
@@ -77,7 +77,7 @@ def test_blocks_of_the_reuse_cache_are_free_and_not_new_when_taken() -> None:
     assert (cache.alloc_total_blocks, cache.alloc_new_blocks, cache.used_num_blocks) == (5, 3, 3)
 
 
-def test_pauses_show_in_the_iteration_and_at_the_request() -> None:
+def test_pauses_are_in_iteration_and_request_statistics() -> None:
     scheduler = make_scheduler(blocks=3, policy=CapacitySchedulerPolicy.MAX_UTILIZATION)
     recorder = _recorder(scheduler)
     add(scheduler, 1, 4, 8)
@@ -92,7 +92,7 @@ def test_pauses_show_in_the_iteration_and_at_the_request() -> None:
     assert stats[2].num_generated_tokens == 2
 
 
-def test_static_batches_have_their_own_statistics() -> None:
+def test_static_batching_statistics() -> None:
     scheduler = make_scheduler(policy=CapacitySchedulerPolicy.STATIC_BATCH)
     recorder = _recorder(scheduler, batching_type=BatchingType.STATIC)
     batch = [add(scheduler, number, 4) for number in (1, 2, 3)]
@@ -123,7 +123,7 @@ def test_static_batches_have_their_own_statistics() -> None:
 
 
 @pytest.mark.parametrize("built", [0, 8])
-def test_drafts_are_counted_where_the_engine_takes_them(built: int) -> None:
+def test_draft_statistics_if_the_engine_accepts_drafts(built: int) -> None:
     scheduler = make_scheduler(max_draft_len=built)
     recorder = _recorder(scheduler)
     add(scheduler, 1, 4)
@@ -141,7 +141,7 @@ def test_drafts_are_counted_where_the_engine_takes_them(built: int) -> None:
     assert (again.num_draft_tokens, again.acceptance_length) == (0, 0.0)
 
 
-def test_sequences_of_one_request_are_told_apart() -> None:
+def test_sequences_of_one_request_have_their_own_records() -> None:
     scheduler = make_scheduler(batch=1)
     recorder = _recorder(scheduler)
     add(scheduler, 7, 4)
@@ -161,8 +161,8 @@ def test_completed_requests_appear_once_more() -> None:
     _step(scheduler, recorder)
     scheduler.remove([sequence])
     recorder.completed([sequence])
-    recorder.record(Plan(), seconds=0.0, queue=deque())
-    recorder.record(Plan(), seconds=0.0, queue=deque())
+    recorder.record(StepPlan(), seconds=0.0, queue=deque())
+    recorder.record(StepPlan(), seconds=0.0, queue=deque())
     stages = [[stats.stage for stats in record.request_stats] for record in recorder.drain_requests()]
     assert stages == [[RequestStage.GENERATION_IN_PROGRESS], [RequestStage.GENERATION_COMPLETE], []]
     assert [record.num_completed_requests for record in recorder.drain_iterations()] == [1, 0]

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from tests.doubles.checkpoint import LoaderError, read_config, read_mapping
-from tests.support.release_changes import NEWEST, SINCE, before, expected_config
-from tests.support.tiny_models import FAMILIES, read_safetensors, write_tiny_model
+from tests.support.families import FAMILIES
+from tests.support.release_changes import NEWEST, before, expected_config
+from tests.support.tiny_models import read_safetensors, write_tiny_model
+from tests.support.unsupported_release import ENGINELESS
 from trtserve import architectures
-from trtserve.architectures.checkpoint import CheckpointReader
 from trtserve.artifacts import Model
-from trtserve.convert import checkpoint_config, convert_model, plan_conversion
+from trtserve.checkpoint.config import checkpoint_config
+from trtserve.checkpoint.unified import CheckpointReader
+from trtserve.convert import convert_model, plan_conversion
 from trtserve.errors import UnsupportedModelError, UsageError
 from trtserve.releases import RELEASES, order
 from trtserve.releases.checkpoint_config import foreign_keys
@@ -24,14 +27,15 @@ from trtserve.specs import ConvertSpec
 
 def config_of(family: str, *, changes: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
     wanted: dict[str, Any] = {"tp_size": 2, "dtype": "bfloat16", "quantize": "int8"} | spec
-    return checkpoint_config(FAMILIES[family][0] | (changes or {}), ConvertSpec(**wanted))
+    return checkpoint_config(FAMILIES[family].config | (changes or {}), ConvertSpec(**wanted))
 
 
 @pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("family", NEWEST)
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.nvidia])
 def test_config_is_that_of_the_release_key_for_key(family: str, release: str) -> None:
-    if before(release, SINCE.get(family, RELEASES[0])):
-        with pytest.raises(UnsupportedModelError, match=f"{SINCE[family]} is the first release"):
+    since = FAMILIES[family].since
+    if before(release, since):
+        with pytest.raises(UnsupportedModelError, match=f"{since} is the first release"):
             config_of(family, trtllm_version=f"{release}.0")
         return
     config = config_of(family, trtllm_version=f"{release}.0")
@@ -45,7 +49,7 @@ def test_config_is_that_of_the_release_key_for_key(family: str, release: str) ->
 def test_without_a_release_loaders_of_all_releases_take_it(family: str) -> None:
     config = config_of(family)
     for release in RELEASES:
-        if not before(release, SINCE.get(family, RELEASES[0])):
+        if not before(release, FAMILIES[family].since):
             theirs = expected_config(family, release)
             for section in ("mapping", "quantization", "moe"):
                 assert config.get(section, {}).keys() <= theirs.get(section, {}).keys()
@@ -57,9 +61,9 @@ def test_without_a_release_loaders_of_all_releases_take_it(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "release", "message"),
     [
-        ("falcon", {"rope_theta": 500000.0}, "0.14", "no place for rotary_base = 500000.0"),
-        ("falcon_new", {"num_ln_in_parallel_attn": 1}, "0.14", "no place for num_ln_in_parallel_attn"),
-        ("phi3", {"partial_rotary_factor": 0.5}, "0.18", "no place for rotary_pct = 0.5"),
+        ("falcon", {"rope_theta": 500000.0}, "0.14", "does not support rotary_base = 500000.0"),
+        ("falcon_new", {"num_ln_in_parallel_attn": 1}, "0.14", "does not support num_ln_in_parallel_attn"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "0.18", "does not support rotary_pct = 0.5"),
     ],
 )
 def test_what_a_release_cannot_express_is_refused(
@@ -73,11 +77,11 @@ def test_what_a_release_cannot_express_is_refused(
 @pytest.mark.parametrize(
     ("family", "spec", "message"),
     [
-        ("gemma2", {"pp_size": 3, "trtllm_version": "0.15"}, "no pipeline stages"),
+        ("gemma2", {"pp_size": 3, "trtllm_version": "0.15"}, "head is the embedding table"),
         ("gemma2", {"pp_size": 2, "trtllm_version": "0.19"}, "does not divide the 3 layers"),
-        ("llama", {"trtllm_version": "1.3.0"}, "no TensorRT engines any more"),
+        ("llama", {"trtllm_version": ENGINELESS}, "no TensorRT engines any more"),
         ("llama", {"trtllm_version": "0.11.0"}, "older than 0.12"),
-        ("llama", {"trtllm_version": "new"}, "no version"),
+        ("llama", {"trtllm_version": "new"}, "not a version"),
     ],
 )
 def test_what_a_release_would_load_otherwise_is_refused(family: str, spec: dict[str, Any], message: str) -> None:
@@ -106,11 +110,11 @@ def test_gemma_has_one_table_in_releases_that_share_it(tmp_path: Path, tp_size: 
         Model(path=folder), ConvertSpec(tp_size=tp_size, dtype="float32", trtllm_version="0.15.0"), out=tmp_path / "old"
     ).path
     for rank in range(tp_size):
-        whole = read_safetensors(new / f"rank{rank}.safetensors")
-        head = whole.pop("lm_head.weight")
+        separate = read_safetensors(new / f"rank{rank}.safetensors")
+        head = separate.pop("lm_head.weight")
         shared = read_safetensors(old / f"rank{rank}.safetensors")
-        assert shared.keys() == whole.keys()
-        assert all(np.array_equal(shared[name], whole[name]) for name in whole)
+        assert shared.keys() == separate.keys()
+        assert all(np.array_equal(shared[name], separate[name]) for name in separate)
         np.testing.assert_array_equal(shared["transformer.vocab_embedding.weight"], head)
     np.testing.assert_array_equal(
         CheckpointReader(old).merged("lm_head.weight"), CheckpointReader(new).merged("lm_head.weight")

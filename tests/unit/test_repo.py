@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def parameters(repository: Path, model: str) -> dict[str, str]:
 
 
 def test_repository(engine: Engine, tokenizer: Path) -> None:
-    repository = assemble_repository(engine, tokenizer, SPEC).path
+    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC)).path
     assert sorted(path.name for path in repository.iterdir()) == [*MODELS[:1], "manifest.json", *MODELS[1:]]
     assert all(config(repository, model).name == model for model in MODELS)
     assert {config(repository, model).max_batch_size for model in MODELS} == {12}
@@ -77,42 +78,39 @@ def test_repository(engine: Engine, tokenizer: Path) -> None:
         assert not list(folder.glob("*.safetensors"))
 
 
-def test_models_import_only_their_own_folder(engine: Engine, tokenizer: Path) -> None:
-    """A repository runs where trtserve is not installed; only the embedded executor is imported, by name."""
-    import ast
-    import sys
-
-    allowed = {"numpy", "transformers", "triton_python_backend_utils", *sys.stdlib_module_names}
-    repository = assemble_repository(engine, tokenizer, SPEC).path
-    programs = list(repository.glob("*/1/*.py"))
-    assert {path.parents[1].name for path in programs} >= {"preprocessing", "postprocessing", "tensorrt_llm_bls"}
-    for path in programs:
-        own = {sibling.stem for sibling in path.parent.glob("*.py")}
-        for node in ast.walk(ast.parse(path.read_text())):
-            names: Sequence[str] = ()
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [str(node.module)]
-            assert {name.split(".")[0] for name in names} <= allowed | own, path
+@pytest.mark.parametrize("model", ["preprocessing", "postprocessing", "tensorrt_llm", "tensorrt_llm_bls", "tiny"])
+def test_programs_find_their_modules_and_leave_nothing_behind(
+    engine: Engine, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """As Triton's Python stub loads them: with the version folder on sys.path."""
+    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC)).path
+    monkeypatch.syspath_prepend(str(repository / model / "1"))
+    try:
+        program = runpy.run_path(str(repository / model / "1" / "model.py"))
+        loaded = program["TritonPythonModel"].__module__
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "trtserve_models"]:
+            del sys.modules[name]
+    assert loaded.startswith("trtserve_models.")
+    assert not list(repository.rglob("__pycache__"))
 
 
-def test_nothing_in_it_is_absolute(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
-    repository = assemble_repository(engine, tokenizer, SPEC, out=tmp_path / "out").path
+def test_paths_are_relative(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC, out=tmp_path / "out")).path
     configs = list(repository.glob("*/config.pbtxt"))
     assert configs
     for path in configs:
         assert str(tmp_path) not in path.read_text()
 
 
-def test_policy(engine: Engine, tokenizer: Path) -> None:
+def test_streaming_sets_the_transaction_policy(engine: Engine, tokenizer: Path) -> None:
     for streaming in (True, False):
-        repository = assemble_repository(engine, tokenizer, replace(SPEC, streaming=streaming)).path
+        repository = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, streaming=streaming))).path
         for model in ("tensorrt_llm", "tensorrt_llm_bls", "tiny"):
             assert config(repository, model).model_transaction_policy.decoupled == streaming
 
 
-def test_options(engine: Engine, tokenizer: Path) -> None:
+def test_options_reach_the_configurations(engine: Engine, tokenizer: Path) -> None:
     spec = RepositorySpec(
         name="tiny",
         triton_max_batch_size=3,
@@ -126,7 +124,7 @@ def test_options(engine: Engine, tokenizer: Path) -> None:
         },
         copy=True,
     )
-    made = assemble_repository(engine, tokenizer, spec)
+    made = assemble_repository(plan_repository(engine, tokenizer, spec))
     core = parameters(made.path, "tensorrt_llm")
     assert core["max_tokens_in_paged_kv_cache"] == "4096"
     assert core["kv_cache_free_gpu_mem_fraction"] == "0.25"
@@ -139,8 +137,8 @@ def test_options(engine: Engine, tokenizer: Path) -> None:
     assert not (made.path / "tensorrt_llm" / "1" / "rank0.bin").samefile(engine.path / "rank0.bin")
 
 
-def test_facts(engine: Engine, tokenizer: Path) -> None:
-    manifest = assemble_repository(engine, tokenizer, SPEC).manifest
+def test_manifest_facts(engine: Engine, tokenizer: Path) -> None:
+    manifest = assemble_repository(plan_repository(engine, tokenizer, SPEC)).manifest
     assert manifest is not None
     expected = {
         "alias": "tiny",
@@ -157,19 +155,19 @@ def test_facts(engine: Engine, tokenizer: Path) -> None:
     assert manifest.inputs == {"engine": "f" * 64}
 
 
-def test_release_is_exact(engine: Engine, tokenizer: Path) -> None:
-    repository = assemble_repository(engine, tokenizer, replace(SPEC, release="0.17.0")).path
+def test_a_release_gets_exactly_its_tensors(engine: Engine, tokenizer: Path) -> None:
+    repository = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, release="0.17.0"))).path
     names = {tensor.name for tensor in config(repository, "tensorrt_llm").input}
     assert "min_length" in names
     assert "min_tokens" not in names
     assert parameters(repository, "tensorrt_llm")["executor_release"] == "0.17"
 
 
-def test_engine_of_tensorrt_llm(engine: Engine, tokenizer: Path) -> None:
+def test_engines_of_trtllm_build_are_accepted(engine: Engine, tokenizer: Path) -> None:
     content = json.loads((engine.path / "config.json").read_text())
     del content["trtserve"]
     (engine.path / "config.json").write_text(json.dumps(content))
-    repository = assemble_repository(engine, tokenizer, SPEC).path
+    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC)).path
     assert config(repository, "tensorrt_llm").backend == "tensorrtllm"
     assert "executor" not in parameters(repository, "tensorrt_llm")
     assert "random_seed" not in {tensor.name for tensor in config(repository, "tensorrt_llm").input}
@@ -182,10 +180,10 @@ def test_incomplete_engine_is_refused(engine: Engine, tokenizer: Path) -> None:
         plan_repository(engine, tokenizer, SPEC)
 
 
-def test_equal_inputs_are_reused_and_others_are_not(engine: Engine, tokenizer: Path) -> None:
-    first = assemble_repository(engine, tokenizer, SPEC)
+def test_only_equal_inputs_are_reused(engine: Engine, tokenizer: Path) -> None:
+    first = assemble_repository(plan_repository(engine, tokenizer, SPEC))
     assert plan_repository(engine, tokenizer, SPEC).reused
-    assert assemble_repository(engine, tokenizer, replace(SPEC, copy=True)).path == first.path
+    assert assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, copy=True))).path == first.path
     (tokenizer / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert not plan_repository(engine, tokenizer, SPEC).reused
     assert not plan_repository(engine, tokenizer, replace(SPEC, streaming=False)).reused
@@ -194,20 +192,20 @@ def test_equal_inputs_are_reused_and_others_are_not(engine: Engine, tokenizer: P
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "ensemble"}, "that repositories hold"),
+        ({"name": "ensemble"}, "a Triton model in every repository"),
         ({"name": "a/b"}, "cannot be the name"),
-        ({"release": "0.9"}, "the table covers"),
+        ({"release": "0.11"}, "supported are 0.12 … 1.2"),
         ({"settings": {"max_beam_with": "2"}}, "has no parameter 'max_beam_with'"),
-        ({"settings": {"max_beam_width": "2"}}, "--set max_beam_width=2 cannot start on the openvino runtime"),
+        ({"settings": {"max_beam_width": "2"}}, "--set max_beam_width=2 cannot start in the embedded executor"),
         ({"settings": {"max_queue_size": str(2**40)}}, "cannot start with these settings"),
     ],
 )
-def test_refused_specs(engine: Engine, tokenizer: Path, change: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(engine: Engine, tokenizer: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan_repository(engine, tokenizer, replace(SPEC, **change))
 
 
-def test_an_engine_of_tensorrt_llm_takes_what_the_embedded_executor_refuses(engine: Engine, tokenizer: Path) -> None:
+def test_gpu_engines_accept_settings_that_the_embedded_executor_refuses(engine: Engine, tokenizer: Path) -> None:
     content = json.loads((engine.path / "config.json").read_text())
     del content["trtserve"]
     (engine.path / "config.json").write_text(json.dumps(content))
@@ -218,7 +216,7 @@ def test_an_engine_of_tensorrt_llm_takes_what_the_embedded_executor_refuses(engi
         plan_repository(engine, tokenizer, replace(SPEC, settings={"max_tokens_in_paged_kv_cache": "abc"}))
 
 
-def test_flags_are_another_way_to_set_parameters(engine: Engine, tokenizer: Path) -> None:
+def test_flags_set_parameters(engine: Engine, tokenizer: Path) -> None:
     flags: dict[str, Any] = {
         "batching_strategy": "inflight_batching",
         "batch_scheduler_policy": "guaranteed_no_evict",
@@ -227,7 +225,7 @@ def test_flags_are_another_way_to_set_parameters(engine: Engine, tokenizer: Path
         "accumulate_tokens": True,
         "max_queue_size": 7,
     }
-    made = assemble_repository(engine, tokenizer, replace(SPEC, **flags)).path
+    made = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, **flags))).path
     core, bls = parameters(made, "tensorrt_llm"), parameters(made, "tensorrt_llm_bls")
     assert (core["gpt_model_type"], core["batch_scheduler_policy"]) == ("inflight_batching", "guaranteed_no_evict")
     assert (core["enable_kv_cache_reuse"], core["exclude_input_in_output"]) == ("false", "true")
@@ -238,8 +236,8 @@ def test_flags_are_another_way_to_set_parameters(engine: Engine, tokenizer: Path
         plan_repository(engine, tokenizer, twice)
 
 
-def test_refused_folders(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
-    with pytest.raises(RepositoryError, match="holds no tokenizer files"):
+def test_folders_without_engine_or_tokenizer_are_refused(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(RepositoryError, match="has no tokenizer files"):
         plan_repository(engine, engine.path, SPEC)
     with pytest.raises(RepositoryError, match=r"has no config\.json"):
         plan_repository(Engine(path=tmp_path), tokenizer, SPEC)
@@ -250,16 +248,16 @@ def test_refused_folders(engine: Engine, tokenizer: Path, tmp_path: Path) -> Non
 def test_broken_tokenizer_leaves_nothing_behind(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     (tokenizer / "tokenizer.json").write_text("{")
     with pytest.raises(RepositoryError, match="tokenizer cannot be loaded"):
-        assemble_repository(engine, tokenizer, SPEC, out=tmp_path / "out")
+        assemble_repository(plan_repository(engine, tokenizer, SPEC, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
-def test_tokenizer_of_another_model(engine: Engine, tokenizer: Path) -> None:
+def test_a_tokenizer_with_too_large_ids_is_refused(engine: Engine, tokenizer: Path) -> None:
     content = json.loads((engine.path / "config.json").read_text())
     content["pretrained_config"]["vocab_size"] = 40
     (engine.path / "config.json").write_text(json.dumps(content))
     with pytest.raises(RepositoryError, match="the engine's vocabulary has 40 tokens"):
-        assemble_repository(engine, tokenizer, SPEC)
+        assemble_repository(plan_repository(engine, tokenizer, SPEC))
 
 
 def test_default_name(engine: Engine, tmp_path: Path) -> None:
@@ -269,21 +267,25 @@ def test_default_name(engine: Engine, tmp_path: Path) -> None:
     assert default_name(Engine(path=foreign)) == "my-engine-1"
 
 
-def test_tree(tmp_path: Path) -> None:
+def test_the_tree_has_one_line_per_model(tmp_path: Path) -> None:
     (tmp_path / "r" / "b" / "1").mkdir(parents=True)
     (tmp_path / "r" / "a.txt").touch()
     (tmp_path / "r" / "b" / "x").touch()
     (tmp_path / "r" / ".hidden").touch()
-    assert tree(tmp_path / "r").splitlines() == ["r/", "├── b/", "│   ├── 1/", "│   └── x", "└── a.txt"]
+    assert tree(tmp_path / "r").splitlines() == ["r/", "├── b/  x, 1/", "└── a.txt"]
 
 
-def test_tree_counts_the_modules_of_a_model(tmp_path: Path) -> None:
-    for name in ("model.py", "other.py", "third.py", "engine.bin"):
-        (tmp_path / name).touch()
-    assert tree(tmp_path).splitlines()[1:] == ["├── engine.bin", "└── model.py (and 2 modules)"]
+def test_the_tree_leaves_code_modules_out(tmp_path: Path) -> None:
+    for name in ("1/model.py", "1/trtserve_models/core/model.py", "1/__pycache__/model.pyc", "__pycache__/x"):
+        file = tmp_path / "core" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert tree(tmp_path).splitlines()[1:] == ["└── core/  1/model.py"]
 
 
-def test_command(engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_path_and_the_tree(
+    engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["repo", str(engine.path), "--tokenizer", str(tokenizer), "--name", "tiny", "--set", "max_queue_size=4"]
     assert run([*arguments, "--dry-run"]) == 0
     planned = capsys.readouterr().out
@@ -299,38 +301,38 @@ def test_command(engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[
     assert (result["path"], result["reused"], result["alias"]) == (str(path), True, "tiny")
 
 
-def test_command_refuses(engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_suggests_close_names_of_settings(
+    engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["repo", str(engine.path), "--tokenizer", str(tokenizer), "--set", "max_batchsize=4"]
     assert run(arguments) == UsageError.code
     assert issubclass(UsageError, TrtserveError)
     assert "has no parameter 'max_batchsize'" in capsys.readouterr().err
 
 
-def test_parameters_without_meaning_are_told_and_listed_for_the_models(
-    engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ignored_parameters_are_listed(engine: Engine, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--set", "gpu_device_ids=0", "--set", "preprocessing.max_num_images=2"]
     assert run(["repo", str(engine.path), "--tokenizer", str(tokenizer), *given]) == 0
     captured = capsys.readouterr()
-    assert "Without meaning on the openvino runtime: preprocessing.max_num_images, gpu_device_ids" in captured.err
+    assert "Ignored by the openvino runtime: preprocessing.max_num_images, gpu_device_ids" in captured.err
     path = Path(captured.out.strip())
-    assert Manifest.read(path).facts["without_meaning"] == ["preprocessing.max_num_images", "gpu_device_ids"]
+    assert Manifest.read(path).facts["ignored_parameters"] == ["preprocessing.max_num_images", "gpu_device_ids"]
     with_classes = {file.parents[1].name for file in path.glob("*/1/parameter_classes.json")}
     assert with_classes == {"preprocessing", "tensorrt_llm", "tensorrt_llm_bls", path.name.rpartition("-")[0]}
 
 
-def test_a_gpu_engine_gets_no_classes(engine: Engine, tokenizer: Path) -> None:
+def test_gpu_engines_get_no_parameter_classes(engine: Engine, tokenizer: Path) -> None:
     content = json.loads((engine.path / "config.json").read_text())
     del content["trtserve"]
     (engine.path / "config.json").write_text(json.dumps(content))
     spec = replace(SPEC, settings={"gpu_device_ids": "0", "medusa_choices": "{0}"})
-    repository = assemble_repository(engine, tokenizer, spec)
+    repository = assemble_repository(plan_repository(engine, tokenizer, spec))
     assert not list(repository.path.glob("*/1/parameter_classes.json"))
     assert repository.manifest is not None
-    assert repository.manifest.facts["without_meaning"] == []
+    assert repository.manifest.facts["ignored_parameters"] == []
 
 
-def test_another_model_refuses_a_parameter(engine: Engine, tokenizer: Path) -> None:
+def test_a_parameter_of_another_model_is_refused(engine: Engine, tokenizer: Path) -> None:
     spec = replace(SPEC, settings={"preprocessing.multimodal_model_path": "/vision"})
-    with pytest.raises(UsageError, match=r"preprocessing: Parameter multimodal_model_path is '/vision'.*not served"):
+    with pytest.raises(UsageError, match=r"preprocessing: Parameter multimodal_model_path is '/vision'.*not supported"):
         plan_repository(engine, tokenizer, spec)

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.model_modules import load
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Adapter, Engine, Manifest
 from trtserve.cli.app import run
-from trtserve.cli.repo import parse_adapters
+from trtserve.cli.repo import find_adapters
 from trtserve.errors import RepositoryError, UsageError
+from trtserve.models.shared.lora_names import LoraNames
 from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import RepositorySpec
+from trtserve.specs.options import options_of
 from trtserve.store import Store
 
 SPEC = RepositorySpec(name="tiny")
@@ -57,14 +58,17 @@ def write_adapter(folder: Path, rows: Any = ((Q, 0, 2), (V, 1, 2)), *, width: in
     return folder
 
 
-def test_repository(engine: Engine, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     folders = {"poet": write_adapter(tmp_path / "poet"), "clerk": write_adapter(tmp_path / "clerk", value=2)}
-    made = assemble_repository(engine, tokenizer, replace(SPEC, lora=folders)).path.rename(tmp_path / "moved")
-    names = load(monkeypatch, "tensorrt_llm_bls", "lora_names").LoraNames(made)
+    made = assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, lora=folders))).path.rename(
+        tmp_path / "moved"
+    )
+    names = LoraNames(made)
     assert names.names == ("clerk", "poet")
     assert len({names.task_id(name) for name in names.names}) == 2
     weights, config = names.tensors("clerk")
-    assert (weights.dtype, weights.max(), config.tolist()) == (np.float16, 2, [[[Q, 0, 2], [V, 1, 2]]])
+    assert weights.dtype == np.float16
+    assert (weights.max(), config.tolist()) == (2, [[[Q, 0, 2], [V, 1, 2]]])
     # Triton takes every folder beside the models for a model.
     assert all((folder / "config.pbtxt").exists() for folder in made.iterdir() if folder.is_dir())
 
@@ -88,7 +92,9 @@ def test_the_content_decides_id_and_fingerprint(engine: Engine, tokenizer: Path,
         ([(Q, 0, 4)], "attn_q has 512 weights at rank 4, a row holds 256"),
     ],
 )
-def test_adapters_that_do_not_fit(engine: Engine, tokenizer: Path, tmp_path: Path, rows: Any, message: str) -> None:
+def test_adapters_that_do_not_fit_the_engine_are_refused(
+    engine: Engine, tokenizer: Path, tmp_path: Path, rows: Any, message: str
+) -> None:
     spec = replace(SPEC, lora={"x": write_adapter(tmp_path / "x", rows)})
     with pytest.raises(RepositoryError, match=f"adapter x does not fit the engine: {message}"):
         plan_repository(engine, tokenizer, spec)
@@ -101,7 +107,7 @@ def test_engines_without_adapters_are_refused(tokenizer: Path, tmp_path: Path) -
     assert "--lora-plugin" in str(caught.value.hint)
 
 
-def test_folders_that_hold_no_adapter(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+def test_folders_without_an_adapter_are_refused(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     def refusal(folder: Path) -> str:
         with pytest.raises(RepositoryError) as caught:
             plan_repository(engine, tokenizer, replace(SPEC, lora={"x": folder}))
@@ -109,7 +115,7 @@ def test_folders_that_hold_no_adapter(engine: Engine, tokenizer: Path, tmp_path:
 
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "there is no model.lora_weights.npy and no model.lora_config.npy" in refusal(empty)
+    assert "has no model.lora_weights.npy and no model.lora_config.npy" in refusal(empty)
     (empty / "adapter_config.json").write_text("{}")
     assert f"trtserve lora {empty}" in refusal(empty)
     wide = write_adapter(tmp_path / "wide", value=1e6)
@@ -120,12 +126,14 @@ def test_folders_that_hold_no_adapter(engine: Engine, tokenizer: Path, tmp_path:
     assert "cannot be read" in refusal(wide)
 
 
-def test_names(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'a/b' is no name"):
+def test_adapter_names_are_checked(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'a/b' cannot be a name"):
         plan_repository(engine, tokenizer, replace(SPEC, lora={"a/b": write_adapter(tmp_path / "x")}))
 
 
-def test_command(engine: Engine, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_takes_adapters(
+    engine: Engine, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["repo", str(engine.path), "--tokenizer", str(tokenizer), "--name", "tiny"]
     given = f"--lora=poet={write_adapter(tmp_path / 'poet')}"
     assert run([*arguments, given, "--dry-run"]) == 0
@@ -140,13 +148,18 @@ def test_command(engine: Engine, tokenizer: Path, tmp_path: Path, capsys: pytest
     assert "gives poet twice" in capsys.readouterr().err
 
 
-def test_a_converted_adapter_has_precedence_over_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_converted_adapter_wins_over_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "poet").mkdir()
     (tmp_path / "poet" / "adapter_config.json").write_text("{}")
     store = Store(tmp_path / "home")
-    assert parse_adapters(["x=poet"], store) == {"x": tmp_path / "poet"}
+
+    def found(text: str) -> dict[str, Path]:
+        lora = options_of(RepositorySpec)["lora"].value_of([f"x={text}"])
+        return find_adapters(RepositorySpec(lora=lora), store)
+
+    assert found("poet") == {"x": tmp_path / "poet"}
     converted = write_adapter(store.folder(Adapter) / "poet-1")
     Manifest(kind="adapter", name="poet", fingerprint="1" * 64).write(converted)
-    assert parse_adapters(["x=poet"], store) == {"x": converted}
-    assert parse_adapters(["x=./poet"], store) == {"x": tmp_path / "poet"}
+    assert found("poet") == {"x": converted}
+    assert found("./poet") == {"x": tmp_path / "poet"}

@@ -65,7 +65,7 @@ def parameters(repository: Path, model: str) -> dict[str, str]:
 
 def test_repository_of_two_engines(target: Engine, make_engine: MakeEngine, tokenizer: Path) -> None:
     draft = make_engine("draft", layers=1)
-    made = assemble_repository(target, tokenizer, SPEC, draft=draft)
+    made = assemble_repository(plan_repository(target, tokenizer, SPEC, draft=draft))
     core, second = (parameters(made.path, name) for name in ("tensorrt_llm", "tensorrt_llm_draft"))
     assert (core["gpt_model_path"], second["gpt_model_path"]) == ("tensorrt_llm/1", "tensorrt_llm_draft/1")
     assert (made.path / "tensorrt_llm_draft" / "1" / "rank0.bin").samefile(draft.path / "rank0.bin")
@@ -80,13 +80,13 @@ def test_repository_of_two_engines(target: Engine, make_engine: MakeEngine, toke
     assert made.manifest.facts["draft"]["max_draft_len"] == 8
 
 
-def test_without_a_draft_engine_there_is_no_second_model(target: Engine, tokenizer: Path) -> None:
-    made = assemble_repository(target, tokenizer, SPEC)
+def test_without_a_draft_engine_there_is_one_core_model(target: Engine, tokenizer: Path) -> None:
+    made = assemble_repository(plan_repository(target, tokenizer, SPEC))
     assert not (made.path / "tensorrt_llm_draft").exists()
     assert parameters(made.path, "tiny")["tensorrt_llm_draft_model_name"] == ""
 
 
-def test_another_draft_engine_is_another_repository(target: Engine, make_engine: MakeEngine, tokenizer: Path) -> None:
+def test_the_draft_engine_is_part_of_the_fingerprint(target: Engine, make_engine: MakeEngine, tokenizer: Path) -> None:
     plans = [
         plan_repository(target, tokenizer, SPEC, draft=draft) for draft in (None, make_engine("a"), make_engine("b"))
     ]
@@ -97,7 +97,7 @@ def test_another_draft_engine_is_another_repository(target: Engine, make_engine:
 def test_settings_of_the_draft_model(target: Engine, make_engine: MakeEngine, tokenizer: Path) -> None:
     settings = {"tensorrt_llm_draft.enable_kv_cache_reuse": "false", "enable_kv_cache_reuse": "false"}
     spec = replace(SPEC, settings=settings, max_tokens_in_paged_kv_cache=512)
-    made = assemble_repository(target, tokenizer, spec, draft=make_engine("draft"))
+    made = assemble_repository(plan_repository(target, tokenizer, spec, draft=make_engine("draft")))
     for name in ("tensorrt_llm", "tensorrt_llm_draft"):
         assert parameters(made.path, name)["enable_kv_cache_reuse"] == "false"
         assert parameters(made.path, name)["max_tokens_in_paged_kv_cache"] == "512"
@@ -108,7 +108,7 @@ def test_settings_of_the_draft_model(target: Engine, make_engine: MakeEngine, to
         plan_repository(target, tokenizer, wrong, draft=make_engine("other"))
 
 
-def test_an_explicit_share_of_the_memory_is_divided(target: Engine, make_engine: MakeEngine, tokenizer: Path) -> None:
+def test_an_explicit_memory_fraction_is_divided(target: Engine, make_engine: MakeEngine, tokenizer: Path) -> None:
     spec = replace(SPEC, kv_cache_free_gpu_mem_fraction=0.6)
     plan = plan_repository(target, tokenizer, spec, draft=make_engine("draft", layers=1))
     assert plan.draft is not None
@@ -116,7 +116,7 @@ def test_an_explicit_share_of_the_memory_is_divided(target: Engine, make_engine:
     assert plan.options.parameters["tensorrt_llm"]["kv_cache_free_gpu_mem_fraction"] == "0.4000"
 
 
-def test_two_models_of_one_gpu_share_its_memory(make_engine: MakeEngine, tokenizer: Path) -> None:
+def test_two_models_on_one_gpu_share_its_memory(make_engine: MakeEngine, tokenizer: Path) -> None:
     first, second = (make_engine(name, runtime="tensorrt_llm", max_draft_len=4) for name in ("gpu", "small"))
     plan = plan_repository(first, tokenizer, SPEC, draft=second)
     assert plan.draft is not None
@@ -134,14 +134,14 @@ def test_two_models_of_one_gpu_share_its_memory(make_engine: MakeEngine, tokeniz
         ({"runtime": "tensorrt_llm"}, "built for different runtimes"),
     ],
 )
-def test_engines_that_are_no_pair(
+def test_engines_that_do_not_match_are_refused(
     target: Engine, make_engine: MakeEngine, tokenizer: Path, draft: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RepositoryError, match=message):
         plan_repository(target, tokenizer, SPEC, draft=make_engine("draft", **draft))
 
 
-def test_a_target_without_drafts_is_refused(make_engine: MakeEngine, tokenizer: Path) -> None:
+def test_a_target_built_without_drafts_is_refused(make_engine: MakeEngine, tokenizer: Path) -> None:
     with pytest.raises(RepositoryError, match="takes no draft tokens") as caught:
         plan_repository(make_engine("plain"), tokenizer, SPEC, draft=make_engine("draft"))
     assert "--max-draft-len" in str(caught.value.hint)
@@ -159,7 +159,9 @@ def test_tokenizers_must_agree(target: Engine, make_engine: MakeEngine, tokenize
     require_same_tokens(tokenizer, tmp_path)
 
 
-def test_command(target: Engine, make_engine: MakeEngine, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_takes_a_draft_engine(
+    target: Engine, make_engine: MakeEngine, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     draft = make_engine("draft", max_seq_len=32)
     arguments = ["repo", str(target.path), "--tokenizer", str(tokenizer), "--draft-engine", str(draft.path)]
     assert run([*arguments, "--dry-run"]) == 0

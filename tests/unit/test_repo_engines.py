@@ -12,17 +12,18 @@ import pytest
 
 from tests.support.engine_folders import built_here, write_engine
 from tests.support.tiny_models import write_tiny_model
+from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Engine, ModelRepository
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.repo import assemble_repository, plan_repository
-from trtserve.repo.again import remake_command
+from trtserve.repo.remake_command import remake_command
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import parse_config
 from trtserve.triton.engine_match import Installation, rebuild_command, require_matching
 from trtserve.triton.preflight import Served, inspect_repository
 
 SPEC = RepositorySpec(name="tiny")
-# Of the reference, section 2: what the C++ backend does not load without.
+# Parameters that the C++ backend requires.
 MANDATORY = {"gpt_model_type", "gpt_model_path", "batch_scheduler_policy"}
 KEY_MUST_EXIST = {"tokenizer_dir", "guided_decoding_backend", "xgrammar_tokenizer_info_path"}
 
@@ -46,10 +47,10 @@ def parameters(repository: Path, model: str) -> dict[str, str]:
 
 
 def made(engine: Engine, tokenizer: Path, out: Path, **changes: Any) -> Path:
-    return assemble_repository(engine, tokenizer, replace(SPEC, **changes), out=out).path
+    return assemble_repository(plan_repository(engine, tokenizer, replace(SPEC, **changes), out=out)).path
 
 
-def test_the_backend_is_nvidias(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+def test_gpu_engines_use_the_tensorrtllm_backend(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     repository = made(engine, tokenizer, tmp_path / "out")
     core = config(repository, "tensorrt_llm")
     assert (core.backend, core.max_batch_size, core.model_transaction_policy.decoupled) == ("tensorrtllm", 12, True)
@@ -80,7 +81,7 @@ def test_the_backend_is_nvidias(engine: Engine, tokenizer: Path, tmp_path: Path)
         ("1.0.3.2510", {"min_tokens", "seed"}, "TYPE_FP16"),
     ],
 )
-def test_the_release_is_the_engines(
+def test_the_release_follows_the_engine(
     version: str, names: set[str], logits: str, tokenizer: Path, tmp_path: Path
 ) -> None:
     from tritonclient.grpc.model_config_pb2 import DataType
@@ -97,7 +98,7 @@ def test_the_release_is_the_engines(
     assert present == (set() if version < "0.19" else KEY_MUST_EXIST)
 
 
-def test_which_release_wins(tokenizer: Path, tmp_path: Path) -> None:
+def test_options_override_the_release_of_the_engine(tokenizer: Path, tmp_path: Path) -> None:
     engine = write_engine(tmp_path / "engine", version="0.19.0")
     plan = plan_repository(engine, tokenizer, replace(SPEC, release="0.20"))
     assert plan.facts["release"] == "0.20"
@@ -105,7 +106,7 @@ def test_which_release_wins(tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="different releases"):
         plan_repository(engine, tokenizer, replace(SPEC, release="0.20", trtllm_version="0.21.0"))
     with pytest.raises(UsageError) as caught:
-        plan_repository(engine, tokenizer, replace(SPEC, trtllm_version="1.3.0rc2"))
+        plan_repository(engine, tokenizer, replace(SPEC, trtllm_version=f"{ENGINELESS}rc2"))
     assert "llmapi" in f"{caught.value} {caught.value.hint}"
     old = write_engine(tmp_path / "old", version="0.9.0")
     with pytest.raises(RepositoryError, match=r"built by TensorRT-LLM 0\.9\.0"):
@@ -114,7 +115,7 @@ def test_which_release_wins(tokenizer: Path, tmp_path: Path) -> None:
     assert plan_repository(nameless, tokenizer, SPEC).facts["release"] == "1.2"
 
 
-def test_the_python_variant(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+def test_the_python_backend(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     repository = made(engine, tokenizer, tmp_path / "out", triton_backend="python")
     assert config(repository, "tensorrt_llm").backend == "python"
     assert "executor" not in parameters(repository, "tensorrt_llm")
@@ -125,7 +126,7 @@ def test_the_python_variant(engine: Engine, tokenizer: Path, tmp_path: Path) -> 
         made(engine, tokenizer, tmp_path / "two", triton_backend="python", settings={"gpu_device_ids": "0;1"})
 
 
-def test_gpus_of_instances(tokenizer: Path, tmp_path: Path) -> None:
+def test_gpu_groups_become_instances(tokenizer: Path, tmp_path: Path) -> None:
     engine = write_engine(tmp_path / "engine", tp_size=2)
     repository = made(engine, tokenizer, tmp_path / "out", settings={"gpu_device_ids": "0,1;2,3"})
     assert config(repository, "tensorrt_llm").instance_group[0].count == 2
@@ -136,7 +137,7 @@ def test_gpus_of_instances(tokenizer: Path, tmp_path: Path) -> None:
         made(engine, tokenizer, tmp_path / "wrong", settings={"gpu_device_ids": "0"})
 
 
-def test_every_rank_has_its_file(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_missing_rank_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     engine = write_engine(tmp_path / "engine", tp_size=2, pp_size=2)
     (engine.path / "rank3.engine").unlink()
     with pytest.raises(RepositoryError, match=r"rank3\.engine missing or empty"):
@@ -144,7 +145,7 @@ def test_every_rank_has_its_file(tokenizer: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{}, {"absolute_paths": True}, {"container_paths": "/models/"}])
-def test_paths(change: dict[str, Any], engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+def test_absolute_and_container_paths(change: dict[str, Any], engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     repository = made(engine, tokenizer, tmp_path / "out", **change)
     root = {"absolute_paths": f"{repository}/", "container_paths": "/models/"}.get(next(iter(change), ""), "")
     assert parameters(repository, "tensorrt_llm")["gpt_model_path"] == f"{root}tensorrt_llm/1"
@@ -167,7 +168,7 @@ def test_two_models_in_one_repository(tokenizer: Path, tmp_path: Path) -> None:
     repository = made(first, tokenizer, tmp_path / "out")
     before = {path: path.read_bytes() for path in repository.rglob("*") if path.is_file()}
     spec = replace(SPEC, name="small", suffix="_b")
-    assert assemble_repository(second, tokenizer, spec, into=repository).path == repository
+    assert assemble_repository(plan_repository(second, tokenizer, spec, into=repository)).path == repository
     for path, content in before.items():
         assert path.name == "manifest.json" or path.read_bytes() == content
     for model in ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls"):
@@ -192,24 +193,24 @@ def test_two_models_in_one_repository(tokenizer: Path, tmp_path: Path) -> None:
     again = plan_repository(second, tokenizer, spec, into=repository)
     assert again.reused
     with pytest.raises(RepositoryError, match="has a model preprocessing_b already") as caught:
-        assemble_repository(first, tokenizer, spec, into=repository)
+        assemble_repository(plan_repository(first, tokenizer, spec, into=repository))
     assert "--suffix _c --name OTHER" in str(caught.value.hint)
     with pytest.raises(UsageError, match="differs from what the models"):
         plan_repository(first, tokenizer, replace(SPEC, name="c", suffix="_c", container_paths="/m"), into=repository)
 
 
-def test_adding_to_a_foreign_folder_is_refused(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+def test_adding_to_a_folder_of_other_tools_is_refused(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "foreign" / "x").mkdir(parents=True)
     with pytest.raises(RepositoryError, match="was not made by trtserve"):
         plan_repository(engine, tokenizer, replace(SPEC, suffix="_b"), into=tmp_path / "foreign")
 
 
 def served_of(engine: Engine, tokenizer: Path, out: Path) -> Served:
-    repository = assemble_repository(engine, tokenizer, SPEC, out=out)
+    repository = assemble_repository(plan_repository(engine, tokenizer, SPEC, out=out))
     return inspect_repository(repository)
 
 
-def test_an_engine_that_does_not_fit_names_the_command(tokenizer: Path, tmp_path: Path) -> None:
+def test_an_engine_for_another_gpu_names_the_command_that_rebuilds_it(tokenizer: Path, tmp_path: Path) -> None:
     engine = built_here(write_engine(tmp_path / "engine", build={"gather_context_logits": True}))
     served = served_of(engine, tokenizer, tmp_path / "out")
     assert served.core_models[0].origin["gpu"] == "NVIDIA H200"
@@ -218,19 +219,19 @@ def test_an_engine_that_does_not_fit_names_the_command(tokenizer: Path, tmp_path
     require_matching(served, Installation())
     command = "trtserve build tiny --runtime tensorrt_llm --max-batch-size 12 --max-input-len 64 --max-seq-len 128"
     for change, message in (
-        ({"tensorrt_llm": "0.19.0"}, "was built by TensorRT-LLM 0.18.2, and 0.19.0 is installed"),
-        ({"tensorrt": "10.8.0.43"}, "was built by TensorRT 10.9.0.34, and 10.8.0.43 is installed"),
-        ({"sm": "80", "gpu": "NVIDIA A100"}, r"compute capability 90 \(NVIDIA H200\), and this GPU has 80"),
+        ({"tensorrt_llm": "0.19.0"}, "was built by TensorRT-LLM 0.18.2, but 0.19.0 is installed"),
+        ({"tensorrt": "10.8.0.43"}, "was built by TensorRT 10.9.0.34, but 10.8.0.43 is installed"),
+        ({"sm": "80", "gpu": "NVIDIA A100"}, r"compute capability 90 \(NVIDIA H200\), but this GPU has 80"),
     ):
         with pytest.raises(RepositoryError, match=message) as caught:
             require_matching(served, replace(here, **change))
         assert command in str(caught.value.hint)
         assert "--gather-context-logits" in str(caught.value.hint)
-    with pytest.raises(RepositoryError, match=r"0\.18\.2, and the container has 0\.19\.0"):
+    with pytest.raises(RepositoryError, match=r"0\.18\.2, but the container has 0\.19\.0"):
         require_matching(served, replace(here, tensorrt_llm="0.19.0"), container="25.05")
 
 
-def test_the_command_asks_for_what_was_not_left_to_the_tool(tokenizer: Path, tmp_path: Path) -> None:
+def test_the_rebuild_command_repeats_explicit_options(tokenizer: Path, tmp_path: Path) -> None:
     plugins = {"gemm_plugin": "float16", "gpt_attention_plugin": "float16", "use_paged_context_fmha": True}
     plugins |= {"tokens_per_block": 64, "reduce_fusion": False, "context_fmha": True, "nccl_plugin": "float16"}
     engine = built_here(
@@ -244,14 +245,14 @@ def test_the_command_asks_for_what_was_not_left_to_the_tool(tokenizer: Path, tmp
     assert command.endswith(" --gemm-plugin float16 --use-paged-context-fmha enable")
 
 
-def test_a_foreign_engine_is_compared_by_its_version(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+def test_engines_of_other_tools_are_compared_by_version(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     served = served_of(engine, tokenizer, tmp_path / "out")
-    with pytest.raises(RepositoryError, match=r"built by TensorRT-LLM 0\.18\.2, and 1\.0\.0 is installed"):
+    with pytest.raises(RepositoryError, match=r"built by TensorRT-LLM 0\.18\.2, but 1\.0\.0 is installed"):
         require_matching(served, Installation(tensorrt_llm="1.0.0"))
     assert rebuild_command(served.core_models[0]).startswith("trtserve build CHECKPOINT --runtime tensorrt_llm")
 
 
-def test_facts(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+def test_manifest_facts(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     facts = json.loads((made(engine, tokenizer, tmp_path / "out") / "manifest.json").read_text())["facts"]
     assert (facts["runtime"], facts["triton_backend"], facts["world_size"]) == ("tensorrt_llm", "tensorrtllm", 1)
     assert facts["core_models"] == {
@@ -262,6 +263,7 @@ def test_facts(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
             "origin": {"tensorrt_llm": "0.18.2"},
             "built_as": None,
             "built_with": None,
+            "parameters": None,
             "files": {"rank0.engine": 13},
         }
     }
@@ -272,7 +274,7 @@ def test_a_draft_model_with_a_suffix(tokenizer: Path, tmp_path: Path) -> None:
     target = write_engine(tmp_path / "target", tp_size=2, model=shape, build={"max_draft_len": 4})
     draft = write_engine(tmp_path / "draft", model={**shape, "num_hidden_layers": 1})
     spec = replace(SPEC, suffix="_b", container_paths="/models")
-    repository = assemble_repository(target, tokenizer, spec, draft=draft, out=tmp_path / "out").path
+    repository = assemble_repository(plan_repository(target, tokenizer, spec, draft=draft, out=tmp_path / "out")).path
     named = parameters(repository, "tiny")
     assert (named["tensorrt_llm_model_name"], named["tensorrt_llm_draft_model_name"]) == (
         "tensorrt_llm_b",
@@ -294,7 +296,7 @@ def test_a_draft_model_with_a_suffix(tokenizer: Path, tmp_path: Path) -> None:
     assert all(core.engine is not None for core in served.core_models)
 
 
-def test_adapters_of_a_suffix(tokenizer: Path, tmp_path: Path) -> None:
+def test_adapters_with_a_suffix(tokenizer: Path, tmp_path: Path) -> None:
     import numpy as np
 
     build = {
@@ -314,7 +316,7 @@ def test_adapters_of_a_suffix(tokenizer: Path, tmp_path: Path) -> None:
         assert parameters(repository, model)["lora_table"] == "lora_b.json"
 
 
-def test_the_command_that_makes_a_repository_again(tokenizer: Path, tmp_path: Path) -> None:
+def test_the_command_that_remakes_a_repository(tokenizer: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "the checkpoint"
     checkpoint.mkdir()
     engine = built_here(write_engine(tmp_path / "engine", tp_size=2), checkpoint=str(checkpoint))
@@ -331,3 +333,15 @@ def test_the_command_that_makes_a_repository_again(tokenizer: Path, tmp_path: Pa
     assert remake_command(out, core) is None
     (out / "manifest.json").unlink()
     assert remake_command(out, core) is None
+
+
+def test_wrapped_ids_need_the_python_backend(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    wrap = {"out_of_vocabulary_ids": "wrap"}
+    with pytest.raises(UsageError, match="C\\+\\+ backend does not read"):
+        made(engine, tokenizer, tmp_path / "cpp", settings=wrap)
+    repository = made(engine, tokenizer, tmp_path / "python", settings=wrap, triton_backend="python")
+    assert parameters(repository, "tensorrt_llm")["out_of_vocabulary_ids"] == "wrap"
+    plain = made(engine, tokenizer, tmp_path / "plain", triton_backend="python")
+    assert "out_of_vocabulary_ids" not in parameters(plain, "tensorrt_llm")
+    with pytest.raises(UsageError, match="expected one of refuse, wrap"):
+        made(engine, tokenizer, tmp_path / "wrong", settings={"out_of_vocabulary_ids": "clip"}, triton_backend="python")

@@ -12,35 +12,30 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.model_modules import load
+from tests.support.recorded_progress import Lines
 from tests.support.tiny_models import write_tiny_model
+from tests.support.unsupported_release import ENGINELESS
 from trtserve.artifacts import Model, ModelRepository
-from trtserve.check.repository import check_repository
+from trtserve.check import check_repository
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError, RepositoryError, UsageError
-from trtserve.progress import SilentProgress
-from trtserve.repo.llmapi import assemble_llmapi, plan_llmapi
+from trtserve.models.llmapi import engine, requests
+from trtserve.releases import NEWEST
+from trtserve.repo import assemble_repository
+from trtserve.repo.llmapi import plan_llmapi_repository
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import parse_config
 from trtserve.triton.preflight import inspect_repository
 from trtserve.triton.profiles import llmapi_model
 
 SPEC = RepositorySpec(name="tiny")
-# The reference, section 8: by the first release (and the last, where there is one) of an input.
+# Inputs by their first release.
 INPUTS = {
     "0.19": {"text_input", "streaming", "sampling_param_beam_width", "sampling_param_seed", "return_finish_reason"},
     "0.20": {"sampling_param_best_of"},
     "1.0": {"sampling_param_return_perf_metrics", "lora_id", "lora_name", "lora_path", "lora_ckpt_source"},
 }
 OF_1_0 = {"kv_cache_reused_block", "kv_cache_hit_rate", "arrival_time_ns", "acceptance_rate", "total_draft_tokens"}
-
-
-class Heard(SilentProgress):
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +49,7 @@ def settings(repository: Path, model: str = "tensorrt_llm") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("release", ["0.19", "0.20", "0.21", "1.0", "1.2"])
-def test_tensors_of_a_release(release: str) -> None:
+def test_tensors_follow_the_release(release: str) -> None:
     table = llmapi_model(release)
     names = {tensor.name for tensor in table.inputs}
     for since, own in INPUTS.items():
@@ -70,10 +65,10 @@ def test_tensors_of_a_release(release: str) -> None:
     assert "stop" in names
 
 
-def test_older_releases_have_no_such_model(model: Model) -> None:
+def test_releases_without_the_llm_api_are_refused(model: Model) -> None:
     with pytest.raises(UsageError, match="has no model for the LLM API"):
-        plan_llmapi(model, replace(SPEC, release="0.18"))
-    assert plan_llmapi(model, replace(SPEC, trtllm_version="1.3.0rc4")).release == "1.2"
+        plan_llmapi_repository(model, replace(SPEC, release="0.18"))
+    assert plan_llmapi_repository(model, replace(SPEC, trtllm_version=f"{ENGINELESS}rc4")).release == NEWEST
 
 
 def test_repository(model: Model, tmp_path: Path) -> None:
@@ -83,7 +78,7 @@ def test_repository(model: Model, tmp_path: Path) -> None:
         kv_cache_free_gpu_mem_fraction=0.25,
         settings={"max_seq_len": "512", "moe_expert_parallel_size": "2", "gpu_device_ids": "0,1;2,3"},
     )
-    made = assemble_llmapi(plan_llmapi(model, spec, tp_size=2, out=tmp_path / "out"))
+    made = assemble_repository(plan_llmapi_repository(model, spec, tp_size=2, out=tmp_path / "out"))
     assert settings(made.path) == {
         "model": "tensorrt_llm/1/model",
         "backend": "pytorch",
@@ -108,7 +103,7 @@ def test_repository(model: Model, tmp_path: Path) -> None:
 
 def test_paths_and_suffix(model: Model, tmp_path: Path) -> None:
     spec = replace(SPEC, suffix="_b", container_paths="/models")
-    made = assemble_llmapi(plan_llmapi(model, spec, out=tmp_path / "out"))
+    made = assemble_repository(plan_llmapi_repository(model, spec, out=tmp_path / "out"))
     assert settings(made.path, "tensorrt_llm_b")["model"] == "/models/tensorrt_llm_b/1/model"
     alias = parse_config((made.path / "tiny" / "config.pbtxt").read_text())
     assert alias.parameters["tensorrt_llm_model_name"].string_value == "tensorrt_llm_b"
@@ -120,7 +115,7 @@ def test_paths_and_suffix(model: Model, tmp_path: Path) -> None:
         ({"settings": {"tensor_parallel_size": "two"}}, "expected int"),
         ({"settings": {"max_batch_size": "true"}}, "expected int"),
         ({"settings": {"max_seq_len": "0"}}, "1 or more"),
-        ({"settings": {"model": "x"}}, "decided by other flags"),
+        ({"settings": {"model": "x"}}, "set by other flags"),
         ({"settings": {"backend.x": "1"}}, "has no parts"),
         ({"settings": {"gpu_device_ids": "0"}}, "has 1 GPU for 2 ranks"),
         ({"settings": {"kv_cache_config.dtype": "[1"}}, r"--set kv_cache_config\.dtype=\[1: the value is not YAML"),
@@ -130,20 +125,20 @@ def test_paths_and_suffix(model: Model, tmp_path: Path) -> None:
             {"settings": {"kv_cache_config.max_tokens": "5"}, "max_tokens_in_paged_kv_cache": 6},
             "were both given",
         ),
-        ({"name": "tensorrt_llm"}, "that repositories hold"),
+        ({"name": "tensorrt_llm"}, "a Triton model in every repository"),
     ],
 )
-def test_refused(change: dict[str, Any], message: str, model: Model) -> None:
+def test_impossible_settings_are_refused(change: dict[str, Any], message: str, model: Model) -> None:
     with pytest.raises(UsageError, match=message):
-        plan_llmapi(model, replace(SPEC, **change), tp_size=2)
+        plan_llmapi_repository(model, replace(SPEC, **change), tp_size=2)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RepositoryError, match="is no Hugging Face model"):
-        plan_llmapi(Model(path=tmp_path), SPEC)
+    with pytest.raises(RepositoryError, match="is not a Hugging Face model"):
+        plan_llmapi_repository(Model(path=tmp_path), SPEC)
 
 
-def test_commands(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_assembles_and_describes(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--runtime", "llmapi", "--out", str(tmp_path / "out")]
     assert run(["repo", "org/Some-Model", *out, "--tp-size", "2", "--json", "--dry-run"]) == 0
     printed = capsys.readouterr()
@@ -159,10 +154,10 @@ def test_commands(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("wrong", ["two", 0, 1.5, True])
-def test_a_size_that_is_no_number_is_told_with_its_file(
+def test_an_invalid_parallel_size_is_reported_with_its_file(
     wrong: object, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assemble_llmapi(plan_llmapi(model, SPEC, out=tmp_path / "out"))
+    assemble_repository(plan_llmapi_repository(model, SPEC, out=tmp_path / "out"))
     file = tmp_path / "out" / "tensorrt_llm" / "1" / "model.yaml"
     content = settings(tmp_path / "out")
     file.unlink()
@@ -174,27 +169,25 @@ def test_a_size_that_is_no_number_is_told_with_its_file(
     for more in (["--dry-run"], ["--slurm", "--container", "26.07", "--dry-run"]):
         assert run(["start", "--model-repository", str(repository.path), *more]) == 22
         assert "tensor_parallel_size is" in capsys.readouterr().err
-    report = check_repository(repository, tokenizers=False)
+    report = check_repository(repository, load_tokenizers=False)
     first, second = (next(each for each in report.findings if key in each.what) for key in ("_parallel_", "_sequence_"))
     assert (first.rule, first.file, first.fix) == ("core-files", file, "Correct it in model.yaml.")
     assert (second.rule, second.file) == ("llmapi-keyword", file)
     assert sum("_parallel_size" in each.what for each in report.findings) == 1
 
 
-def test_gpus_of_an_instance(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(monkeypatch, "llmapi", "llm_engine")
+def test_gpu_groups_choose_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     monkeypatch.setenv("TRTLLM_VISIBLE_DEVICES", "7")
     assert engine.choose_gpus("", 1, "tensorrt_llm_0") is None
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
     assert engine.choose_gpus("0,1;2,3", 2, "tensorrt_llm_0_1") == 2
     assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["TRTLLM_VISIBLE_DEVICES"] == "2,3"
-    with pytest.raises(ValueError, match="2 instances need as many groups"):
+    with pytest.raises(ValueError, match="expected one group of GPUs for each of 2 instances"):
         engine.choose_gpus("0,1", 2, "tensorrt_llm_0_1")
 
 
-def test_variables_of_the_job_go_and_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(monkeypatch, "llmapi", "llm_engine")
+def test_variables_of_a_slurm_job_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = ("OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE", "PMI_RANK", "ORTE_X", "OMPI_MCA_orte_x")
     kept = ("OMPI_MCA_btl", "PMIX_MCA_psec")
     for name in (*gone, *kept):
@@ -204,10 +197,9 @@ def test_variables_of_the_job_go_and_settings_stay(monkeypatch: pytest.MonkeyPat
     assert set(kept) <= set(os.environ)
 
 
-def test_lora_inputs_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_inputs_need_each_other() -> None:
     import numpy as np
 
-    requests = load(monkeypatch, "llmapi", "llm_requests")
     text = {"text_input": np.array([b"x"], dtype=np.object_)}
     with pytest.raises(ValueError, match="must be given together"):
         requests.read_request({**text, "lora_id": np.array([1], dtype=np.uint64)}, decoupled=True)
@@ -218,30 +210,32 @@ def test_lora_inputs_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
         requests.read_request({**text, "streaming": np.array([True])}, decoupled=False)
 
 
-def test_a_tokenizer_that_cannot_be_loaded(model: Model, tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_refused(model: Model, tmp_path: Path) -> None:
     broken = tmp_path / "model"
     shutil.copytree(model.path, broken)
     (broken / "tokenizer.json").write_text('{"version": ')
-    plan = plan_llmapi(Model(path=broken), SPEC, out=tmp_path / "out")
+    plan = plan_llmapi_repository(Model(path=broken), SPEC, out=tmp_path / "out")
     with pytest.raises(RepositoryError, match="The tokenizer cannot be loaded") as caught:
-        assemble_llmapi(plan)
+        assemble_repository(plan)
     assert "--set tokenizer=FOLDER" in str(caught.value.hint)
     assert not plan.path.exists()
     shutil.copy(model.path / "tokenizer.json", broken)
     (broken / "config.json").write_text("[]")
     with pytest.raises(CorruptFileError, match=r"config\.json is not a JSON object"):
-        assemble_llmapi(plan)
+        assemble_repository(plan)
     assert not plan.path.exists()
     shutil.copy(model.path / "config.json", broken)
     (broken / "tokenizer.json").write_text('{"version": ')
     elsewhere = replace(SPEC, settings={"tokenizer": str(model.path)})
-    assert assemble_llmapi(plan_llmapi(Model(path=broken), elsewhere, out=tmp_path / "other")).path.is_dir()
+    assert assemble_repository(
+        plan_llmapi_repository(Model(path=broken), elsewhere, out=tmp_path / "other")
+    ).path.is_dir()
 
 
-def test_keywords_that_the_llm_has_not(model: Model, tmp_path: Path) -> None:
-    heard = Heard()
+def test_unknown_keywords_give_a_warning(model: Model, tmp_path: Path) -> None:
+    heard = Lines()
     given = {"foo": "1", "max_sequence_len": "8", "use_cuda_graph": "true", "attn_backend": "FLASHINFER"}
-    plan_llmapi(model, replace(SPEC, settings=given), out=tmp_path / "out", progress=heard)
+    plan_llmapi_repository(model, replace(SPEC, settings=given), out=tmp_path / "out", progress=heard)
     assert [text.partition(":")[0] for text in heard.warnings] == [
         "--set foo",
         "--set max_sequence_len",
@@ -249,7 +243,7 @@ def test_keywords_that_the_llm_has_not(model: Model, tmp_path: Path) -> None:
     ]
     assert "Did you mean max_seq_len?" in heard.warnings[1]
     assert "after release 0.21: give cuda_graph_config" in heard.warnings[2]
-    heard = Heard()
+    heard = Lines()
     older = replace(SPEC, release="0.20", settings={"use_cuda_graph": "true", "cuda_graph_batch_sizes": "[1, 2]"})
-    plan_llmapi(model, older, out=tmp_path / "out", progress=heard)
+    plan_llmapi_repository(model, older, out=tmp_path / "out", progress=heard)
     assert heard.warnings == []

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.recorded_progress import Lines
 from trtserve.cli import run
 from trtserve.errors import ArtifactError, RepositoryError, UsageError
-from trtserve.progress import SilentProgress
 from trtserve.repo.templates import fill_templates, parse_substitutions, write_filled
 from trtserve.triton.config import parse_config
 from trtserve.triton.preflight import read_config
@@ -66,14 +66,6 @@ NEEDED = (
 )
 
 
-class Heard(SilentProgress):
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     for name, text in (("tensorrt_llm", CORE), ("preprocessing", PREPROCESSING)):
@@ -94,19 +86,19 @@ def models(tmp_path: Path) -> Path:
         ("1.2", "a:", {"a": ""}),
     ],
 )
-def test_substitutions(release: str, text: str, values: dict[str, str]) -> None:
+def test_substitutions_are_split_as_in_each_release(release: str, text: str, values: dict[str, str]) -> None:
     assert parse_substitutions(text, release) == values
 
 
 @pytest.mark.parametrize(
     ("release", "text"), [("0.15", "a:b:c"), ("0.15", "a:0,1"), ("0.16", r"a:x\:y"), ("1.2", "a"), ("1.2", "a:0,1")]
 )
-def test_substitutions_that_stop_the_tool(release: str, text: str) -> None:
+def test_invalid_substitutions_are_refused(release: str, text: str) -> None:
     with pytest.raises(UsageError, match="is not KEY:VALUE"):
         parse_substitutions(text, release)
 
 
-def test_optional_parameters_are_left_out(models: Path) -> None:
+def test_drop_unset_removes_optional_parameters(models: Path) -> None:
     filled = fill_templates(models, f"{NEEDED},tokenizer_dir:/t", release="0.19", drop_unset=True)
     configs = {each.path.parent.name: parse_config(each.text) for each in filled}
     core = configs["tensorrt_llm"]
@@ -120,7 +112,7 @@ def test_optional_parameters_are_left_out(models: Path) -> None:
     assert configs["preprocessing"].parameters["multimodal_model_path"].string_value == ""
 
 
-def test_leftovers_are_named_with_file_and_line(models: Path) -> None:
+def test_unfilled_placeholders_are_listed_with_file_and_line(models: Path) -> None:
     with pytest.raises(RepositoryError) as caught:
         fill_templates(models / "tensorrt_llm", NEEDED, release="0.19")
     assert f"{models}/tensorrt_llm/config.pbtxt, line 22: ${{gpu_device_ids}}" in str(caught.value)
@@ -131,7 +123,7 @@ def test_leftovers_are_named_with_file_and_line(models: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "left"), [("a#${tag}", True), (r"a\"#${tag}", True), ("a", False)], ids=["quoted", "escaped", "comment"]
 )
-def test_a_placeholder_behind_a_hash_in_quotes_is_seen(value: str, left: bool, tmp_path: Path) -> None:
+def test_a_placeholder_after_a_quoted_hash_is_found(value: str, left: bool, tmp_path: Path) -> None:
     config = tmp_path / "bls" / "config.pbtxt"
     config.parent.mkdir()
     config.write_text(f'name: "bls"\nbackend: "python"\ndefault_model_filename: "{value}"  # of ${{nobody}}\n')
@@ -143,7 +135,7 @@ def test_a_placeholder_behind_a_hash_in_quotes_is_seen(value: str, left: bool, t
         assert fill_templates(tmp_path, "", release="0.19")
 
 
-def test_a_bare_leftover_cannot_be_dropped(models: Path) -> None:
+def test_drop_unset_keeps_placeholders_outside_parameters(models: Path) -> None:
     with pytest.raises(RepositoryError) as caught:
         fill_templates(models, "triton_max_batch_size:4,decoupled_mode:true", release="0.18", drop_unset=True)
     assert "max_queue_delay_microseconds" in str(caught.value)  # the tool fills it in from 0.19 on
@@ -154,13 +146,13 @@ def test_a_bare_leftover_cannot_be_dropped(models: Path) -> None:
 def test_unknown_keys(models: Path) -> None:
     with pytest.raises(UsageError, match=r"no tokenizer_type\. tokenizer_type was a key .* until .* 0\.8"):
         fill_templates(models, f"{NEEDED},tokenizer_type:auto", release="0.19")
-    heard = Heard()
+    heard = Lines()
     text = f"{NEEDED},tokenizer_type:auto,max_queue_delay_microseconds:0,gpu_device_ids:0,guided_decoding_backend:"
     assert fill_templates(models / "tensorrt_llm", text, release="0.18", progress=heard)
     assert "tokenizer_type" in heard.warnings[0]
 
 
-def test_values_that_parameters_do_not_take(models: Path) -> None:
+def test_invalid_values_are_refused(models: Path) -> None:
     given = NEEDED.replace("batching_strategy:inflight_fused_batching", "batching_strategy:foo")
     assert "batching_strategy:foo" in given
     with pytest.raises(UsageError, match=r"batching_strategy:foo: expected .*inflight_fused_batching") as caught:
@@ -168,7 +160,7 @@ def test_values_that_parameters_do_not_take(models: Path) -> None:
     assert "gpu_device_ids:all: expected" in caught.value.message
 
 
-def test_out_leaves_the_templates_alone(models: Path, tmp_path: Path) -> None:
+def test_out_does_not_change_the_templates(models: Path, tmp_path: Path) -> None:
     filled = fill_templates(models, f"{NEEDED},tokenizer_dir:/t", drop_unset=True)
     write_filled(models, filled, tmp_path / "out")
     assert (models / "tensorrt_llm" / "config.pbtxt").read_text() == CORE
@@ -180,7 +172,7 @@ def test_out_leaves_the_templates_alone(models: Path, tmp_path: Path) -> None:
     assert "${triton_backend}" not in (models / "tensorrt_llm" / "config.pbtxt").read_text()
 
 
-def test_a_template_that_is_named_by_its_file(models: Path, tmp_path: Path) -> None:
+def test_a_template_can_be_named_by_its_file(models: Path, tmp_path: Path) -> None:
     file = models / "tensorrt_llm" / "config.pbtxt"
     filled = fill_templates(file, NEEDED, release="0.19", drop_unset=True)
     write_filled(file, filled, tmp_path / "out")
@@ -191,14 +183,14 @@ def test_a_template_that_is_named_by_its_file(models: Path, tmp_path: Path) -> N
     assert file.read_text() == filled[0].text
 
 
-def test_an_out_below_a_file_is_explained(models: Path, tmp_path: Path) -> None:
+def test_an_out_folder_below_a_file_is_explained(models: Path, tmp_path: Path) -> None:
     filled = fill_templates(models / "tensorrt_llm", NEEDED, release="0.19", drop_unset=True)
     (tmp_path / "file").touch()
     with pytest.raises(ArtifactError, match="Not a directory"):
         write_filled(models / "tensorrt_llm", filled, tmp_path / "file" / "out")
 
 
-def test_a_template_in_another_encoding(models: Path) -> None:
+def test_a_template_that_is_not_utf_8_is_refused(models: Path) -> None:
     (models / "preprocessing" / "config.pbtxt").write_bytes(f"# für {PREPROCESSING}".encode("latin-1"))
     with pytest.raises(RepositoryError, match=r"preprocessing/config\.pbtxt is not UTF-8 text"):
         fill_templates(models, NEEDED, release="0.19")
@@ -206,14 +198,14 @@ def test_a_template_in_another_encoding(models: Path) -> None:
         read_config(models / "preprocessing" / "config.pbtxt")
 
 
-def test_what_triton_cannot_read_is_refused(models: Path) -> None:
+def test_a_file_that_triton_cannot_read_is_refused(models: Path) -> None:
     with pytest.raises(RepositoryError, match="not a Triton model configuration"):
         fill_templates(models, f"{NEEDED},tokenizer_dir:/t".replace(":4", ":four"), drop_unset=True)
-    with pytest.raises(RepositoryError, match=r"holds no config\.pbtxt"):
+    with pytest.raises(RepositoryError, match=r"has a config\.pbtxt"):
         fill_templates(models / "tensorrt_llm" / "1", "")
 
 
-def test_the_leftovers_of_all_files_are_told_at_once(models: Path) -> None:
+def test_unfilled_placeholders_of_all_files_are_listed_together(models: Path) -> None:
     with pytest.raises(RepositoryError) as caught:
         fill_templates(models, "decoupled_mode:true", release="0.19", drop_unset=True)
     told = str(caught.value)
@@ -225,6 +217,6 @@ def test_the_leftovers_of_all_files_are_told_at_once(models: Path) -> None:
     assert keys == ["triton_max_batch_size:VALUE"]
 
 
-def test_options_of_repositories_of_engines_are_refused(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_for_engines_are_refused(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["repo", "a:b", "--from-template", str(models), "--tokenizer", "t", "--suffix", "_b"]) == 2
     assert "--tokenizer, --suffix" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The tree of known blocks: what matches, and which free block is given up first."""
+"""The tree of known blocks: matching and eviction order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Clock:
 def _store(
     tree: BlockTree, root: Node, *blocks: Sequence[int], first: int, retention: Retention = DEFAULT_RETENTION
 ) -> None:
-    """Make a chain of blocks known, numbered from `first`, and let go of them from the last one on."""
+    """Store a chain of blocks numbered from `first`, then free them from the last one on."""
     node = root
     for number, tokens in enumerate(blocks, start=first):
         node = tree.insert(node, encode(tokens, None, 0), number, retention)
@@ -37,7 +37,7 @@ def _matched(tree: BlockTree, tokens: Sequence[int], **root: int) -> tuple[list[
     return [node.block for node in match.nodes], match.partial.block if match.partial else None, match.partial_tokens
 
 
-def test_whole_blocks_match_in_order_and_the_rest_in_part() -> None:
+def test_whole_blocks_match_and_the_next_one_partially() -> None:
     tree = BlockTree(2)
     _store(tree, tree.root(None, None), [1, 2], [3, 4], [5], first=0)
     assert _matched(tree, [1, 2, 3, 4, 5, 6]) == ([0, 1], 2, 1)
@@ -46,7 +46,7 @@ def test_whole_blocks_match_in_order_and_the_rest_in_part() -> None:
     assert _matched(tree, [3, 4]) == ([], None, 0)
 
 
-def test_the_child_with_the_longest_beginning_is_found_among_many() -> None:
+def test_partial_match_finds_the_longest_common_beginning() -> None:
     tree = BlockTree(4)
     root = tree.root(None, None)
     for number in range(50):
@@ -55,7 +55,7 @@ def test_the_child_with_the_longest_beginning_is_found_among_many() -> None:
     assert _matched(tree, [7, 99]) == ([], 49, 1)
 
 
-def test_adapters_salts_and_extra_ids_part_contexts() -> None:
+def test_adapters_salts_and_extra_ids_separate_contexts() -> None:
     tree = BlockTree(2)
     _store(tree, tree.root(1, None), [1, 2], first=0)
     assert _matched(tree, [1, 2], lora=1)[0] == [0]
@@ -64,7 +64,7 @@ def test_adapters_salts_and_extra_ids_part_contexts() -> None:
     assert encode([1, 2], (9, 9, 0), 2) == encode([1, 2], None, 0), "generated tokens have no extra ids"
 
 
-def test_what_is_known_already_stays() -> None:
+def test_inserting_known_tokens_returns_the_existing_node() -> None:
     tree = BlockTree(2)
     root = tree.root(None, None)
     first = tree.insert(root, encode([1, 2], None, 0), 3, DEFAULT_RETENTION)
@@ -72,7 +72,7 @@ def test_what_is_known_already_stays() -> None:
     assert (4 in tree, len(tree)) == (False, 1)
 
 
-def test_leaves_go_first_then_the_least_recently_used() -> None:
+def test_least_recently_used_leaves_are_evicted_first() -> None:
     tree = BlockTree(2)
     root = tree.root(None, None)
     _store(tree, root, [1, 2], [3, 4], first=0)
@@ -88,7 +88,7 @@ def test_leaves_go_first_then_the_least_recently_used() -> None:
         tree.evict()
 
 
-def test_a_block_in_use_is_never_given_up() -> None:
+def test_block_in_use_is_never_evicted() -> None:
     tree = BlockTree(2)
     _store(tree, tree.root(None, None), [1, 2], first=0)
     tree.claim(0)
@@ -96,7 +96,7 @@ def test_a_block_in_use_is_never_given_up() -> None:
         tree.evict()
 
 
-def test_lower_priorities_go_first_until_their_duration_is_over() -> None:
+def test_lower_priorities_are_evicted_first_within_their_duration() -> None:
     clock = _Clock()
     tree = BlockTree(1, clock=clock)
     root = tree.root(None, None)
@@ -111,7 +111,7 @@ def test_lower_priorities_go_first_until_their_duration_is_over() -> None:
     assert tree.evict() == 0, "at the default priority, and used before block 2"
 
 
-def test_a_duration_begins_anew_with_each_use() -> None:
+def test_each_use_restarts_the_duration() -> None:
     clock = _Clock()
     tree = BlockTree(1, clock=clock)
     root = tree.root(None, None)
@@ -124,8 +124,8 @@ def test_a_duration_begins_anew_with_each_use() -> None:
     assert tree.evict() == 1
 
 
-def test_nothing_piles_up() -> None:
-    """Entries of many uses, and roots of many salts, go with their blocks."""
+def test_eviction_heaps_stay_bounded() -> None:
+    """Entries of earlier uses and roots of other salts are removed with their blocks."""
     tree = BlockTree(1, clock=_Clock())
     _store(tree, tree.root(None, None), [1], first=0, retention=Retention(50, 1000.0))
     for salt in range(1000):
@@ -133,12 +133,12 @@ def test_nothing_piles_up() -> None:
         tree.retire(0)
         _store(tree, tree.root(None, salt), [1], first=1)
         assert tree.evict() == 1
-    assert len(tree._leaving) < 100
+    assert len(tree._evictable) < 100
     assert len(tree._expiring) < 100
     assert len(tree._roots) == 1
 
 
-def test_a_root_that_was_dropped_comes_back_with_its_next_block() -> None:
+def test_dropped_root_returns_with_its_next_block() -> None:
     tree = BlockTree(1)
     root = tree.root(None, 7)
     _store(tree, root, [1], first=0)

@@ -1,4 +1,4 @@
-"""The sampler against plain scalar code that follows the reference's sentences."""
+"""The sampler, compared with plain scalar code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> np.ndarray:  # type
 def _row(
     config: SamplingConfig, position: int = 0, *, vocab: int = VOCAB, log_prob: bool = False, **processing: Any
 ) -> Row:
-    """A row after `position` tokens, none of which matters."""
+    """A row after `position` arbitrary tokens."""
     parameters = SamplingParameters.of(config)
     processor = LogitsProcessor(parameters, NO_PROMPT, vocab_size=vocab, **({"end_id": -1} | processing))
     return Row(parameters, processor, range(position), log_prob)
@@ -92,13 +92,13 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_equals_the_scalar_reference(config: SamplingConfig) -> None:
+def test_sampler_equals_the_scalar_reference(config: SamplingConfig) -> None:
     logits = _logits(12)
     expected = [_scalar_choice(row.tolist(), config, position) for position, row in enumerate(logits)]
     assert _tokens(logits, [_row(config, position) for position in range(12)]) == expected
 
 
-def test_a_mixed_batch_equals_each_row_alone() -> None:
+def test_mixed_batch_equals_single_rows() -> None:
     configs = list(CONFIGS.values())
     logits = _logits(len(configs), seed=1)
     together = _tokens(logits, [_row(config, 7) for config in configs])
@@ -107,7 +107,7 @@ def test_a_mixed_batch_equals_each_row_alone() -> None:
 
 
 @given(st.permutations(range(len(CONFIGS))), st.integers(1, len(CONFIGS)), st.integers(0, 50))
-def test_neighbours_and_order_change_nothing(order: list[int], count: int, position: int) -> None:
+def test_results_do_not_depend_on_other_rows(order: list[int], count: int, position: int) -> None:
     configs, logits = list(CONFIGS.values()), _logits(len(CONFIGS), seed=2, vocab=100)
     chosen = order[:count]
     together = choose_tokens(
@@ -119,7 +119,7 @@ def test_neighbours_and_order_change_nothing(order: list[int], count: int, posit
         assert i % 2 or choice == alone
 
 
-def test_the_random_stream_depends_on_seed_and_position() -> None:
+def test_random_numbers_depend_on_seed_and_position() -> None:
     seeds, positions = np.array([0, 0, 1, MASK], dtype=np.uint64), np.array([0, 1, 0, 5], dtype=np.uint64)
     numbers = uniform(seeds, positions).tolist()
     assert numbers == [_scalar_uniform(s, p) for s, p in zip(seeds.tolist(), positions.tolist(), strict=True)]
@@ -143,27 +143,27 @@ def test_sampled_frequencies_follow_the_distribution() -> None:
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
 @pytest.mark.parametrize("count", [1, 5, 700, 1024])
-def test_the_best_are_the_first_of_the_whole_order(spread: float, count: int) -> None:
+def test_best_tokens_equal_a_full_sort(spread: float, count: int) -> None:
     logits = np.round(_logits(1, seed=5)[0] * np.float32(spread), 2)  # with ties
     whole = sorted(range(VOCAB), key=lambda token: -logits[token])
     assert _best(logits, count).tolist() == whole[:count]
     assert len(_best(logits, VOCAB + 1)) == VOCAB
 
 
-def test_min_tokens_keeps_the_end_token_away() -> None:
+def test_min_tokens_excludes_the_end_token() -> None:
     logits = np.array([[0.0, 5.0, 3.0]] * 3, dtype=np.float32)
-    logits.flags.writeable = False  # the model's own memory
+    logits.flags.writeable = False  # the model's memory must not change
     config = SamplingConfig(min_tokens=2)
     assert _tokens(logits, [_row(config, position, vocab=3, end_id=1) for position in (0, 1, 2)]) == [2, 2, 1]
     assert _tokens(logits, [_row(config, 0, vocab=3, end_id=end) for end in (-1, 0, 1)]) == [1, 1, 2]
 
 
-def test_equal_logits_give_the_first_token() -> None:
+def test_first_of_equal_logits_is_chosen() -> None:
     assert _tokens(np.zeros((1, 5), np.float32), [_row(SamplingConfig(), vocab=5)]) == [0]
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_rows_without_numbers_yield_no_token(wrong: float) -> None:
+def test_rows_without_finite_logits_yield_no_token(wrong: float) -> None:
     logits = _logits(6)
     logits[[1, 4], 5] = wrong
     logits[5] = -np.inf
@@ -175,7 +175,7 @@ def test_rows_without_numbers_yield_no_token(wrong: float) -> None:
 
 
 @pytest.mark.parametrize("config", [SamplingConfig(), SamplingConfig(top_p=0.5), SamplingConfig(top_k=2)])
-def test_a_row_in_which_all_is_banned_is_exhausted(config: SamplingConfig) -> None:
+def test_row_with_all_tokens_banned_is_exhausted(config: SamplingConfig) -> None:
     logits = _logits(2, vocab=3)
     rows = [_row(config, vocab=3, bad_words=[[0], [1], [2]], log_prob=True), _row(config, vocab=3)]
     exhausted, free = choose_tokens(logits, rows)
@@ -184,7 +184,7 @@ def test_a_row_in_which_all_is_banned_is_exhausted(config: SamplingConfig) -> No
     assert free.token >= 0
 
 
-def test_a_bias_that_is_no_number_gives_no_token() -> None:
+def test_nan_bias_yields_no_token() -> None:
     bias = np.array([0, np.nan, 0], dtype=np.float32)
     assert _tokens(np.ones((1, 3), np.float32), [_row(SamplingConfig(), vocab=3, bias=bias)]) == [UNDEFINED]
 
@@ -207,7 +207,7 @@ LOG_PROBS = {
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("config", "factor", "kept"), LOG_PROBS.values(), ids=LOG_PROBS.keys())
-def test_log_probs_are_of_the_logits_chosen_from(
+def test_log_probs_are_of_the_tokens_chosen_from(
     config: SamplingConfig, factor: float, kept: bool, normalize: bool
 ) -> None:
     logits = _logits(1, seed=6, vocab=20)
@@ -222,7 +222,7 @@ def test_log_probs_are_of_the_logits_chosen_from(
         assert choice.log_prob == choice.full_log_prob
 
 
-def test_log_probs_are_absent_unless_asked_for() -> None:
+def test_log_probs_only_if_requested() -> None:
     (choice,) = choose_tokens(_logits(1), [_row(SamplingConfig(top_k=4))])
     assert math.isnan(choice.log_prob)
     assert math.isnan(Choice(3).full_log_prob)
@@ -240,40 +240,9 @@ def test_log_softmax_of_rows() -> None:
     assert np.isnan(odd[2, 0])
 
 
-def test_a_banned_token_is_never_sampled() -> None:
-    """Even where the random number is the largest there is and sums are rounded."""
+def test_banned_token_is_never_sampled() -> None:
+    """Not even with the largest random number and rounded sums."""
     logits = np.zeros((1, 3000), dtype=np.float32)
     row = _row(SamplingConfig(top_p=1.0), bad_words=[[token] for token in range(1500, 3000)])
     with patch("trtserve.executor.sampling.uniform", return_value=np.array([1 - 2**-53])):
         assert _tokens(logits, [row]) == [1499]
-
-
-def test_defaults_and_combinations() -> None:
-    assert SamplingParameters.of(SamplingConfig()) == SamplingParameters()
-    config = SamplingConfig(
-        beam_width=4,
-        top_k=2000,
-        top_p=0.5,
-        top_p_decay=0.9,
-        temperature=0.0,
-        seed=MASK,
-        num_return_sequences=2,
-        early_stopping=0,
-        length_penalty=1.5,
-        beam_search_diversity_rate=0.3,
-        prompt_ignore_length=3,
-    )
-    assert SamplingParameters.of(config, index=2) == SamplingParameters(
-        greedy=True,
-        beam_width=4,
-        top_k=1024,
-        top_p=0.5,
-        seed=1,
-        num_return_sequences=2,
-        early_stopping=0,
-        length_penalty=1.5,
-        beam_search_diversity_rate=0.3,
-        prompt_ignore_length=3,
-    )
-    assert SamplingParameters.of(SamplingConfig(beam_width=3)).num_return_sequences == 3
-    assert SamplingParameters.of(SamplingConfig(top_p=0.5, top_p_decay=0.9)).top_p_decay == 0.9

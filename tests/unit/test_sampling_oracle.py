@@ -1,4 +1,4 @@
-"""Processing of logits against transformers' processors, where both mean the same; the notes say where they do not."""
+"""Logits processing compared with transformers' processors, where both have the same definition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtserve.executor.logits_processing import LogitsProcessor
 from trtserve.executor.requests import SamplingConfig
 from trtserve.executor.sampling import Row, SamplingParameters, choose_tokens, log_softmax
 
-pytestmark = pytest.mark.oracle
+pytestmark = pytest.mark.needs("torch")
 
 VOCAB = 40
 END = 2
@@ -36,7 +36,7 @@ def _ngrams(transformers: Any, _prompt: int) -> Any:
 
 
 def _bad_words(transformers: Any, _prompt: int) -> Any:
-    # transformers leaves words out that are an end token alone; TensorRT-LLM bans them as well.
+    # transformers skips bad words that are only an end token; TensorRT-LLM bans them too.
     return transformers.NoBadWordsLogitsProcessor([[4], [5, 6], [7, 8, 9]], [END])
 
 
@@ -73,7 +73,9 @@ def _processor(config: SamplingConfig, prompt: list[int], **settings: Any) -> Lo
 
 @pytest.mark.parametrize(("config", "settings", "oracles"), CASES.values(), ids=CASES.keys())
 def test_equals_transformers_processors(config: dict[str, Any], settings: dict[str, Any], oracles: list[Any]) -> None:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     random = np.random.default_rng(3)
     prompt = [5, 7, 8, 11, 5]
     processor = _processor(SamplingConfig(**config), prompt, **settings)
@@ -85,14 +87,15 @@ def test_equals_transformers_processors(config: dict[str, Any], settings: dict[s
         for each in chain:
             expected = each(torch.tensor([prompt + generated]), expected)
         result = processor.process(row, generated)
-        result[result == np.finfo(np.float32).min] = -np.inf  # how TensorRT-LLM masks the end before min_tokens
+        result[result == np.finfo(np.float32).min] = -np.inf  # TensorRT-LLM's mask of the end token before min_tokens
         np.testing.assert_allclose(result, expected[0].numpy(), rtol=1e-5, atol=1e-6)
         generated.append(token)
         processor.accept(token)
 
 
-def test_log_softmax_is_torchs() -> None:
-    torch = pytest.importorskip("torch")
+def test_log_softmax_equals_torchs() -> None:
+    import torch
+
     rows = (np.random.default_rng(4).standard_normal((3, 5000)) * 5).astype(np.float32)
     expected = torch.log_softmax(torch.from_numpy(rows), dim=1).numpy()
     np.testing.assert_allclose(log_softmax(rows), expected, rtol=1e-6, atol=1e-5)
@@ -113,13 +116,15 @@ NUCLEI: dict[str, tuple[dict[str, Any], list[Callable[[Any], Any]]]] = {
 
 
 @pytest.mark.parametrize(("config", "oracles"), NUCLEI.values(), ids=NUCLEI.keys())
-def test_samples_come_from_transformers_set_of_tokens(config: dict[str, Any], oracles: list[Any]) -> None:
-    """Exactly the tokens that transformers' warpers keep are drawn, at least one of each.
+def test_samples_come_from_the_same_tokens_as_in_transformers(config: dict[str, Any], oracles: list[Any]) -> None:
+    """Exactly the tokens that transformers' warpers keep are drawn, each at least once.
 
     How often differs by design: TensorRT-LLM draws a number below p times the mass, so that the last token of the
     nucleus counts with the part that lies inside it alone, and transformers with the whole.
     """
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     row = (np.random.default_rng(8).standard_normal((1, VOCAB)) * 1.5).astype(np.float32)
     kept = torch.from_numpy(row)
     for oracle in oracles:

@@ -1,4 +1,4 @@
-"""Who is scheduled: capacity policies, pauses, priorities, beam widths, adapters and reuse, step by step."""
+"""Scheduling: capacity policies, pauses, priorities, beam widths, adapters and reuse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.schedulers import add, make_scheduler, make_sequence, paused, run_step, shape
 from trtserve.executor.api import CapacitySchedulerPolicy
-from trtserve.executor.scheduler import insert
+from trtserve.executor.scheduler import insert_by_priority
 from trtserve.executor.sequence import Sequence
 
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -26,7 +26,7 @@ def test_prompts_join_running_generations() -> None:
     assert shape(run_step(scheduler)) == ([], [1, 2])
 
 
-def test_nobody_overtakes_one_that_lacks_blocks() -> None:
+def test_no_sequence_overtakes_one_that_waits_for_blocks() -> None:
     scheduler = make_scheduler(blocks=6)
     first = add(scheduler, 1, 12, 4)
     waiting = add(scheduler, 2, 12, 4)
@@ -37,14 +37,14 @@ def test_nobody_overtakes_one_that_lacks_blocks() -> None:
     assert shape(run_step(scheduler)) == ([(2, 12), (3, 1)], [])
 
 
-def test_blocks_are_counted_to_the_end_not_to_the_prompt() -> None:
+def test_all_blocks_of_a_sequence_are_reserved_at_its_start() -> None:
     scheduler = make_scheduler(blocks=6)
     add(scheduler, 1, 4, 16)
     add(scheduler, 2, 4, 4)
     assert shape(run_step(scheduler)) == ([(1, 4)], [])
 
 
-def test_the_first_prompt_over_the_budget_ends_the_pass() -> None:
+def test_first_prompt_over_the_budget_ends_the_pass() -> None:
     scheduler = make_scheduler(tokens=10)
     for number, prompt in enumerate((6, 6, 2), start=1):
         add(scheduler, number, prompt)
@@ -63,15 +63,21 @@ def test_static_batch_waits_until_nothing_runs() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_room_counts_all_that_are_active(chunked: bool) -> None:
+def test_sequences_waiting_for_blocks_count_for_the_batch_size(chunked: bool) -> None:
     scheduler = make_scheduler(blocks=6, batch=3, chunked=chunked)
     add(scheduler, 1, 12)
     add(scheduler, 2, 12)
     run_step(scheduler)
-    assert (scheduler.room, [bool(sequence.slots) for sequence in scheduler.active]) == (1, [True, False])
+    assert [bool(sequence.slots) for sequence in scheduler.active] == [True, False]
+    queue = deque([make_sequence(3, 4), make_sequence(4, 4)])
+    for expected in (3, None):
+        taken = scheduler.take(queue)
+        assert (None if taken is None else taken.id) == expected
+        if taken is not None:
+            scheduler.add(taken)
 
 
-def test_higher_priorities_come_first_then_those_that_came_first() -> None:
+def test_sequences_run_by_priority_then_by_arrival() -> None:
     scheduler = make_scheduler(tokens=12)
     for number, priority in enumerate((0.5, 0.9, 0.5, 0.9, 0.1), start=1):
         add(scheduler, number, 4, priority=priority)
@@ -79,13 +85,13 @@ def test_higher_priorities_come_first_then_those_that_came_first() -> None:
     assert shape(run_step(scheduler)) == ([(2, 4), (4, 4), (1, 4)], [])
 
 
-def test_a_full_active_list_takes_higher_priorities_in() -> None:
+def test_full_batch_accepts_higher_priorities() -> None:
     scheduler = make_scheduler(batch=2)
     running = [add(scheduler, 1, 4), add(scheduler, 2, 4)]
     run_step(scheduler)
     queue: deque[Sequence] = deque()
     for number, priority in ((3, 0.5), (4, 0.9)):
-        insert(queue, make_sequence(number, 4, priority=priority))
+        insert_by_priority(queue, make_sequence(number, 4, priority=priority))
     taken = scheduler.take(queue)
     assert taken is not None
     assert taken.id == 4
@@ -96,7 +102,7 @@ def test_a_full_active_list_takes_higher_priorities_in() -> None:
     assert shape(run_step(scheduler)) == ([(4, 4)], [1])
 
 
-def test_only_the_beam_width_in_operation_leaves_the_queue() -> None:
+def test_only_requests_of_the_active_beam_width_leave_the_queue() -> None:
     scheduler = make_scheduler(beams=2)
     queue = deque([make_sequence(1, 4), make_sequence(2, 4, width=2), make_sequence(3, 4)])
     taken = []
@@ -111,7 +117,7 @@ def test_only_the_beam_width_in_operation_leaves_the_queue() -> None:
     assert scheduler.take(queue) is None
 
 
-def test_generations_of_another_width_sit_a_step_out() -> None:
+def test_generations_of_another_beam_width_skip_a_step() -> None:
     scheduler = make_scheduler(beams=2, tokens=5)
     for number, width in enumerate((2, 1, 2, 2), start=1):
         add(scheduler, number, 1, width=width)
@@ -119,7 +125,7 @@ def test_generations_of_another_width_sit_a_step_out() -> None:
     assert shape(run_step(scheduler)) == ([], [1, 3]), "4 of 5 tokens are used: one generation costs its width"
 
 
-def test_beams_take_blocks_of_their_own() -> None:
+def test_beams_reserve_their_own_blocks() -> None:
     scheduler = make_scheduler(blocks=7, beams=3)
     sequence = add(scheduler, 1, 6, 4, width=3)
     assert shape(run_step(scheduler)) == ([(1, 6)], [])
@@ -128,7 +134,7 @@ def test_beams_take_blocks_of_their_own() -> None:
     assert scheduler.cache.available == 7
 
 
-def test_lacking_room_for_an_adapter_only_skips() -> None:
+def test_sequences_whose_adapter_does_not_fit_are_skipped() -> None:
     def fits(adapters: set[Hashable]) -> bool:
         return len(adapters) <= 1
 
@@ -142,7 +148,7 @@ def test_lacking_room_for_an_adapter_only_skips() -> None:
     assert shape(run_step(scheduler)) == ([(2, 4)], [4])
 
 
-def test_the_last_started_makes_room_and_comes_back() -> None:
+def test_sequence_started_last_is_paused_and_resumes() -> None:
     scheduler = make_scheduler(blocks=3, policy=MAX_UTILIZATION)
     first, second = add(scheduler, 1, 4, 8), add(scheduler, 2, 3, 5)
     assert shape(run_step(scheduler)) == ([(1, 4), (2, 3)], [])
@@ -157,7 +163,7 @@ def test_the_last_started_makes_room_and_comes_back() -> None:
     assert second.generated == [2, 2, 2]
 
 
-def test_one_in_front_pauses_those_behind() -> None:
+def test_higher_priority_pauses_a_lower_one() -> None:
     scheduler = make_scheduler(blocks=3, policy=MAX_UTILIZATION)
     add(scheduler, 1, 8, 4, priority=0.1)
     run_step(scheduler)
@@ -166,7 +172,7 @@ def test_one_in_front_pauses_those_behind() -> None:
     assert (shape(plan), paused(plan)) == (([(2, 8)], []), [1])
 
 
-def test_a_paused_sequence_finds_its_blocks_again() -> None:
+def test_paused_sequence_reuses_its_blocks() -> None:
     scheduler = make_scheduler(blocks=6, policy=MAX_UTILIZATION, reuse=True)
     low = add(scheduler, 1, list(range(50, 58)), 8, priority=0.1)
     run_step(scheduler)
@@ -177,7 +183,7 @@ def test_a_paused_sequence_finds_its_blocks_again() -> None:
     assert low.use.reused == 2
 
 
-def test_paused_beams_begin_again() -> None:
+def test_paused_beam_search_starts_again() -> None:
     scheduler = make_scheduler(blocks=7, beams=2, policy=MAX_UTILIZATION)
     add(scheduler, 1, 4, 8, width=2)
     second = add(scheduler, 2, 4, 8, width=2)
@@ -189,7 +195,7 @@ def test_paused_beams_begin_again() -> None:
     assert second.context_left == 4
 
 
-def test_what_another_sequence_computes_is_waited_for() -> None:
+def test_sequence_waits_for_blocks_that_another_one_computes() -> None:
     scheduler = make_scheduler(reuse=True)
     add(scheduler, 1, 10)
     add(scheduler, 2, 12)
@@ -199,17 +205,17 @@ def test_what_another_sequence_computes_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("options", [{"policy": STATIC}, {"windows": (8, 100)}, {"reuse": False}])
-def test_nobody_waits_where_that_brings_nothing(options: dict[str, Any]) -> None:
+def test_no_waiting_where_blocks_cannot_be_shared(options: dict[str, Any]) -> None:
     scheduler = make_scheduler(**{"reuse": True, **options})
     add(scheduler, 1, 10)
     add(scheduler, 2, 12)
     assert shape(run_step(scheduler)) == ([(1, 10), (2, 12)], [])
 
 
-def test_what_failed_is_not_used_again() -> None:
+def test_blocks_of_a_failed_sequence_are_not_reused() -> None:
     scheduler = make_scheduler(reuse=True)
     sequence = add(scheduler, 1, 8)
-    plan = scheduler.plan()
+    plan = scheduler.plan_step()
     assert plan
     sequence.computed = 8
     scheduler.cache.extend(sequence.slots[0], 8)

@@ -1,4 +1,4 @@
-"""Random requests under every policy: all end, no budget is passed, no block is lost."""
+"""Random requests under every policy: all end, budgets hold, and no block is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from tests.support.schedulers import make_scheduler, make_sequence, run_step
 from trtserve.executor.api import CapacitySchedulerPolicy, ContextChunkingPolicy
-from trtserve.executor.scheduler import Plan, Scheduler, insert
+from trtserve.executor.scheduler import Scheduler, StepPlan, insert_by_priority
 from trtserve.executor.sequence import Sequence
 
 REQUESTS = st.lists(
@@ -20,7 +20,7 @@ REQUESTS = st.lists(
         st.sampled_from([0.5, 0.5, 0.5, 0.1, 0.9]),
         st.integers(0, 12),  # step at which it arrives
         st.integers(0, 3),  # draft
-        st.sampled_from([None, None, None, 1, 5]),  # cancelled after so many steps
+        st.sampled_from([None, None, None, 1, 5]),  # step after which it is cancelled
     ),
     min_size=1,
     max_size=10,
@@ -35,14 +35,14 @@ REQUESTS = st.lists(
     width=st.sampled_from([1, 1, 2]),
     reuse=st.booleans(),
 )
-def test_every_request_ends_whatever_the_policy(
+def test_every_request_ends_under_every_policy(
     requests: list[tuple[int, int, float, int, int, int | None]],
     policy: CapacitySchedulerPolicy,
     chunking: ContextChunkingPolicy | None,
     width: int,
     reuse: bool,
 ) -> None:
-    """Each step keeps within its budgets, somebody always advances, and all blocks come back."""
+    """Each step stays within its budgets, some request always advances, and all blocks are freed."""
     chosen = chunking or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     options: dict[str, Any] = {"policy": policy, "chunking": chosen, "reuse": reuse, "beams": 2}
     scheduler = make_scheduler(blocks=20, batch=3, tokens=28, chunked=chunking is not None, **options)
@@ -54,7 +54,7 @@ def test_every_request_ends_whatever_the_policy(
             number, (prompt, new, priority, _, draft, cancelled) = coming.popleft()
             drafted = (1,) * draft if width == 1 else ()
             new = max(new, len(drafted) + 1)
-            insert(queue, make_sequence(number, prompt, new, width, priority=priority, draft=drafted))
+            insert_by_priority(queue, make_sequence(number, prompt, new, width, priority=priority, draft=drafted))
             ends[number] = None if cancelled is None else step + cancelled
         while (sequence := scheduler.take(queue)) is not None:
             scheduler.add(sequence)
@@ -73,7 +73,7 @@ def _has_ended(sequence: Sequence, cancelled: int | None, step: int) -> bool:
     return len(sequence.generated) >= sequence.max_tokens or (cancelled is not None and step >= cancelled)
 
 
-def _check_budgets(scheduler: Scheduler, plan: Plan) -> None:
+def _check_budgets(scheduler: Scheduler, plan: StepPlan) -> None:
     drafts = sum(len(sequence.draft) for sequence, _ in plan.chunks if sequence.generating)
     generations = sum(sequence.width for sequence in plan.generations)
     assert plan.context_tokens + drafts + generations <= scheduler.limits.max_num_tokens

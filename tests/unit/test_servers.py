@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 
+from tests.support.server_records import server_record
 from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
-from trtserve.process import Identity
-from trtserve.servers import (
+from trtserve.process import ProcessId
+from trtserve.server.discovery import find_server
+from trtserve.server.shutdown import stop_server
+from trtserve.server.state import (
     Server,
-    condition,
-    find_server,
+    Stub,
+    change_state,
+    last_record,
     list_servers,
-    log_file,
+    recorded_server,
     recorded_servers,
     state_file,
     write_state,
 )
-from trtserve.start import stop_server
+from trtserve.server.status import server_state
 from trtserve.store import NameRecord, Store
 
 
@@ -30,32 +34,15 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "home")
 
 
-def server(store: Store, name: str, *, age: float = 0.0, **more: object) -> Server:
+def server(store: Store, name: str, *, age: float = 0.0, **more: Any) -> Server:
     """A server whose process is this test, or with an `age` an earlier one with its pid."""
-    own = Identity.of(os.getpid())
-    assert own is not None
-    made = Server(
-        name=name,
-        host="127.0.0.1",
-        http_port=1,
-        grpc_port=2,
-        metrics_port=3,
-        pid=own.pid,
-        started=own.started - age,
-        log=log_file(name, store),
-        repository=Path("/repository"),
-        model=name,
-        streaming=True,
-        phase="running",
-        shm_prefix="",
-    )
-    made = replace(made, **more)  # type: ignore[arg-type]
+    made = server_record(name, store=store, age=age, **more)
     write_state(made, store)
     return made
 
 
 def test_state_survives_the_file(store: Store) -> None:
-    written = server(store, "demo-1.5", stubs=((5, 1.5), (6, 2.5)))
+    written = server(store, "demo-1.5", stubs=(Stub(pid=5, started=1.5, model="a"), Stub(pid=6, started=2.5)))
     assert list_servers(store) == [written]
 
 
@@ -63,7 +50,7 @@ def test_a_reused_pid_is_not_the_server(store: Store) -> None:
     stale = server(store, "demo", age=60)
     assert list_servers(store) == []
     assert recorded_servers(store) == [stale]
-    assert condition(stale)[0] == "failed"
+    assert server_state(stale)[0] == "failed"
 
 
 def test_the_only_server_is_implied(store: Store) -> None:
@@ -84,7 +71,7 @@ def test_several_servers_are_listed(store: Store) -> None:
     assert caught.value.hint == "Name one: `trtserve stop NAME`, or stop them all: `trtserve stop --all`."
 
 
-def test_without_a_server_it_is_said_how_to_start_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_the_hint_starts_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ServerNotFoundError) as caught:
         find_server(store=store)
     assert caught.value.hint is not None
@@ -94,7 +81,7 @@ def test_without_a_server_it_is_said_how_to_start_one(store: Store, monkeypatch:
     store.record(NameRecord(name="demo", **paths))
     with pytest.raises(ServerNotFoundError) as caught:
         find_server(store=store)
-    store_said = f" (only the store of $TRTSERVE_HOME was looked into: {os.environ['TRTSERVE_HOME']})"
+    store_said = f" (only the store of $TRTSERVE_HOME was searched: {os.environ['TRTSERVE_HOME']})"
     assert caught.value.hint == f"Start one: trtserve start --detach{store_said}"
     monkeypatch.delenv("TRTSERVE_HOME")
     with pytest.raises(ServerNotFoundError) as caught:
@@ -108,32 +95,64 @@ def test_an_unknown_name_lists_the_known(store: Store) -> None:
         find_server("other", store=store)
 
 
-def test_a_dead_server_is_explained_once_and_forgotten(store: Store) -> None:
+def test_a_dead_server_is_explained_until_it_is_stopped(store: Store) -> None:
     dead = server(store, "demo", age=60)
-    dead.log.write_text('I1120 12:17:16.1 1 main.cc:1] "the last line"\n')
+    dead.instances[0].log.write_text('I1120 12:17:16.1 1 main.cc:1] "the last line"\n')
     with pytest.raises(ServerNotFoundError, match="ended without being stopped") as caught:
         find_server("demo", store=store)
     assert "the last line" in caught.value.message
-    assert caught.value.log == dead.log
-    assert dead.log.exists()
-    assert not state_file("demo", store).exists()
+    assert caught.value.log == dead.instances[0].log
+    assert dead.instances[0].log.exists()
+    assert [each.state for each in recorded_servers(store)] == ["failed"]
+    with pytest.raises(ServerNotFoundError, match=r"demo has failed.*ended without being stopped"):
+        find_server("demo", store=store)
+    stop_server("demo", store=store)
+    assert recorded_servers(store) == []
     with pytest.raises(ServerNotFoundError, match="No server demo is running, nor any other"):
         find_server("demo", store=store)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"name": "x"}', "nonsense"])
-def test_a_state_file_of_another_version_is_no_server(store: Store, content: str) -> None:
+def test_a_state_file_of_another_version_is_ignored(store: Store, content: str) -> None:
     store.servers.mkdir(parents=True)
     state_file("x", store).write_text(content)
     assert recorded_servers(store) == []
 
 
 def test_a_dead_stub_is_a_failure(store: Store) -> None:
-    own = Identity.of(os.getpid())
+    own = ProcessId.of(os.getpid())
     assert own is not None
-    limping = server(store, "demo", stubs=((own.pid, own.started), (own.pid, own.started - 60)))
-    assert condition(limping) == ("failed", "1 of 2 Python stubs have ended; requests to their models fail")
+    stubs = (Stub(pid=own.pid, started=own.started, model="a"), Stub(pid=own.pid, started=own.started - 60, model="b"))
+    state, reason = server_state(server(store, "demo", stubs=stubs))
+    assert (state, reason) == ("failed", "1 of 2 Python stubs have ended (b); requests to them fail")
 
 
 def test_a_server_that_does_not_answer_yet_is_starting(store: Store) -> None:
-    assert condition(server(store, "demo", phase="starting")) == ("starting", "")
+    assert server_state(server(store, "demo", state="starting")) == ("starting", "")
+
+
+def test_a_server_that_is_being_stopped_stays_so(store: Store) -> None:
+    one = server(store, "demo")
+    assert change_state(one, store, state="degraded", reason="slow").state == "degraded"
+    assert change_state(one, store, state="draining").reason == "slow"
+    assert change_state(one, store, state="ready").state == "draining"
+    assert change_state(one, store, state="stopped").state == "stopped"
+    assert recorded_server("demo", store) is None
+    assert last_record("demo", store) is not None
+
+
+def test_the_record_of_a_later_server_is_left_alone(store: Store) -> None:
+    earlier = server(store, "demo", shm_prefix="earlier")
+    later = server(store, "demo", shm_prefix="later")
+    assert change_state(earlier, store, state="failed") == earlier
+    assert last_record("demo", store) == later
+
+
+def test_a_server_between_two_starts_is_alive_through_its_supervisor(store: Store) -> None:
+    own = ProcessId.of(os.getpid())
+    assert own is not None
+    waiting = server(store, "demo", age=60, state="starting", reason="Starting again in 4 s.", supervisor=own)
+    assert list_servers(store) == [waiting]
+    assert server_state(waiting, store) == ("starting", "Starting again in 4 s.")
+    killed = replace(waiting, supervisor=replace(own, started=own.started - 60))
+    assert server_state(killed, store)[0] == "failed"

@@ -1,4 +1,4 @@
-"""`--set`: what it may set, and what it says about what it may not."""
+"""What `--set` accepts, and its errors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ import pytest
 
 from trtserve.errors import UsageError
 from trtserve.triton.profiles import profile
-from trtserve.triton.settings import parse_assignments, resolve_settings
+from trtserve.triton.settings import resolve_settings
 
 
-def test_assignments() -> None:
-    assert parse_assignments(["a=1", "b.c=x=y"]) == {"a": "1", "b.c": "x=y"}
-    for wrong in (["a"], ["=1"], ["a=1", "a=2"]):
-        with pytest.raises(UsageError):
-            parse_assignments(wrong)
-
-
-def test_places() -> None:
+def test_settings_go_to_their_model() -> None:
     given = {
         "batching_strategy": "v1",
         "tensorrt_llm.decoding_mode": "top_k",
@@ -99,7 +92,7 @@ def test_values_are_read_strictly(key: str, value: str, expected: str) -> None:
         ("max_beam_width", ""),
     ],
 )
-def test_values_that_the_models_read_are_taken(key: str, value: str) -> None:
+def test_values_that_the_models_read_are_accepted(key: str, value: str) -> None:
     name = {"batching_strategy": "gpt_model_type"}.get(key, key).rpartition(".")[2]
     (parameters,) = resolve_settings({key: value}, profile()).parameters.values()
     assert parameters == {name: value}
@@ -119,23 +112,23 @@ def test_values_follow_the_release(key: str, value: str, before: str, since: str
         resolve_settings({key: value}, profile(before))
 
 
-def test_what_the_core_model_needs_cannot_be_emptied() -> None:
-    with pytest.raises(UsageError, match="does not load without it"):
+def test_required_parameters_cannot_be_empty() -> None:
+    with pytest.raises(UsageError, match="but tensorrt_llm needs it"):
         resolve_settings({"batching_strategy": ""}, profile())
 
 
-def test_release_decides_what_is_known() -> None:
+def test_unknown_keys_depend_on_the_release() -> None:
     with pytest.raises(UsageError, match=r"release 0\.12"):
         resolve_settings({"cuda_graph_mode": "true"}, profile("0.12"))
 
 
-def test_a_parameter_of_other_releases_is_told() -> None:
+def test_a_parameter_of_other_releases_names_them() -> None:
     with pytest.raises(UsageError) as caught:
         resolve_settings({"guided_decoding_backend": "xgrammar"}, profile("0.12"))
     assert caught.value.hint == "Releases that have it: 0.19 – 0.21, 1.0 –."
 
 
-def test_everything_that_is_wrong_is_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     given = {"foo": "1", "max_beam_width": "x", "gpt_model_type": "fast", "exclude_input_in_output": "true"}
     with pytest.raises(UsageError) as caught:
         resolve_settings(given, profile("1.2"), spelled={"gpt_model_type": "--batching-strategy"})

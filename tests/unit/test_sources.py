@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli import run
 from trtserve.errors import ModelNotFoundError, UsageError
+from trtserve.import_.known_models import known_models
 from trtserve.import_.sources import ALIASES, RESERVED_NAMES, other_meaning, parse_source, served_name
 
 
@@ -52,16 +54,16 @@ def test_alias_gives_way_to_a_folder_with_a_model(tmp_path: Path) -> None:
     assert parse_source("gpt2").kind == "folder"
 
 
-def test_folder_that_hides_something_else_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_hides_another_model_is_reported(tmp_path: Path) -> None:
     for name in ("gpt2", "demo", "org/model", "mine"):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
     assert other_meaning(parse_source("gpt2")) == (
-        f"The folder {tmp_path / 'gpt2'} is used for gpt2; hf:gpt2 is the model of the hub."
+        f"The folder {tmp_path / 'gpt2'} is used for gpt2; hf:gpt2 is the model on the hub."
     )
     assert "hf:org/model is" in str(other_meaning(parse_source("org/model")))
-    assert "run this elsewhere" in str(other_meaning(parse_source("demo")))
+    assert "run this in another folder" in str(other_meaning(parse_source("demo")))
     for plain in ("./gpt2", "local:gpt2", "hf:gpt2", str(tmp_path / "gpt2"), "mine", "gpt2-xl"):
         assert other_meaning(parse_source(plain)) is None
 
@@ -73,7 +75,7 @@ def test_import_warns_of_a_folder_in_the_place_of_an_alias(
     write_tiny_model(tmp_path / "gpt2")
     for command in ("import", "plan"):
         assert run([command, "gpt2", *(["--dry-run"] if command == "import" else [])]) == 0
-        assert "hf:gpt2 is the model of the hub" in " ".join(capsys.readouterr().err.split())
+        assert "hf:gpt2 is the model on the hub" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("text", ["./absent", "/absent", "~/absent/model", "a/b/c", "absent/", "local:absent"])
@@ -83,7 +85,7 @@ def test_missing_path_is_not_asked_for_on_the_hub(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["lama-2-7b", "unknown", "org/", "org/model@", "org/mo del", "hf:unknown", ""])
-def test_refuses_what_names_nothing(text: str) -> None:
+def test_refuses_texts_that_name_no_source(text: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         parse_source(text)
     assert caught.value.code == 10
@@ -95,7 +97,7 @@ def test_suggests_close_aliases() -> None:
     assert "llama-2-7b" in str(caught.value.hint)
 
 
-def test_name_is_cut_and_can_be_given(tmp_path: Path) -> None:
+def test_names_are_derived_or_given(tmp_path: Path) -> None:
     folder = tmp_path / "my model (v2)"
     folder.mkdir()
     assert parse_source(str(folder)).name == "my-model-v2"
@@ -110,7 +112,7 @@ def test_refuses_names(name: str) -> None:
 
 def test_reserved_folder_name_asks_for_a_name(tmp_path: Path) -> None:
     (tmp_path / "ensemble").mkdir()
-    with pytest.raises(UsageError, match="that repositories hold") as caught:
+    with pytest.raises(UsageError, match="a Triton model in every repository") as caught:
         parse_source("./ensemble")
     assert "--name" in str(caught.value.hint)
     assert parse_source("./ensemble", name="mine").name == "mine"
@@ -120,3 +122,43 @@ def test_aliases_are_hub_ids_and_names() -> None:
     for alias, repository in ALIASES.items():
         assert served_name(alias) == alias
         assert repository.count("/") == 1
+
+
+def test_every_alias_has_shapes() -> None:
+    """Planning needs no network; the counts are those of the models' own pages."""
+    known = {model.alias: model for model in known_models()}
+    assert known.keys() == ALIASES.keys()
+    billions = {alias: round(model.parameters / 1e9, 2) for alias, model in known.items()}
+    assert billions["llama-2-7b"] == 6.74
+    assert billions["llama-3.2-1b"] == 1.24, "tied matrices count once"
+    assert (billions["qwen2.5-0.5b-instruct"], billions["gemma-2-2b-it"], billions["phi-3-mini"]) == (0.49, 2.61, 3.82)
+    assert not known["smollm2-135m-instruct"].gated
+
+
+def test_an_alias_is_planned_without_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = ["plan", "llama-2-7b", "--gpu", "h100-80gb"]
+    assert run(words) == 0
+    assert "meta-llama/Llama-2-7b-hf, from the table in trtserve" in capsys.readouterr().out
+    assert run([*words, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["parameters"], result["shipped_shapes"]) == (6738415616, True)
+    assert result["source_bytes"] == 2 * result["parameters"]
+
+
+def test_models_are_listed_with_what_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(["models", "--json"]) == 0
+    listed = {each["alias"]: each for each in json.loads(capsys.readouterr().out)["result"]}
+    assert listed.keys() == ALIASES.keys()
+    small = listed["smollm2-135m-instruct"]
+    assert (small["repository"], small["licence"], small["gated"]) == (
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "apache-2.0",
+        False,
+    )
+    assert small["source_bytes"] == 2 * small["parameters"]
+    assert listed["llama-3.3-70b-instruct"]["licence"] == "llama3.3"
+    assert {each["fits"] for each in listed.values()} <= {"yes", "int8", "int4", "no", None}

@@ -1,18 +1,18 @@
-"""Speculative decoding, on models that are functions: equal to the target alone, whatever the draft proposes."""
+"""Speculative decoding with models that are functions: the result equals that of the target alone."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.model_modules import load
-from trtserve.triton.profiles import BLS
+from trtserve.models.bls import core_model, settings, speculative, stop_words
+from trtserve.models.shared.inner_models import InnerModelError
+from trtserve.models.shared.lora_names import LoraNames
 
 Next = Callable[[Sequence[int]], int]
 END = 0
@@ -46,6 +46,7 @@ class Models:
         self.longest = {"draft": 1000, "target": 1000}
         self.error: type[Exception] = RuntimeError
         self.says_reason = False
+        self.always: dict[str, Any] = {}
 
     def __call__(
         self, model: str, inputs: Any, outputs: Sequence[str], request_id: str, *, pushed: bool = False
@@ -80,8 +81,10 @@ class Models:
             "last_token_time_ns": np.array([[len(self.calls)]], dtype=np.int64),
             "output_log_probs": np.full((1, 1, new), -0.5, dtype=np.float32),
             "cum_log_probs": np.full((1, 1), -0.5 * new, dtype=np.float32),
-            "generation_logits": np.zeros((1, 1, max(new, 1), 12), dtype=np.float32),
+            **({} if "draft" in self.calls[-1][0] else self.always),
         }
+        if self.calls[-1][0] == "draft":
+            answer["generation_logits"] = np.zeros((1, 1, max(new, 1), 12), dtype=np.float32)
         if self.says_reason:
             answer["finish_reason"] = np.array([[reason]], dtype=np.object_)
         return answer
@@ -92,19 +95,15 @@ class Models:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", SimpleNamespace())
-    speculative = load(monkeypatch, BLS, "speculative")
-    chain, adapter, stop_words = (sys.modules[name] for name in ("chain", "adapter", "stop_words"))
-
     def start(models: Models, *, count: int = 20, drafts: int = 4, **options: Any) -> dict[str, Any]:
-        models.error = adapter.InnerModelError
+        models.error = InnerModelError
         monkeypatch.setattr(speculative, "call_streamed", models)
-        monkeypatch.setattr(adapter, "call_streamed", models)
+        monkeypatch.setattr(core_model, "call_streamed", models)
         declared = options.get("declared", {"exclude_input_in_output", "return_finish_reason", "seed", "min_tokens"})
-        names = chain.Chain(
+        names = settings.BlsSettings(
             core="target",
             draft="draft",
-            lora=None,
+            lora=LoraNames(Path("nowhere")),
             inputs=frozenset(declared),
             outputs=("cum_log_probs",),
             longest=options.get("longest"),
@@ -117,7 +116,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
             "input_lengths": np.array([[len(PROMPT)]], dtype=np.int32),
             **options.get("inputs", {}),
         }
-        core = adapter.CoreModel("target", "id", lora=None, adapter=None)
+        core = core_model.CoreModel("target", "id", lora=LoraNames(Path("nowhere")), adapter=None)
         cancelled = options.get("cancelled", threading.Event())
         decoding = speculative.SpeculativeDecoding(names, core, client, inputs, request_id="id", cancelled=cancelled)
         outcome: dict[str, Any] = decoding.run(stop_words.StopWords(options.get("words", ())), as_letters)
@@ -168,7 +167,7 @@ def test_a_draft_that_is_always_right_saves_rounds(run: Any) -> None:
     assert outcome["total_draft_tokens"].item() == outcome["total_accepted_draft_tokens"].item() == 16
 
 
-def test_outputs_are_those_of_the_whole_request(run: Any) -> None:
+def test_outputs_cover_all_rounds(run: Any) -> None:
     models = Models(often_right)
     models.says_reason = True
     outcome = run(models, count=12, drafts=3, client={"return_finish_reason": True})
@@ -183,7 +182,20 @@ def test_outputs_are_those_of_the_whole_request(run: Any) -> None:
     assert outcome["first_token_time_ns"].item() == 2
     assert outcome["last_token_time_ns"].item() == len(models.calls)
     assert outcome["finish_reason"].tolist() == [[b"length"]]
-    assert "generation_logits" not in outcome
+
+
+def test_outputs_that_old_releases_always_send_are_passed_on(run: Any) -> None:
+    """The target fills them with zeros; clients of 0.12 and 0.13 read them from every answer."""
+    models = Models(often_right)
+    models.always = {
+        "context_logits": np.zeros((1, 1, 1), dtype=np.float32),
+        "generation_logits": np.zeros((1, 1, 1, 1), dtype=np.float32),
+        "batch_index": np.array([[0]], dtype=np.int32),
+    }
+    outcome = run(models, count=12, drafts=3)
+    assert {name: outcome[name].shape for name in models.always} == {
+        name: value.shape for name, value in models.always.items()
+    }
 
 
 def test_draft_logits_go_to_the_target(run: Any) -> None:
@@ -196,7 +208,7 @@ def test_draft_logits_go_to_the_target(run: Any) -> None:
     assert not first["return_generation_logits"].item()
 
 
-def test_the_draft_model_gets_what_concerns_it(run: Any) -> None:
+def test_the_draft_model_gets_only_its_inputs(run: Any) -> None:
     models = Models(often_right)
     given = {"lora_task_id": np.array([[3]]), "return_log_probs": np.array([[True]]), "end_id": np.array([[2]])}
     run(models, count=6, drafts=3, inputs={**given, "min_tokens": np.array([[5]])})
@@ -207,7 +219,7 @@ def test_the_draft_model_gets_what_concerns_it(run: Any) -> None:
     assert all("lora_task_id" in inputs for inputs in models.named("target"))
 
 
-def test_the_seed_moves_with_the_position(run: Any) -> None:
+def test_the_seed_changes_with_the_position(run: Any) -> None:
     models = Models(lambda _: 1)
     run(models, count=3, drafts=2, inputs={"seed": np.array([[7]], dtype=np.uint64)})
     assert [inputs["seed"].item() for inputs in models.named("target")] == [7, 8, 9]
@@ -242,19 +254,19 @@ def test_limits_of_the_engines(run: Any, limits: dict[str, int], expected: int) 
     assert 0 < max(asked) <= limits.get("draft_longest", max(asked))
 
 
-def test_a_cancelled_request_ends_with_what_it_has(run: Any) -> None:
+def test_a_cancelled_request_returns_what_it_has(run: Any) -> None:
     cancelled = threading.Event()
     cancelled.set()
     assert len(new_ids(run(Models(target_token), drafts=2, cancelled=cancelled))) == 3
 
 
-def test_the_prompt_is_left_out_on_demand(run: Any) -> None:
+def test_the_prompt_can_be_left_out(run: Any) -> None:
     outcome = run(Models(target_token), client={"exclude_input_in_output": True})
     assert outcome["output_ids"].reshape(-1).tolist() == plain(20)
 
 
 @pytest.mark.parametrize(("model", "expected"), [("target", 9), ("draft", 20)])
-def test_limits_that_only_the_core_models_know(run: Any, model: str, expected: int) -> None:
+def test_limits_that_only_the_core_models_report(run: Any, model: str, expected: int) -> None:
     """A KV cache that ends before its engine: the target's end is that of the answer, the draft's that of drafts."""
     models = Models(often_right)
     models.longest[model] = len(PROMPT) + 9

@@ -1,4 +1,4 @@
-"""Both spellings of bad and stop words: the ids of a word behind a space and behind anything else."""
+"""The spellings of bad and stop words: the ids of a word after a space and after anything else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.model_modules import load
+from trtserve.models.preprocessing.spellings import Spellings
 
 BYTES = {chr(number): number for number in range(32, 127)} | {"\n": 10}
 WORDS = ["end", "▁end", "▁", "e", "n", "d", "E", "\n"]
@@ -33,12 +33,12 @@ def bert(text: str) -> list[int]:
 
 
 @pytest.fixture
-def spellings(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return load(monkeypatch, "preprocessing", "spellings").Spellings
+def spellings() -> Any:
+    return Spellings
 
 
 @pytest.mark.parametrize("word", ["end", " end"])
-def test_every_spelling_is_found_whichever_was_given(spellings: Any, word: str) -> None:
+def test_every_spelling_is_found(spellings: Any, word: str) -> None:
     assert sorted(spellings(byte_level).of(word)) == sorted([byte_level("end"), byte_level(" end")])
     bare, spaced = [0], [1]
     found = spellings(sentencepiece).of(word)

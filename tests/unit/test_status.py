@@ -13,17 +13,18 @@ from threading import Thread
 
 import pytest
 
+from tests.support.server_records import server_record
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.cli import run
-from trtserve.errors import RepositoryError, ServerDiedError
-from trtserve.machine import describe
-from trtserve.process import Identity
-from trtserve.servers import RunningProxy, Server, log_file, write_state
-from trtserve.status import server_status
+from trtserve.errors import RepositoryError, ServerDiedError, ServerNotReadyError
+from trtserve.host.machine import describe
+from trtserve.process import ProcessId
+from trtserve.server.state import ProxyState, Server, log_file, write_state
+from trtserve.server.status import server_status
 from trtserve.store import Store
 from trtserve.triton.parameters import CLASSES_FILE, classes_json
 from trtserve.triton.preflight import inspect_repository, require_loadable
-from trtserve.triton.probe import write_probe_repository
+from trtserve.triton.stub_probe import write_probe_repository
 
 GAUGE = "nv_trt_llm_kv_cache_block_metrics"
 ANSWERS = {
@@ -66,25 +67,8 @@ def answering() -> Iterator[int]:
 
 
 def recorded(repository: Path, port: int) -> Server:
-    own = Identity.of(os.getpid())
-    assert own is not None
-    store = Store()
-    server = Server(
-        name="demo",
-        host="127.0.0.1",
-        http_port=port,
-        grpc_port=1,
-        metrics_port=port,
-        pid=own.pid,
-        started=own.started,
-        log=log_file("demo", store),
-        repository=repository,
-        model="probe",
-        streaming=True,
-        phase="running",
-        shm_prefix="",
-    )
-    write_state(server, store)
+    server = server_record(http_port=port, grpc_port=1, metrics_port=port, repository=repository, model="probe")
+    write_state(server, Store())
     return server
 
 
@@ -110,15 +94,17 @@ def give_parameters(repository: Path, parameters: dict[str, str]) -> None:
     (core / "1" / CLASSES_FILE).write_text(classes_json("tensorrt_llm", "1.2") or "")
 
 
-def test_of_a_dead_proxy_its_own_log_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_proxy_names_its_own_log(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with answering() as port:
         server = recorded(repository, port)
         log = log_file("demo@proxy", Store())
-        proxy = RunningProxy(file=repository, log=log, http_port=port, grpc_port=1, pid=os.getpid(), started=1.0)
+        proxy = ProxyState(
+            file=repository, log=log, http_port=port, grpc_port=1, process=ProcessId(pid=os.getpid(), started=1.0)
+        )
         write_state(replace(server, proxy=proxy), Store())
         assert run(["status", "demo"]) == ServerDiedError.code
         assert f"log:   {log}" in capsys.readouterr().err
-        assert run(["status"]) == 0
+        assert run(["status"]) == ServerDiedError.code
         assert str(log) in capsys.readouterr().err.replace("\n", "")
 
 
@@ -128,28 +114,28 @@ def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str
         (status,) = server_status("demo")
         assert run(["status"]) == 0
     assert status.server == server
-    assert (status.condition, status.reason) == ("running", "")
+    assert (status.state, status.reason) == ("ready", "")
     assert status.models == {"a": "READY", "b": "UNAVAILABLE broken"}
     assert status.kv_blocks == {"max": 96, "used": 12, "tokens_per": 32}
     captured = capsys.readouterr()
-    expected = ["demo", "running", "probe", f"127.0.0.1:{port}", "1", str(port), str(os.getpid()), "streaming"]
+    expected = ["demo", "ready", "-", "probe", f"127.0.0.1:{port}", "1", str(port), str(os.getpid()), "streaming"]
     columns, row = (line.split("\t") for line in captured.out.splitlines())
-    assert (columns[:2], columns[-1]) == (["name", "state"], "kv cache")
-    assert row == [*expected, "compute bf16, kv u8", "12 of 96 blocks of 32 tokens"]
+    assert (columns[:2], columns[-2:]) == (["name", "state"], ["kv cache", "restarts"])
+    assert row == [*expected, "compute bf16, kv u8", "0 running, 0 done", "12 of 96 blocks of 32 tokens", "0"]
     assert "built on a machine with machine sparc" in captured.err
     (_, short) = status.warnings
     assert "max_seq_len 3072 instead of the engine's 4096" in short
     assert "The KV cache holds 3072 tokens" in captured.err
 
 
-def test_parameters_without_meaning_are_listed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ignored_parameters_are_listed(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     give_parameters(repository, {"gpu_device_ids": "0,1", "executor_worker_path": "/w", "num_nodes": "", "max_": "1"})
     with answering() as port:
         recorded(repository, port)
         (status,) = server_status("demo")
         assert run(["status", "demo"]) == 0
-    assert status.without_meaning == ("gpu_device_ids", "executor_worker_path")
-    said = "demo: without meaning on this runtime: gpu_device_ids, executor_worker_path"
+    assert status.ignored_parameters == ("gpu_device_ids", "executor_worker_path")
+    said = "demo: parameters ignored on this runtime: gpu_device_ids, executor_worker_path"
     assert capsys.readouterr().err.count(said) == 1
 
 
@@ -169,7 +155,7 @@ def test_start_refuses_what_the_model_refuses(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("blocks", "count"), [({"max": 2, "tokens_per": 32}, 1), ({"max": 3, "tokens_per": 32}, 0), ({}, 0)]
 )
-def test_a_cache_that_holds_a_sequence_is_not_mentioned(blocks: dict[str, int], count: int, repository: Path) -> None:
+def test_a_sufficient_kv_cache_gives_no_warning(blocks: dict[str, int], count: int, repository: Path) -> None:
     (repository / "tensorrt_llm" / "1" / "config.json").write_text(json.dumps({"build_config": {"max_seq_len": 96}}))
     served = inspect_repository(ModelRepository(path=repository))
     assert len(served.cache_warnings(blocks)) == count
@@ -179,13 +165,13 @@ def test_a_repository_that_was_removed_leaves_the_rest(tmp_path: Path) -> None:
     with answering() as port:
         recorded(tmp_path / "gone", port)
         (status,) = server_status()
-    assert (status.condition, status.precision, status.warnings) == ("running", {}, ())
+    assert (status.state, status.precision, status.warnings) == ("ready", {}, ())
 
 
-def test_a_server_that_does_not_answer_is_told(repository: Path) -> None:
+def test_a_server_that_does_not_answer_is_reported(repository: Path) -> None:
     with answering() as port:
         recorded(repository, port)
-        assert not any("does not answer" in text for text in server_status()[0].warnings)
+        assert server_status()[0].state == "ready"
     (found,) = server_status()
-    assert found.condition == "running"
-    assert f"its HTTP port {port} does not answer" in found.warnings[0]
+    assert (found.state, found.reason) == ("degraded", f"demo: its HTTP port {port} does not report it as ready")
+    assert run(["status"]) == ServerNotReadyError.code

@@ -18,7 +18,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=6)
     token=st.integers(0, 2),
     words=st.lists(TOKENS.filter(bool), min_size=1),
 )
-def test_it_is_the_end_of_the_whole_sequence(
+def test_stop_words_match_the_end_of_the_sequence(
     prompt: list[int], generated: list[int], token: int, words: list[list[int]]
 ) -> None:
     whole = [*prompt, *generated, token]
@@ -27,5 +27,5 @@ def test_it_is_the_end_of_the_whole_sequence(
 
 
 @pytest.mark.parametrize(("word", "found"), [((7,), True), ((5, 6, 7), True), ((4, 5, 6, 7), False), ((6,), False)])
-def test_words_longer_than_the_sequence_never_match(word: tuple[int, ...], found: bool) -> None:
+def test_stop_words_longer_than_the_sequence_never_match(word: tuple[int, ...], found: bool) -> None:
     assert StopWords([word], np.array([5])).end([6], 7) is found

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.recorded_progress import Lines
 from trtserve.artifacts import (
     KINDS,
     MANIFEST,
@@ -22,11 +23,10 @@ from trtserve.artifacts import (
     fingerprint,
     load_artifact,
 )
-from trtserve.bench.traffic import limits_of_repository
-from trtserve.check import find_artifact
+from trtserve.bench.requests import limits_of_repository
 from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, ModelNotFoundError, RepositoryError, UsageError
 from trtserve.files import locked, read_json_object
-from trtserve.progress import SilentProgress
+from trtserve.parity import find_artifact
 from trtserve.store import NameRecord, Store, link_or_copy, publish, reusable
 
 
@@ -53,7 +53,7 @@ def test_equal_fingerprint_is_reused(tmp_path: Path) -> None:
     assert (again.path / "rank0.engine").read_text() == "one"
 
 
-def test_other_fingerprint_replaces(tmp_path: Path) -> None:
+def test_another_fingerprint_replaces_the_artefact(tmp_path: Path) -> None:
     _publish(tmp_path / "engine", 1, "one")
     other = _publish(tmp_path / "engine", 2, "two")
     assert (other.path / "rank0.engine").read_text() == "two"
@@ -70,10 +70,10 @@ def test_failure_leaves_the_old_artefact(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         publish(Engine, tmp_path / "engine", _manifest(2), fail)
     assert (tmp_path / "engine" / "rank0.engine").read_text() == "one"
-    assert {path.name for path in tmp_path.iterdir()} == {"engine"}
+    assert {path.name for path in tmp_path.iterdir()} == {"engine", "home"}
 
 
-def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("work of years")
     with pytest.raises(ArtifactError, match="was not made by trtserve"):
@@ -82,7 +82,7 @@ def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_link_is_kept_and_what_it_leads_to_is_made(tmp_path: Path, there: bool) -> None:
+def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path: Path, there: bool) -> None:
     link, place = tmp_path / "engine", tmp_path / "elsewhere" / "engine"
     place.parent.mkdir()
     if there:
@@ -92,13 +92,13 @@ def test_a_link_is_kept_and_what_it_leads_to_is_made(tmp_path: Path, there: bool
         _publish(link, number, text)
         assert (place / "rank0.engine").read_text() == text
     assert link.is_symlink()
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} - {"home", "home/checksums.json"} == {
         "elsewhere",
+        "elsewhere/engine",
+        "elsewhere/engine/manifest.json",
+        "elsewhere/engine/rank0.engine",
         "engine",
-        "engine",
-        "manifest.json",
-        "rank0.engine",
-    ]
+    }
 
 
 def test_artefact_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -114,16 +114,16 @@ def test_folder_without_manifest_is_accepted_by_path(tmp_path: Path) -> None:
     assert load_artifact(Checkpoint, tmp_path).fingerprint != first
 
 
-def test_what_must_not_be_replaced_is_told_before_any_work(tmp_path: Path) -> None:
+def test_files_in_the_way_are_reported_before_the_work(tmp_path: Path) -> None:
     engine = _publish(tmp_path / "engine", 1, "one")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ArtifactError, match="a checkpoint does not replace it"):
+    with pytest.raises(ArtifactError, match="refusing to replace it with a checkpoint"):
         reusable(Checkpoint, engine.path, "0" * 64)
     with pytest.raises(ArtifactError, match="was not made by trtserve"):
         reusable(Engine, tmp_path / "file", "0" * 64)
 
 
-def test_the_same_under_another_name_is_linked(tmp_path: Path) -> None:
+def test_same_content_under_another_name_is_hard_linked(tmp_path: Path) -> None:
     store = Store(tmp_path)
     digest = _manifest().fingerprint
     first = _publish(store.destination(Engine, "first", digest), 1, "one")
@@ -133,7 +133,7 @@ def test_the_same_under_another_name_is_linked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["file/engine", "x" * 300, "/proc/engine"])
-def test_places_that_cannot_be_written_are_explained(tmp_path: Path, place: str) -> None:
+def test_unwritable_folders_are_explained(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ArtifactError, match="cannot be written") as caught:
         _publish(tmp_path / place, 1, "one")
@@ -160,14 +160,6 @@ def test_finds_the_newest_of_a_name_and_suggests_others(tmp_path: Path) -> None:
     assert caught.value.hint == "Did you mean tiny? To make one: trtserve build CHECKPOINT"
 
 
-class _Warnings(SilentProgress):
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.texts.append(text)
-
-
 @pytest.mark.parametrize(
     ("kind", "config"),
     [(Model, {"model_type": "llama"}), (Checkpoint, {"architecture": "X"}), (Engine, {"build_config": {}})],
@@ -175,7 +167,7 @@ class _Warnings(SilentProgress):
 def test_a_folder_of_another_kind_does_not_hide_a_name(
     kind: type[Artifact], config: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, told = Store(tmp_path / "home"), _Warnings()
+    store, told = Store(tmp_path / "home"), Lines()
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny" / "config.json").write_text('{"something": "else"}')
@@ -183,34 +175,36 @@ def test_a_folder_of_another_kind_does_not_hide_a_name(
     manifest = Manifest(kind=KINDS[kind], name="tiny", fingerprint="1" * 64)
     made = publish(kind, store.destination(kind, "tiny", "1" * 64), manifest, lambda folder: None)
     assert store.find(kind, "tiny", progress=told).path == made.path
-    assert told.texts == [f"The folder {tmp_path / 'tiny'} is no {KINDS[kind]}; {made.path} is used for tiny."]
+    (warning,) = told.warnings
+    assert warning.startswith(f"The folder {tmp_path / 'tiny'} is not a")
+    assert warning.endswith(f" {KINDS[kind]}; {made.path} is used for tiny.")
     # A path is always a folder, and a folder of the kind comes first.
     assert store.find(kind, "./tiny").path == tmp_path / "tiny"
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     assert store.find(kind, "tiny", progress=told).path == tmp_path / "tiny"
-    assert told.texts[1:] == [f"The folder {tmp_path / 'tiny'} is used for tiny; {made.path} has that name too."]
+    assert told.warnings[1:] == [f"The folder {tmp_path / 'tiny'} is used for tiny; {made.path} has that name too."]
 
 
-def test_a_path_that_is_not_there_is_no_name(tmp_path: Path) -> None:
+def test_a_missing_path_is_not_treated_as_a_name(tmp_path: Path) -> None:
     store = Store(tmp_path / "home")
     with pytest.raises(ModelNotFoundError, match=r"\./nosuch is not a folder on this machine") as caught:
         store.find(Model, "./nosuch")
-    assert caught.value.hint == "Give the folder of a model, or the name of one made here: there is none."
+    assert caught.value.hint == "Give the folder of a model, or one of these names: none yet."
     with pytest.raises(ModelNotFoundError) as caught:
         find_artifact("./nosuch", store)
     assert "the folder of a checkpoint or a repository" in str(caught.value.hint)
-    with pytest.raises(ModelNotFoundError, match="the name of a checkpoint or a repository that was made") as caught:
+    with pytest.raises(ModelNotFoundError, match="the name of a checkpoint or a repository in the store") as caught:
         find_artifact("nosuch", store)
     assert "trtserve convert MODEL, trtserve import MODEL" in str(caught.value.hint)
 
 
-def test_folder_names_become_names(tmp_path: Path) -> None:
+def test_folder_name_becomes_a_valid_artefact_name(tmp_path: Path) -> None:
     folder = tmp_path / "mödel (v2)"
     folder.mkdir()
     assert load_artifact(Checkpoint, folder).name == "m-del-v2"
 
 
-def test_a_lock_outlives_nobody(tmp_path: Path) -> None:
+def test_lock_excludes_threads_and_is_removed_afterwards(tmp_path: Path) -> None:
     turns: list[int] = []
 
     def take(number: int) -> None:
@@ -237,7 +231,7 @@ def test_lock_is_exclusive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b"])
-def test_names_stay_in_the_store(tmp_path: Path, name: str) -> None:
+def test_invalid_artefact_names_are_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="cannot name an artefact"):
         Store(tmp_path).destination(Engine, name, "0" * 64)
 
@@ -268,7 +262,7 @@ def test_link_or_copy(tmp_path: Path) -> None:
         (b"[" * 100_000, "is not JSON"),
     ],
 )
-def test_what_is_no_json_object(tmp_path: Path, content: bytes, words: str) -> None:
+def test_files_without_a_json_object_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(RepositoryError, match=words):
         read_json_object(tmp_path / "config.json", RepositoryError)

@@ -1,4 +1,4 @@
-"""What Typer refuses is told as every other error: what happened, what was expected, what to do next."""
+"""Errors about the command line: what happened, what was expected, what to do next."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ _MODEL_OF_PLAN = "Folder, name of an import, alias, or org/name[@revision] of th
     [
         (["queri"], "`trtserve` has no command queri.", "Did you mean `trtserve query`?"),
         (["xyzzy"], "`trtserve` has no command xyzzy.", "`trtserve -h` lists its commands."),
+        (["serve"], "`trtserve` has no command serve.", "Use `trtserve start`."),
+        (["ps"], "`trtserve` has no command ps.", "Use `trtserve status`."),
+        (["--seed"], "`trtserve` has no option --seed.", "Write --seed behind a command: `trtserve COMMAND … --seed`."),
         (
-            ["bench", "token-dist"],
-            "`trtserve bench` has no command token-dist.",
-            "Did you mean `trtserve bench token-norm-dist`?",
+            ["bench", "datset"],
+            "`trtserve bench` has no command datset.",
+            "Did you mean `trtserve bench dataset`?",
         ),
         (
             ["plan"],
@@ -36,7 +39,7 @@ _MODEL_OF_PLAN = "Folder, name of an import, alias, or org/name[@revision] of th
             "--max-tokens is 'many'; expected an integer.",
             "`trtserve query -h` explains it.",
         ),
-        (["logs", "-n", "-1"], "--lines is '-1'; expected at least 0.", "`trtserve logs -h` explains it."),
+        (["logs", "-n", "-1"], "--lines is -1; it must be at least 0.", "`trtserve logs -h` explains it."),
         (
             ["metrics", "--interval", "soon"],
             "--interval is 'soon'; expected a number.",
@@ -52,19 +55,18 @@ def test_one_form_of_error(arguments: list[str], message: str, hint: str, capsys
     assert captured.out == ""
 
 
-def test_a_value_of_the_environment_is_named(
+def test_a_wrong_value_names_its_environment_variable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRTSERVE_LOGS_LINES", "few")
     assert run(["logs"]) == 2
-    said = "error: TRTSERVE_LOGS_LINES (--lines of `trtserve logs`) is 'few'; expected an integer."
-    assert capsys.readouterr().err.splitlines()[0] == said
+    message, hint = capsys.readouterr().err.splitlines()
+    assert message == "error: --lines is 'few'; expected an integer."
+    assert "TRTSERVE_LOGS_LINES sets --lines." in hint
 
 
 @pytest.mark.parametrize("arguments", [[], ["bench"]])
-def test_a_group_alone_shows_its_help_and_nothing_else(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_group_without_a_command_prints_its_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 2
     captured = capsys.readouterr()
     assert "Usage: " in captured.out

@@ -1,4 +1,7 @@
-"""The model families that can be converted: one file each, one line each in `FAMILIES`."""
+"""The supported model families: one module per family, one line per architecture in `FAMILIES`.
+
+`base` has the protocol that a family follows; `parts` has what several families are built from.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,7 @@ import math
 import re
 from typing import Any
 
-from trtserve.architectures.base import (
-    Architecture,
-    CheckpointConfig,
-    Decoder,
-    HfConfig,
-    Target,
-    require_numbers,
-    require_sizes,
-)
-from trtserve.architectures.quantized_source import source_quantization
+from trtserve.architectures.base import Architecture, CheckpointConfig, Decoder, HfConfig, Target
 from trtserve.errors import UnsupportedModelError
 
 __all__ = [
@@ -27,12 +21,11 @@ __all__ = [
     "described",
     "family",
     "parameter_count",
-    "supported",
     "text_model",
     "tied",
 ]
 
-# Architecture in config.json → module of this package, which is loaded when it is asked for.
+# Architecture name in config.json → module of this package, imported on demand.
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -57,75 +50,49 @@ FAMILIES: dict[str, str] = {
     "RWForCausalLM": "falcon",
 }
 
-# Names in checkpoints of TensorRT-LLM ≤ 0.11, which did not copy the Hugging Face architecture.
+# TensorRT-LLM's name for checkpoints of GPT-2.
 _CHECKPOINT_NAMES = {"GPTForCausalLM": "gpt2"}
 
-# What the first exports of Llama call it; transformers goes by their model_type.
+# The first Llama exports use this spelling; transformers goes by their model_type.
 _RENAMED = {"LLaMAForCausalLM": "LlamaForCausalLM"}
-
-# What the families' own files call `norm_epsilon`.
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-_NUMBERS = (
-    *("rotary_pct", "query_pre_attn_scalar"),
-    *("final_logit_softcapping", "attn_logit_softcapping"),
-)
 
 
 def family(architecture: str) -> Architecture:
-    """The family of an architecture name; UnsupportedModelError naming it and those that work."""
+    """Return the family module of an architecture; UnsupportedModelError lists the supported ones."""
     name = FAMILIES.get(architecture) or _CHECKPOINT_NAMES.get(architecture)
     if name is None:
         raise UnsupportedModelError(
-            f"Architecture {architecture} cannot be converted; these can: {', '.join(FAMILIES)}.",
-            hint=_advice(architecture),
+            f"Architecture {architecture} is not supported. Supported: {', '.join(FAMILIES)}.",
+            hint=_alternatives(architecture),
         )
     module: Architecture = importlib.import_module(f"{__name__}.{name}")
     return module
 
 
-def _advice(architecture: str) -> str:
-    """The supported architecture that the name begins like, and what else takes one that is not supported."""
-    stems = {_stem(name): name for name in FAMILIES}
-    near = max((stem for stem in stems if _stem(architecture).startswith(stem)), key=len, default=None)
-    choice = f"The nearest is {stems[near]}" if near else "Choose a model of one of these (see its config.json)"
-    from trtserve.releases.converters import CONVERTERS
+def _alternatives(architecture: str) -> str:
+    """Name the supported architecture with the closest name, and the tools that may take this one."""
 
-    converter = CONVERTERS.get(architecture)
+    def stem(name: str) -> str:
+        return re.split("For|LMHead", name, maxsplit=1)[0]  # Qwen3ForCausalLM → Qwen3
+
+    stems = {stem(name): name for name in FAMILIES}
+    near = max((each for each in stems if stem(architecture).startswith(each)), key=len, default=None)
+    choice = f"The closest is {stems[near]}." if near else "Choose a model with one of these in its config.json."
+    from trtserve.releases.converters import converters
+
+    converter = converters().get(architecture)
     if converter is not None:
-        return f"{choice}; NVIDIA's converter takes it from TensorRT-LLM {converter.since} on: --converter upstream."
+        return f"{choice} NVIDIA's converter supports it from TensorRT-LLM {converter.since}: --converter upstream."
     return (
-        f"{choice}; if TensorRT-LLM has a convert_checkpoint.py for {architecture}, name its folder: --converter "
-        "upstream --trtllm-script FOLDER; without an engine its PyTorch backend may run it: --runtime llmapi."
+        f"{choice} If TensorRT-LLM has a convert_checkpoint.py for {architecture}, name its folder: --converter "
+        "upstream --trtllm-script FOLDER. Its PyTorch backend may run it without an engine: --runtime llmapi."
     )
 
 
-def _stem(architecture: str) -> str:
-    """Qwen3 of Qwen3ForCausalLM."""
-    return re.split("For|LMHead", architecture, maxsplit=1)[0]
-
-
-def supported(hf: HfConfig) -> Architecture:
-    """The family of a Hugging Face config, checked as far as the config alone allows.
-
-    UnsupportedModelError for an unknown architecture, or a quantisation or feature that cannot be converted.
-    """
-    hf = text_model(hf)
-    module = family(architecture_of(hf))
-    source_quantization(hf)
-    config = module.checkpoint_config(hf)
-    require_sizes(config, "head_size", "num_key_value_heads", "intermediate_size")
-    require_numbers(config, *_NUMBERS)
-    _require_epsilon(hf, config)
-    if config["position_embedding_type"] != "alibi":
-        require_sizes(config, "max_position_embeddings")
-    module.decoder(config)
-    return module
-
-
 def text_model(hf: HfConfig) -> HfConfig:
-    """The config of the model that is converted: of one that sees images too, its text model's; else `hf` itself.
+    """Return the config to convert: the text model's config of a multimodal model, otherwise `hf`.
 
-    Its architecture has the name that transformers and TensorRT-LLM know.
+    Its architecture has the name that transformers and TensorRT-LLM use.
     """
     architecture = architecture_of(hf)
     if FAMILIES.get(architecture) == "gemma3":
@@ -135,31 +102,19 @@ def text_model(hf: HfConfig) -> HfConfig:
     return {**hf, "architectures": [_RENAMED[architecture]]} if architecture in _RENAMED else hf
 
 
-def _require_epsilon(hf: HfConfig, config: CheckpointConfig) -> None:
-    """The norms' epsilon is a number; what is none is told under the name that the model's own file has for it."""
-    epsilon = config["norm_epsilon"]
-    read = [key for key in _EPSILONS if key in hf and hf[key] is epsilon]
-    if read and epsilon is None:
-        raise UnsupportedModelError(
-            f"config.json gives {read[0]} = null; expected a positive number.",
-            hint="Take config.json from where the weights are from.",
-        )
-    require_numbers(hf, *read)
-
-
 def described(hf: HfConfig, config: CheckpointConfig) -> dict[str, Any]:
-    """A checkpoint's config with what decides where its tensors come from: see `Architecture.targets`."""
+    """Return a checkpoint's config with the source keys that `Architecture.targets` needs."""
     return {**config, "tie_word_embeddings": tied(hf), "word_embed_proj_dim": hf.get("word_embed_proj_dim")}
 
 
 def tied(hf: HfConfig) -> bool:
-    """True when the model's output head is its embedding table."""
+    """Return whether the output head shares the embedding table."""
     hf = text_model(hf)
     return bool(hf.get("tie_word_embeddings", family(architecture_of(hf)).TIED))
 
 
 def architecture_of(hf: HfConfig) -> str:
-    """The architecture that a Hugging Face config names first."""
+    """Return the first architecture in a Hugging Face config."""
     names = hf.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedModelError(
@@ -175,8 +130,8 @@ def architecture_of(hf: HfConfig) -> str:
 
 
 def parameter_count(config: CheckpointConfig) -> int:
-    """Number of weights in a checkpoint of the whole model, a tied output head counted as the copy that it is.
+    """Count the weights in an unsharded checkpoint; a tied output head counts as a separate copy.
 
-    `config` is a checkpoint's config.json or what `checkpoint_config` gives plus `architecture`.
+    `config` is a checkpoint's config.json, or the result of `checkpoint_config` plus `architecture`.
     """
     return sum(math.prod(target.shape) for target in family(config["architecture"]).targets(config))

@@ -1,4 +1,4 @@
-"""BLOOM: alibi, embeddings that are normed, layer norms, query, key and value fused head by head."""
+"""BLOOM: ALiBi positions, normalised embeddings, layer norms, query, key and value fused per head."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trtserve.architectures.alibi import alibi_slopes
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
-from trtserve.architectures.named_tensors import SourceNames, named_targets
+from trtserve.architectures.parts.alibi import alibi_slopes
+from trtserve.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "transformer."
@@ -28,14 +28,14 @@ _NAMES = SourceNames(
     biases=frozenset(("qkv", "dense", "fc", "proj")),
     grouped=True,
 )
-# Older configs spell the sizes differently.
+# Size keys in older configs.
 _SPELLINGS = {"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's converter, and what its loader fills in.
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's converter and loader.
 
-    Its word `gelu` is the tanh approximation, which every BLOOM has. Alibi knows no longest position.
+    `gelu` means the tanh approximation here, as in every BLOOM. ALiBi has no maximum position.
     """
     spelled = dict(hf) | {name: hf[other] for name, other in _SPELLINGS.items() if hf.get(other) is not None}
     sizes = required(spelled, *_SPELLINGS, "vocab_size")
@@ -58,17 +58,17 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """With tied embeddings a copy of the table under the head's name."""
+    """Return the head when embeddings are tied: some exports store a copy of the embedding under its name."""
     return ["lm_head.weight"] if config.get("tie_word_embeddings", TIED) else []
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="layer",
         positions="alibi",

@@ -1,4 +1,4 @@
-"""Falcon: multi-query or grouped attention beside the MLP or before it, rotary positions or alibi."""
+"""Falcon: multi-query or grouped attention, parallel to the MLP or before it; rotary positions or ALiBi."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trtserve.architectures.activations import require_activation
-from trtserve.architectures.alibi import alibi_slopes
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
-from trtserve.architectures.named_tensors import Part, SourceNames, named_targets
-from trtserve.architectures.rope import inverse_frequencies, unscaled_base
+from trtserve.architectures.parts.activations import require_activation
+from trtserve.architectures.parts.alibi import alibi_slopes
+from trtserve.architectures.parts.named_tensors import Part, SourceNames, named_targets
+from trtserve.architectures.parts.rope import inverse_frequencies, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "transformer."
@@ -18,19 +18,20 @@ TIED = True
 
 _ONE_NORM = {"input_layernorm": "input_layernorm"}
 _MATRICES: frozenset[Part] = frozenset(("qkv", "dense", "fc", "proj"))
-# How the models spelled their sizes before transformers knew them (RefinedWeb).
+# Size keys of the first models (RefinedWeb), before transformers supported them.
 _SPELLINGS = {"hidden_size": "n_embed", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's FalconConfig."""
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's FalconConfig."""
     spelled = dict(hf) | {name: hf[other] for name, other in _SPELLINGS.items() if hf.get(other) is not None}
     sizes = required(spelled, *_SPELLINGS, "vocab_size")
-    new = _is_new(hf)
+    # The layers are those of 40B and later; RefinedWeb is the model type of the first 40B.
+    new = bool(hf.get("new_decoder_architecture")) or hf.get("model_type") == "RefinedWeb"
     parallel = bool(hf.get("parallel_attn", True))
     if new and not parallel:
         raise UnsupportedModelError(
-            "This Falcon has the new decoder architecture without parallel attention; no such layer is known."
+            "This Falcon combines new_decoder_architecture with parallel_attn = false, which no published model does."
         )
     require_activation(hf.get("activation", "gelu"), "gelu")
     return {
@@ -52,20 +53,15 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def _is_new(hf: HfConfig) -> bool:
-    """The architecture of 40B and later; RefinedWeb is the model type of the first 40B."""
-    return bool(hf.get("new_decoder_architecture")) or hf.get("model_type") == "RefinedWeb"
-
-
 def _kv_heads(hf: HfConfig, heads: int, *, new: bool) -> int:
-    """180B says multi_query although its heads are grouped."""
+    """Return the number of key/value heads; 180B sets multi_query although its heads are grouped."""
     if hf.get("multi_query", True) and not new:
         return 1
     return int(hf.get("num_kv_heads") or hf.get("n_head_kv") or heads)
 
 
 def _norms(config: CheckpointConfig) -> dict[str, str]:
-    """Norms of a layer by their names in the checkpoint; two side by side where the new architecture has two."""
+    """Return a layer's norms, keyed by checkpoint name; the new architecture has two parallel ones."""
     if config["new_decoder_architecture"] and (config.get("num_ln_in_parallel_attn") or 2) == 2:
         return {"input_layernorm": "ln_attn", "mlp_layernorm": "ln_mlp"}
     if config["new_decoder_architecture"] or config["parallel_attention"]:
@@ -90,24 +86,24 @@ def _names(config: CheckpointConfig) -> SourceNames:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     config = _with_defaults(config)
     return named_targets(config, _names(config), tied=bool(config.get("tie_word_embeddings", TIED)))
 
 
 def _with_defaults(config: CheckpointConfig) -> CheckpointConfig:
-    """TensorRT-LLM's defaults of keys that older checkpoints leave out."""
+    """Add TensorRT-LLM's defaults for keys that older checkpoints omit."""
     return {"bias": True, "new_decoder_architecture": False, "parallel_attention": False, **config}
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Position tables of old exports; with tied embeddings also a copy of the table under the head's name."""
+    """Return position tables of old exports, and the head when embeddings are tied."""
     patterns = ["transformer.h.*.self_attention.rotary.inv_freq", "transformer.h.*.self_attention.rotary_emb.inv_freq"]
     return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", TIED) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of.
+    """Describe the decoder from the checkpoint's config.
 
     The slopes of alibi are scaled like the scores. transformers rounds slopes × positions to bfloat16; TensorRT-LLM
     does not, and neither do engines made from this.

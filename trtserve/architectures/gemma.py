@@ -1,4 +1,4 @@
-"""Gemma: RMS norms whose weights count from 1, scaled embeddings, a gated MLP with GELU, heads of their own size."""
+"""Gemma: RMS norms that multiply by 1 + weight, scaled embeddings, a gated MLP with GELU, an explicit head size."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
-from trtserve.architectures.llama_tensors import Parts, llama_targets
-from trtserve.architectures.llama_tensors import llama_unused as unused
-from trtserve.architectures.rope import inverse_frequencies, require_whole_heads, rotary
-from trtserve.architectures.windows import attention_windows
+from trtserve.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.architectures.parts.llama_tensors import llama_unused as unused
+from trtserve.architectures.parts.rope import inverse_frequencies, require_whole_heads, rotary
+from trtserve.architectures.parts.windows import attention_windows
 from trtserve.errors import UnsupportedModelError
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
@@ -17,16 +17,16 @@ __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "un
 BASE_PREFIX = "model."
 TIED = True
 
-# Norms multiply by 1 + weight; checkpoints hold the sum, so that TensorRT-LLM's plain RMS norm fits.
+# The checkpoint stores 1 + weight, so that TensorRT-LLM's plain RMS norm applies.
 NORM_OFFSET = 1.0
 
-# Both mean the tanh form: releases of Gemma say "gelu" and were trained with the other (transformers' GemmaConfig).
+# Both mean the tanh form: Gemma configs say "gelu", but the models were trained with tanh (transformers' GemmaConfig).
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh")
 _HEAD_SIZE = 256
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig."""
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GemmaConfig."""
     base, scaling = rotary(hf)
     return {
         **gemma_config(hf, activation=hf.get("hidden_act", "gelu_pytorch_tanh"), kv_heads=16, longest=8192),
@@ -37,10 +37,10 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def gemma_config(hf: HfConfig, *, activation: str, kv_heads: int, longest: int) -> dict[str, Any]:
-    """Keys of every Gemma; `kv_heads` and `longest` are transformers' defaults of absent keys.
+    """Return the keys of every Gemma; `kv_heads` and `longest` are transformers' defaults for absent keys.
 
-    The embedding is split over tensor-parallel ranks, whatever else is asked for: GemmaConfig forces it. Upstream
-    refuses a vocabulary that does not divide; ours pads it, as TensorRT-LLM's embedding and head expect.
+    GemmaConfig always splits the embedding over tensor-parallel ranks. Upstream refuses a vocabulary that does not
+    divide; we pad it, as TensorRT-LLM's embedding and head expect.
     """
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     _refuse_variants(hf)
@@ -73,12 +73,12 @@ def _refuse_variants(hf: HfConfig) -> None:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return llama_targets(config, Parts(norm_offset=NORM_OFFSET))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="rms",
         positions="rope",

@@ -1,4 +1,4 @@
-"""Gemma 2: a Gemma with norms on both sides, soft-caps, and a window in every other layer."""
+"""Gemma 2: Gemma with norms on both sides of each block, soft-caps, and a window in every other layer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from trtserve.architectures import gemma
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target
 from trtserve.architectures.gemma import NORM_OFFSET, gemma_config, unused
-from trtserve.architectures.llama_tensors import Parts, llama_targets
-from trtserve.architectures.rope import rotary
-from trtserve.architectures.windows import layer_kinds, window_keys, windows_of
+from trtserve.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.architectures.parts.rope import rotary
+from trtserve.architectures.parts.windows import layer_kinds, window_keys, windows_of
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
@@ -20,11 +20,11 @@ TIED = True
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig, and the windows."""
+    """Return the family's part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig and the windows."""
     base, scaling = rotary(hf)
     kinds = layer_kinds(hf) or ["sliding_attention", "full_attention"]
     return {
-        **gemma_config(hf, activation=hf.get("hidden_act", "gelu"), kv_heads=4, longest=8192),
+        **gemma_config(hf, activation=hf.get("hidden_act", "gelu_pytorch_tanh"), kv_heads=4, longest=8192),
         "rotary_base": base,
         "rotary_scaling": scaling,
         "inter_layernorms": True,
@@ -36,12 +36,12 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return llama_targets(config, Parts(feedforward_norms=True, norm_offset=NORM_OFFSET))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return replace(
         gemma.decoder(config),
         block="sandwich",

@@ -1,7 +1,7 @@
-"""Gemma 3, its text model: a Gemma 2 with normed queries and keys, and another rotation in the layers with a window.
+"""Gemma 3 (text model): Gemma 2 with normalised queries and keys, and a separate rotation in layers with a window.
 
-Models that see images too (4 billion parameters and more) have its config as `text_config`, its tensors behind a
-prefix, and others beside them (`vision_tower`, `multi_modal_projector`) that are left out.
+In multimodal models (4B and larger) the config is `text_config`, tensor names have a prefix, and the vision tensors
+(`vision_tower`, `multi_modal_projector`) are skipped.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from typing import Any
 from trtserve.architectures import gemma
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, require_sizes
 from trtserve.architectures.gemma import NORM_OFFSET, gemma_config
-from trtserve.architectures.llama_tensors import Parts, llama_targets, llama_unused
-from trtserve.architectures.rope import (
+from trtserve.architectures.parts.llama_tensors import Parts, llama_targets, llama_unused
+from trtserve.architectures.parts.rope import (
     inverse_frequencies,
     require_whole_heads,
     rope_parameters,
     rotary,
     scaling_type,
 )
-from trtserve.architectures.source import VISION
-from trtserve.architectures.windows import layer_kinds
+from trtserve.architectures.parts.windows import layer_kinds
 from trtserve.errors import UnsupportedModelError
 
 WITH_VISION = "Gemma3ForConditionalGeneration"
+# Patterns (fnmatch) of vision tensors: as published, and as transformers 4.52 and later name them.
+VISION = ("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "model.multi_modal_projector.*")
 _TEXT = "Gemma3ForCausalLM"
 BASE_PREFIX = "model."
 TIED = True
@@ -34,7 +35,7 @@ TIED = True
 FULL_ATTENTION_SCALING = "full_attention_rotary_scaling"
 """Key of ours for the scaling of the layers without a window; TensorRT-LLM's `rotary_scaling` is one of all layers."""
 
-# transformers' Gemma3TextConfig: the published `text_config` of 4b leaves out what is the same.
+# Defaults of transformers' Gemma3TextConfig; the published `text_config` of 4B omits default values.
 _SIZES = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -45,15 +46,15 @@ _SIZES = {
 
 _BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
 _PATTERN = 6
-# The second one is what releases before 1.1 call it.
+# Releases before 1.1 use the second name.
 _PATTERN_KEYS = ("_sliding_window_pattern", "sliding_window_pattern")
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GemmaConfig.
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GemmaConfig.
 
-    `rotary_scaling` is null as upstream writes it, also for the models of 4 billion parameters and more, which scale
-    the layers without a window: TensorRT-LLM would scale those with one too. `FULL_ATTENTION_SCALING` has it.
+    `rotary_scaling` stays null, as upstream writes it, even for 4B and larger models, which scale only the layers
+    without a window: TensorRT-LLM would scale all layers. `FULL_ATTENTION_SCALING` records the scaling.
     """
     hf = {**_SIZES, **hf}
     if hf.get("attn_logit_softcapping"):
@@ -78,14 +79,14 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def text_config(hf: HfConfig) -> dict[str, Any]:
-    """The config of the text model in that of a model `WITH_VISION`; UnsupportedModelError when it has none.
+    """Return the text model's config of a multimodal model. Raises UnsupportedModelError when there is none.
 
-    What is said of the whole model counts for its part: types, tied embeddings, quantisation.
+    Types, tied embeddings and quantisation of the outer config apply to the text model.
     """
     text = hf.get("text_config")
     if not isinstance(text, Mapping):
         raise UnsupportedModelError(
-            f"config.json of this {WITH_VISION} gives text_config = {text!r}; expected an object.",
+            f"config.json of this {WITH_VISION} has text_config = {text!r}; expected an object.",
             hint="Take config.json from the model's own repository.",
         )
     keys = ("torch_dtype", "dtype", "tie_word_embeddings", "quantization_config")
@@ -94,7 +95,7 @@ def text_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def _rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
-    """Base and scaling of the layers without a window, and the base of those with one."""
+    """Return base and scaling of the layers without a window, and the base of the layers with one."""
     nested = rope_parameters({"rope_parameters": hf.get("rope_parameters")})
     full = {**hf, "rope_parameters": nested.get("full_attention")}
     local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_parameters": nested.get("sliding_attention")}
@@ -102,13 +103,15 @@ def _rotary(hf: HfConfig) -> tuple[float, dict[str, Any] | None, float]:
         require_whole_heads(each)
     local_base, local_scaling = rotary(local, default_base=_LOCAL_BASE)
     if local_scaling is not None:
-        raise UnsupportedModelError("This Gemma 3 scales the rotary embedding of its layers with a window.")
+        raise UnsupportedModelError(
+            "This Gemma 3 scales the rotary embedding of layers with a window, which a checkpoint cannot express."
+        )
     base, scaling = rotary(full, default_base=_BASE)
     return base, scaling, local_base
 
 
 def _pattern(hf: HfConfig) -> int:
-    """Every how many layers one has no window; UnsupportedModelError when `layer_types` follows no such pattern."""
+    """Return n when every n-th layer has no window. Raises UnsupportedModelError when `layer_types` is irregular."""
     pattern = int(hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or _PATTERN)
     kinds = layer_kinds(hf)
     if kinds is None or kinds == _kinds(pattern, len(kinds)):
@@ -116,7 +119,7 @@ def _pattern(hf: HfConfig) -> int:
     pattern = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
     if kinds != _kinds(pattern, len(kinds)):
         raise UnsupportedModelError(
-            "layer_types of config.json has layers without a window at irregular distances, "
+            "config.json's layer_types has layers without a window at irregular intervals, "
             "which a TensorRT-LLM checkpoint cannot express."
         )
     return pattern
@@ -127,39 +130,39 @@ def _kinds(pattern: int, layers: int) -> list[str]:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return llama_targets(config, Parts(head_norms=True, feedforward_norms=True, norm_offset=NORM_OFFSET))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """What a Llama has and does not need, and all that is for images."""
+    """Return unneeded Llama tensors and all vision tensors."""
     return (*llama_unused(config), *VISION)
 
 
 def full_attention_scaling(config: CheckpointConfig) -> dict[str, Any] | None:
-    """Scaling of the layers without a window, by a checkpoint's config; None when they are not scaled.
+    """Return the rotary scaling of layers without a window, or None.
 
-    Only other tools can have put it under `rotary_scaling`, and no Gemma 3 scales its other layers.
+    Other tools may record it as `rotary_scaling`; no Gemma 3 scales its other layers.
     """
     scaling: dict[str, Any] | None = config.get(FULL_ATTENTION_SCALING) or config.get("rotary_scaling")
     return scaling
 
 
 def engine_problem(config: CheckpointConfig) -> str | None:
-    """Why an engine of TensorRT-LLM would calculate another model; None when it calculates this one.
+    """Return why a TensorRT-LLM engine would compute a different model, or None.
 
-    It makes the rotary tables of layers with and without a window by one scaling (Attention.register_rope_params).
+    TensorRT-LLM builds the rotary tables of all layers from one scaling (Attention.register_rope_params).
     """
     if config["architecture"] not in (WITH_VISION, _TEXT) or not (scaling := full_attention_scaling(config)):
         return None
     return (
-        f"this Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) of its layers without a window only, and "
-        "an engine of TensorRT-LLM scales all layers or none"
+        f"this Gemma 3 scales the rotary embedding ({scaling_type(scaling)}) only in layers without a window, and "
+        "a TensorRT-LLM engine scales all layers or none"
     )
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     scaling = full_attention_scaling(config)
     local_base = config.get("rope_local_base_freq") or _LOCAL_BASE
     pattern = next((config[key] for key in _PATTERN_KEYS if config.get(key)), _PATTERN)

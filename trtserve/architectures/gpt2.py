@@ -31,13 +31,15 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GPTConfig.
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GPTConfig.
 
-    It has none for tied embeddings: upstream takes the embedding table for the head of every GPT-2, ours takes the
-    model's own head when it has one.
+    GPTConfig has no key for tied embeddings: upstream uses the embedding as head for every GPT-2, we use the model's
+    own head when it has one.
     """
     sizes = required(hf, "n_embd", "n_layer", "n_head", "n_positions", "vocab_size")
-    _refuse_variants(hf)
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if hf.get(key):
+            raise UnsupportedModelError(f"This GPT-2 sets {key}, which a TensorRT-LLM checkpoint cannot express.")
     activation = hf.get("activation_function", "gelu_new")
     _require_activation(activation)
     head_size = sizes["n_embd"] // sizes["n_head"]
@@ -61,7 +63,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def _constants() -> dict[str, Any]:
-    """Keys of GPTConfig that are the same for every model of this family."""
+    """Return the GPTConfig keys that are equal for all models of this family."""
     return {
         "gpt_variant": "gpt2",
         "bias": True,
@@ -76,12 +78,6 @@ def _constants() -> dict[str, Any]:
     }
 
 
-def _refuse_variants(hf: HfConfig) -> None:
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if hf.get(key):
-            raise UnsupportedModelError(f"This GPT-2 sets {key}, which a TensorRT-LLM checkpoint cannot express.")
-
-
 def _require_activation(name: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(f"Activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}.")
@@ -89,7 +85,7 @@ def _require_activation(name: str) -> Activation:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     tables = (("vocab", "wte", vocab), ("position", "wpe", config["max_position_embeddings"]))
     embeddings = [
@@ -171,13 +167,13 @@ def _bias(layer: int, name: str, source: str, size: int, *, column: bool) -> Tar
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Causal masks of old exports; with tied embeddings also a copy of the table under the head's name."""
+    """Return causal masks of old exports, and the head when embeddings are tied."""
     patterns = ["transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"]
     return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", True) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="layer",
         positions="learned",

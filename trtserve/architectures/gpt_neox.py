@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side, each behind its layer norm, a part of each head rotated."""
+"""GPT-NeoX and Pythia: parallel attention and MLP with a layer norm each, partially rotated heads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trtserve.architectures.activations import require_activation
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, require_numbers, required
-from trtserve.architectures.named_tensors import SourceNames, named_targets
-from trtserve.architectures.rope import inverse_frequencies, rotary_fraction, unscaled_base
+from trtserve.architectures.parts.activations import require_activation
+from trtserve.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.architectures.parts.rope import inverse_frequencies, rotary_fraction, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "gpt_neox."
@@ -31,12 +31,17 @@ _NAMES = SourceNames(
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's converter, and what its loader fills in."""
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's converter and loader."""
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    _refuse_variants(hf)
+    for key in ("use_parallel_residual", "attention_bias"):
+        if not hf.get(key, True):
+            raise UnsupportedModelError(
+                f"This GPT-NeoX disables {key}, which a TensorRT-LLM checkpoint cannot express."
+            )
     require_activation(hf.get("hidden_act", "gelu"), "gelu", "gelu_tanh", "relu")
     require_numbers(hf, "rotary_emb_base")
     head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf, default=0.25)
+    base = unscaled_base(hf, default=hf.get("rotary_emb_base", 10000))
     return {
         **sizes,
         "num_key_value_heads": sizes["num_attention_heads"],
@@ -46,30 +51,25 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": hf.get("max_position_embeddings", 2048),
         "rotary_embedding_dim": int(head_size * part),
-        "rotary_emb_base": unscaled_base(hf, default=hf.get("rotary_emb_base", 10000)),
+        # An integer where the model's config has one, as upstream copies it.
+        "rotary_emb_base": int(base) if base == hf.get("rotary_emb_base", 10000) == int(base) else base,
         "rotary_pct": part,
     }
 
 
-def _refuse_variants(hf: HfConfig) -> None:
-    for key in ("use_parallel_residual", "attention_bias"):
-        if not hf.get(key, True):
-            raise UnsupportedModelError(f"This GPT-NeoX has {key} off, which a TensorRT-LLM checkpoint cannot express.")
-
-
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Causal masks and position tables of old exports; with tied embeddings also a copy of the table as the head."""
+    """Return causal masks and position tables of old exports, and the head when embeddings are tied."""
     patterns = [f"gpt_neox.layers.*.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
     return [*patterns, "embed_out.weight"] if config.get("tie_word_embeddings") else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     head_size = config["head_size"]
     return Decoder(
         norm="layer",

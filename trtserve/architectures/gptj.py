@@ -1,4 +1,4 @@
-"""GPT-J: attention and MLP side by side behind one layer norm, rotary positions over neighbours of a part of a head."""
+"""GPT-J: parallel attention and MLP behind one layer norm, partially rotated heads with interleaved pairs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trtserve.architectures.activations import require_activation
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
-from trtserve.architectures.named_tensors import SourceNames, named_targets
-from trtserve.architectures.rope import inverse_frequencies
+from trtserve.architectures.parts.activations import require_activation
+from trtserve.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.architectures.parts.rope import inverse_frequencies
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "transformer."
@@ -31,16 +31,16 @@ _NAMES = SourceNames(
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GPTJConfig.
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GPTJConfig.
 
-    Its word `gelu` is the tanh approximation; the size of the MLP and the rotary base have no place in it.
+    `gelu` means the tanh approximation; GPTJConfig has no keys for the MLP's size and the rotary base.
     """
     sizes = required(hf, "n_embd", "n_layer", "n_head", "n_positions", "rotary_dim", "vocab_size")
     hidden, heads = sizes["n_embd"], sizes["n_head"]
     require_activation(hf.get("activation_function", "gelu_new"), "gelu_tanh")
     if hf.get("n_inner") not in (None, 4 * hidden):
         raise UnsupportedModelError(
-            f"The MLP of this GPT-J is {hf['n_inner']} wide (n_inner); TensorRT-LLM's is 4 · n_embd = {4 * hidden}."
+            f"This GPT-J has n_inner = {hf['n_inner']}; TensorRT-LLM's GPT-J needs 4 · n_embd = {4 * hidden}."
         )
     return {
         "hidden_size": hidden,
@@ -54,25 +54,25 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "norm_epsilon": hf.get("layer_norm_epsilon", 1e-5),
         "position_embedding_type": "rope_gptj",
         "max_position_embeddings": sizes["n_positions"],
-        # As upstream writes it: the part that is rotated stands in rotary_dim.
+        # Upstream writes the full head size here; rotary_dim holds the rotated part.
         "rotary_embedding_dim": hidden // heads,
         "rotary_dim": sizes["rotary_dim"],
     }
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Masks and position tables of old exports; with tied embeddings also a copy of the table as the head."""
+    """Return causal masks and position tables of old exports, and the head when embeddings are tied."""
     patterns = [f"transformer.h.*.attn.{name}" for name in ("bias", "masked_bias", "embed_positions")]
     return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="layer",
         positions="rope",

@@ -14,10 +14,10 @@ from trtserve.architectures.base import (
     dense_moe,
     required,
 )
-from trtserve.architectures.llama_tensors import Parts, llama_targets
-from trtserve.architectures.llama_tensors import llama_unused as unused
-from trtserve.architectures.rope import inverse_frequencies, require_whole_heads, rotary
-from trtserve.architectures.windows import attention_windows
+from trtserve.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.architectures.parts.llama_tensors import llama_unused as unused
+from trtserve.architectures.parts.rope import inverse_frequencies, require_whole_heads, rotary
+from trtserve.architectures.parts.windows import attention_windows
 from trtserve.errors import UnsupportedModelError
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
@@ -36,7 +36,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's LLaMAConfig."""
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's LLaMAConfig."""
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     heads = sizes["num_attention_heads"]
     head_size = hf.get("head_dim") or sizes["hidden_size"] // heads
@@ -62,7 +62,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def _constants() -> dict[str, Any]:
-    """Keys of LLaMAConfig that are the same for every model of this family."""
+    """Return the LLaMAConfig keys that are equal for all models of this family."""
     return {
         "residual_mlp": False,
         "disable_weight_only_quant_plugin": False,
@@ -81,20 +81,20 @@ def _constants() -> dict[str, Any]:
 
 
 def require_activation(name: str) -> Activation:
-    """What an activation of Hugging Face calculates; UnsupportedModelError for one that is not known."""
+    """Return the activation for a Hugging Face name. Raises UnsupportedModelError for an unknown one."""
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(f"Activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}.")
     return _ACTIVATIONS[name]
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     bias = bool(config.get("attn_bias"))
     return llama_targets(config, Parts(qkv_bias=bias, dense_bias=bias, mlp_bias=bool(config.get("mlp_bias"))))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="rms",
         positions="rope",

@@ -1,4 +1,4 @@
-"""Mistral: a Llama with a sliding window."""
+"""Mistral: Llama with a sliding window."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from trtserve.architectures import llama
 from trtserve.architectures.base import HfConfig
 from trtserve.architectures.llama import decoder, targets, unused
-from trtserve.architectures.windows import window_keys
+from trtserve.architectures.parts.windows import window_keys
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
 BASE_PREFIX = llama.BASE_PREFIX
 TIED = llama.TIED
 
-# transformers' default of an absent key; null in the config switches the window off.
+# transformers' default for an absent key; null in the config disables the window.
 _DEFAULT_WINDOW = 4096
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Llama's config, and the window."""
+    """Return Llama's config and the window."""
     return llama.checkpoint_config(hf) | window_keys([hf.get("sliding_window", _DEFAULT_WINDOW)])

@@ -1,4 +1,4 @@
-"""Mixtral: a Mistral with experts in place of the MLP."""
+"""Mixtral: Mistral with experts instead of the MLP."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from trtserve.architectures import llama
-from trtserve.architectures.activations import require_activation
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, moe_object
-from trtserve.architectures.expert_tensors import RENORMALIZED, ExpertNames, expert_counts, experts_of
 from trtserve.architectures.llama import unused
-from trtserve.architectures.llama_tensors import Parts, llama_targets
-from trtserve.architectures.windows import window_keys
+from trtserve.architectures.parts.activations import require_activation
+from trtserve.architectures.parts.expert_tensors import RENORMALIZED, ExpertNames, expert_counts, experts_of
+from trtserve.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.architectures.parts.windows import window_keys
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
@@ -24,7 +24,7 @@ _NAMES = ExpertNames(
     up="block_sparse_moe.experts.{}.w3",
     down="block_sparse_moe.experts.{}.w2",
 )
-# transformers' defaults of absent keys that are not Llama's.
+# transformers' defaults for absent keys that differ from Llama's.
 _DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
@@ -36,7 +36,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Llama's config with the experts, and the window."""
+    """Return Llama's config, the experts and the window."""
     hf = {**_DEFAULTS, **hf}
     require_activation(hf.get("hidden_act", "silu"), "silu")
     experts, chosen = expert_counts(hf, "num_local_experts")
@@ -49,11 +49,11 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return llama_targets(config, Parts(experts=_NAMES))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     plain = llama.decoder({**config, "hidden_act": "silu", "attn_bias": False, "mlp_bias": False})
     return replace(plain, mlp="experts", experts=experts_of(config))

@@ -1,6 +1,6 @@
-"""OPT: layer norms before or behind attention and MLP, learned positions, ReLU.
+"""OPT: layer norms before or after attention and MLP, learned positions, ReLU.
 
-OPT-350m has embeddings narrower than its layers and projects them; a checkpoint has the products instead.
+OPT-350m has embeddings narrower than its layers and projects them; the checkpoint stores the products.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from trtserve.architectures.activations import require_activation
 from trtserve.architectures.base import CheckpointConfig, Decoder, Factor, HfConfig, Target, require_sizes, required
-from trtserve.architectures.named_tensors import SourceNames, named_targets
+from trtserve.architectures.parts.activations import require_activation
+from trtserve.architectures.parts.named_tensors import SourceNames, named_targets
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."
@@ -30,11 +30,11 @@ _NAMES = SourceNames(
     final_norm="model.decoder.final_layer_norm",
     biases=frozenset(("qkv", "dense", "fc", "proj")),
     positions="model.decoder.embed_positions",
-    # Positions are counted from 2 in Hugging Face, for the sake of a padding that nothing uses.
+    # Hugging Face numbers positions from 2, for padding that is never used.
     unused_positions=2,
 )
 
-# What tokens are multiplied with before the first layer and behind the last one.
+# The projections before the first layer and after the last one.
 _PROJECTIONS = {
     "transformer.vocab_embedding.weight": Factor(name="model.decoder.project_in.weight", width=0, transposed=True),
     "lm_head.weight": Factor(name="model.decoder.project_out.weight", width=0),
@@ -42,9 +42,13 @@ _PROJECTIONS = {
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's converter, and what its loader fills in."""
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's converter and loader."""
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "vocab_size")
-    _refuse_variants(hf)
+    for key in ("enable_bias", "layer_norm_elementwise_affine"):
+        if not hf.get(key, True):
+            raise UnsupportedModelError(f"This OPT disables {key}, which a TensorRT-LLM checkpoint cannot express.")
+    if hf.get("_remove_final_layer_norm"):
+        raise UnsupportedModelError("This OPT has no final norm, which a TensorRT-LLM checkpoint cannot express.")
     if hf.get("word_embed_proj_dim") is not None:
         require_sizes(hf, "word_embed_proj_dim")
     require_activation(hf.get("activation_function", "relu"))
@@ -65,16 +69,8 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_variants(hf: HfConfig) -> None:
-    for key in ("enable_bias", "layer_norm_elementwise_affine"):
-        if not hf.get(key, True):
-            raise UnsupportedModelError(f"This OPT has {key} off, which a TensorRT-LLM checkpoint cannot express.")
-    if hf.get("_remove_final_layer_norm"):
-        raise UnsupportedModelError("This OPT has no final norm, which a TensorRT-LLM checkpoint cannot express.")
-
-
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     names = _NAMES if _norms_before(config) else replace(_NAMES, final_norm=None)
     listed = named_targets(config, names, tied=bool(config.get("tie_word_embeddings", TIED)))
     width = config.get("word_embed_proj_dim") or config["hidden_size"]
@@ -91,13 +87,13 @@ def _norms_before(config: CheckpointConfig) -> bool:
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """The version of fairseq's decoder; with tied embeddings also a copy of the table under the head's name."""
+    """Return fairseq's decoder version, and the head when embeddings are tied."""
     patterns = ["decoder.version", "model.decoder.version"]
     return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", TIED) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return Decoder(
         norm="layer",
         positions="learned",

@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2: attention and MLP side by side behind one layer norm, a part of each head rotated."""
+"""Phi 1, 1.5 and 2: parallel attention and MLP behind one layer norm, partially rotated heads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trtserve.architectures.activations import require_activation
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, required
-from trtserve.architectures.named_tensors import SourceNames, named_targets
-from trtserve.architectures.rope import inverse_frequencies, rotary_fraction, unscaled_base
+from trtserve.architectures.parts.activations import require_activation
+from trtserve.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.architectures.parts.rope import inverse_frequencies, rotary_fraction, unscaled_base
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."
@@ -30,7 +30,7 @@ _NAMES = SourceNames(
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's PhiConfig."""
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's PhiConfig."""
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     _refuse_variants(hf)
     require_activation(hf.get("hidden_act", "gelu_new"))
@@ -47,32 +47,34 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "rotary_base": unscaled_base(hf),
         "rotary_scaling": None,
         "rotary_pct": part,
+        # The model class writes its default, whatever the model's fraction is, and reads rotary_pct.
+        "partial_rotary_factor": 0.4,
     }
 
 
 def _refuse_variants(hf: HfConfig) -> None:
     if hf.get("qk_layernorm"):
-        raise UnsupportedModelError("This Phi norms its queries and keys, which TensorRT-LLM's Phi does not.")
+        raise UnsupportedModelError("This Phi normalises queries and keys; TensorRT-LLM's Phi does not.")
     if hf.get("num_key_value_heads") not in (None, hf["num_attention_heads"]):
         raise UnsupportedModelError(
-            f"This Phi has {hf['num_key_value_heads']} key/value heads for {hf['num_attention_heads']} heads; "
-            "TensorRT-LLM's Phi has one for each."
+            f"This Phi has {hf['num_key_value_heads']} key/value heads for {hf['num_attention_heads']} query heads; "
+            "TensorRT-LLM's Phi needs one per query head."
         )
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Position tables of old exports; with tied embeddings also a copy of the table under the head's name."""
+    """Return position tables of old exports, and the head when embeddings are tied."""
     patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
     return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of; older checkpoints name the part that is rotated `partial_rotary_factor`."""
+    """Describe the decoder; older checkpoints call the rotated fraction `partial_rotary_factor`."""
     head_size = config["head_size"]
     part = config.get("rotary_pct") or config.get("partial_rotary_factor") or 0.4
     return Decoder(

@@ -1,4 +1,4 @@
-"""Phi 3, 3.5 and 4: a Llama with query, key and value in one matrix, gate and up in another, and LongRoPE."""
+"""Phi 3, 3.5 and 4: Llama with fused query, key and value, fused gate and up, and LongRoPE."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trtserve.architectures.activations import require_activation
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, LongRope, Target, required
-from trtserve.architectures.named_tensors import SourceNames, named_targets
-from trtserve.architectures.rope import (
+from trtserve.architectures.parts.activations import require_activation
+from trtserve.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.architectures.parts.rope import (
     inverse_frequencies,
     rope_parameters,
     rotary_fraction,
     scaling_type,
     unscaled_base,
 )
-from trtserve.architectures.windows import attention_windows, window_keys
+from trtserve.architectures.parts.windows import attention_windows, window_keys
 from trtserve.errors import UnsupportedModelError
 
 BASE_PREFIX = "model."
@@ -35,20 +35,20 @@ _NAMES = SourceNames(
     norm_biases=False,
     gate_up=True,
 )
-# The first models called LongRoPE by other names; transformers' Phi3Config takes all of them for it.
+# Other names for LongRoPE in early models; transformers' Phi3Config accepts them too.
 _LONG_ROPE = ("longrope", "su", "yarn")
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's Phi3Config, and the window.
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's Phi3Config and the window.
 
-    Upstream writes the keys of LongRoPE when max_position_embeddings is 128000 or more, which every such model has.
+    Upstream writes LongRoPE's keys when max_position_embeddings is 128000 or more, which holds for every such model.
     """
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     require_activation(hf.get("hidden_act", "silu"), "silu")
     head_size, part = sizes["hidden_size"] // sizes["num_attention_heads"], rotary_fraction(hf)
     longest = hf.get("max_position_embeddings", 4096)
-    scaled = scaling_type(_scaling(hf)) in _LONG_ROPE
+    scaled = scaling_type(rope_parameters(hf)) in _LONG_ROPE
     return {
         **sizes,
         "num_key_value_heads": hf.get("num_key_value_heads") or sizes["num_attention_heads"],
@@ -59,7 +59,9 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
         "max_position_embeddings": longest,
         "rotary_embedding_dim": int(head_size * part),
         "rotary_pct": part,
-        "rotary_base": _base(hf) if scaled else unscaled_base(hf),
+        "rotary_base": float(rope_parameters(hf).get("rope_theta") or hf.get("rope_theta") or 10000.0)
+        if scaled
+        else unscaled_base(hf),
         "rotary_scaling": None,
         "tie_word_embeddings": bool(hf.get("tie_word_embeddings", TIED)),
         **(_long_rope_keys(hf, int(head_size * part) // 2) if scaled else {}),
@@ -67,23 +69,15 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def _scaling(hf: HfConfig) -> dict[str, Any]:
-    return rope_parameters(hf)
-
-
-def _base(hf: HfConfig) -> float:
-    return float(_scaling(hf).get("rope_theta") or hf.get("rope_theta") or 10000.0)
-
-
 def _long_rope_keys(hf: HfConfig, pairs: int) -> dict[str, Any]:
-    scaling = _scaling(hf)
+    scaling = rope_parameters(hf)
     original = hf.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     short, long = scaling.get("short_factor") or [], scaling.get("long_factor") or []
     if not isinstance(original, int) or original < 2 or not len(short) == len(long) == pairs:
         raise UnsupportedModelError(
-            f"config.json gives {len(short)} short and {len(long)} long rotary factors and original_max_position_"
+            f"config.json has {len(short)} short and {len(long)} long rotary factors and original_max_position_"
             f"embeddings = {original!r}; expected {pairs} of each, and a number.",
-            hint="Take config.json from where the weights are from.",
+            hint="Use the config.json that was published with the weights.",
         )
     for key in ("attention_factor", "short_mscale", "long_mscale"):
         if scaling.get(key) is not None:
@@ -96,22 +90,22 @@ def _long_rope_keys(hf: HfConfig, pairs: int) -> dict[str, Any]:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order.
+    """Return every tensor of the unsharded checkpoint, in file order.
 
-    The MLP's halves are split each over tensor-parallel ranks, as its activation needs it. Upstream's converter cuts
-    the joined matrix instead, so that its checkpoints of more than one rank calculate something else.
+    Each half of the MLP is split over tensor-parallel ranks, as the activation requires. Upstream's converter splits
+    the joined matrix instead, so its multi-rank checkpoints compute something else.
     """
     return named_targets(config, _NAMES, tied=bool(config.get("tie_word_embeddings", TIED)))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Position tables of old exports; with tied embeddings also a copy of the table under the head's name."""
+    """Return position tables of old exports, and the head when embeddings are tied."""
     patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
     return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings") else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     head_size = config["head_size"]
     plain = inverse_frequencies(
         int(head_size * config.get("rotary_pct", 1.0)), config.get("rotary_base", 10000.0), None
@@ -127,7 +121,9 @@ def decoder(config: CheckpointConfig) -> Decoder:
         mlp_bias=False,
         attention_scale=1 / math.sqrt(head_size),
         rope_inv_freq=_stretched(plain, short) if short else plain,
-        long_rope=_long_rope(config, _stretched(plain, long)) if long else None,
+        long_rope=LongRope(inv_freq=_stretched(plain, long), beyond=config["original_max_position_embeddings"])
+        if long
+        else None,
         rope_scale=_rope_scale(config) if long else 1.0,
         windows=attention_windows(config),
     )
@@ -137,12 +133,8 @@ def _stretched(frequencies: Sequence[float], factors: Sequence[float]) -> tuple[
     return tuple(frequency / factor for frequency, factor in zip(frequencies, factors, strict=True))
 
 
-def _long_rope(config: CheckpointConfig, frequencies: tuple[float, ...]) -> LongRope:
-    return LongRope(inv_freq=frequencies, beyond=config["original_max_position_embeddings"])
-
-
 def _rope_scale(config: CheckpointConfig) -> float:
-    """√(1 + ln(factor) / ln(original positions)), factor = all positions / original ones (LongRoPE's authors)."""
+    """Return LongRoPE's √(1 + ln(factor) / ln(original positions)), factor = all / original positions."""
     original = config["original_max_position_embeddings"]
     factor = config["max_position_embeddings"] / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

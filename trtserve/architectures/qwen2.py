@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: a Llama with biases on queries, keys and values; windows from a layer on, if at all."""
+"""Qwen2 and Qwen2.5: Llama with query, key and value biases, and optional windows from some layer on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from trtserve.architectures import llama
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, dense_moe, required
 from trtserve.architectures.llama import require_activation, unused
-from trtserve.architectures.llama_tensors import Parts, llama_targets
-from trtserve.architectures.rope import require_whole_heads, rotary
-from trtserve.architectures.windows import layer_kinds, window_keys, windows_of
+from trtserve.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.architectures.parts.rope import require_whole_heads, rotary
+from trtserve.architectures.parts.windows import layer_kinds, window_keys, windows_of
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
 
@@ -20,16 +20,16 @@ TIED = False
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig, and the windows."""
+    """Return the family's part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig and the windows."""
     return qwen_config(hf, qwen_type="qwen2", attn_bias=True)
 
 
 def qwen_config(
     hf: HfConfig, *, qwen_type: str, attn_bias: bool, windows: Sequence[int | None] | None = None
 ) -> dict[str, Any]:
-    """The config of any dense Qwen; absent keys have the defaults of transformers' Qwen2Config.
+    """Return the config of any dense Qwen; absent keys get the defaults of transformers' Qwen2Config.
 
-    `windows` are those of the layers where a family has its own rule.
+    `windows` replaces the layers' windows in families with a rule of their own.
     """
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     heads = sizes["num_attention_heads"]
@@ -57,7 +57,7 @@ def qwen_config(
 
 
 def _constants() -> dict[str, Any]:
-    """Keys of QWenConfig that are the same for every dense model."""
+    """Return the QWenConfig keys that are equal for all dense models."""
     return {
         "mlp_bias": False,
         "disable_weight_only_quant_plugin": False,
@@ -73,7 +73,7 @@ def _constants() -> dict[str, Any]:
 
 
 def _windows(hf: HfConfig) -> list[int | None]:
-    """Windows of the layers: from layer `max_window_layers` on, unless `layer_types` says otherwise."""
+    """Return the layers' windows: from layer `max_window_layers` on, unless `layer_types` overrides it."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     first = hf.get("max_window_layers", 28)
     kinds = layer_kinds(hf) or [
@@ -83,10 +83,10 @@ def _windows(hf: HfConfig) -> list[int | None]:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return llama_targets(config, Parts(qkv_bias=True))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return replace(llama.decoder(config), attention_bias=True, dense_bias=False, mlp_bias=False)

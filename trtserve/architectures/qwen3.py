@@ -1,4 +1,4 @@
-"""Qwen3: a Llama whose queries and keys are normed head by head."""
+"""Qwen3: Llama with queries and keys normalised per head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from trtserve.architectures import llama
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target
 from trtserve.architectures.llama import unused
-from trtserve.architectures.llama_tensors import Parts, llama_targets
+from trtserve.architectures.parts.llama_tensors import Parts, llama_targets
 from trtserve.architectures.qwen2 import qwen_config
 from trtserve.errors import UnsupportedModelError
 
@@ -17,14 +17,14 @@ __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "un
 BASE_PREFIX = "model."
 TIED = False
 
-# transformers' default, which does not follow from the hidden size.
+# transformers' default, independent of the hidden size.
 _HEAD_SIZE = 128
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig, and the windows.
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's QWenConfig and the windows.
 
-    `qk_layernorm` stays false, as upstream writes it: its layers have the norms by `qwen_type`.
+    `qk_layernorm` stays false, as upstream writes it: `qwen_type` enables the norms.
     """
     if hf.get("attention_bias"):
         raise UnsupportedModelError("This Qwen3 sets attention_bias, which a TensorRT-LLM checkpoint cannot express.")
@@ -33,10 +33,10 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return llama_targets(config, Parts(head_norms=True))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return replace(llama.decoder(config), attention_bias=False, dense_bias=False, mlp_bias=False, qk_norm=True)

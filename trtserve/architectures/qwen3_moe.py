@@ -1,4 +1,4 @@
-"""Qwen3-MoE: a Qwen3 with experts in place of the MLP."""
+"""Qwen3-MoE: Qwen3 with experts instead of the MLP."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from trtserve.architectures import qwen3
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target
-from trtserve.architectures.expert_tensors import experts_of
 from trtserve.architectures.llama import unused
-from trtserve.architectures.llama_tensors import Parts, llama_targets
-from trtserve.architectures.qwen_experts import NAMES, qwen_moe_config
+from trtserve.architectures.parts.expert_tensors import experts_of
+from trtserve.architectures.parts.llama_tensors import Parts, llama_targets
+from trtserve.architectures.qwen2_moe import NAMES, qwen_moe_config
 from trtserve.errors import UnsupportedModelError
 
 __all__ = ["BASE_PREFIX", "TIED", "checkpoint_config", "decoder", "targets", "unused"]
@@ -20,7 +20,7 @@ TIED = False
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig, and the window of all layers."""
+    """Return the family's part of the checkpoint's config: keys of TensorRT-LLM 1.2's QWenConfig and the window."""
     if hf.get("attention_bias"):
         raise UnsupportedModelError("This Qwen3 sets attention_bias, which a TensorRT-LLM checkpoint cannot express.")
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
@@ -28,10 +28,10 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     return llama_targets(config, Parts(head_norms=True, experts=NAMES))
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     return replace(qwen3.decoder({**config, "hidden_act": "silu"}), mlp="experts", experts=experts_of(config))

@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, rotary positions, grouped-query attention, plain MLP; a GPT in TensorRT-LLM's words."""
+"""StarCoder2: layer norms, rotary positions, grouped-query attention, plain MLP; TensorRT-LLM treats it as a GPT."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from trtserve.architectures.activations import require_activation
 from trtserve.architectures.base import CheckpointConfig, Decoder, HfConfig, Target, dense_moe, required
-from trtserve.architectures.named_tensors import SourceNames, named_targets
-from trtserve.architectures.rope import inverse_frequencies, unscaled_base
-from trtserve.architectures.windows import attention_windows, window_keys
+from trtserve.architectures.parts.activations import require_activation
+from trtserve.architectures.parts.named_tensors import SourceNames, named_targets
+from trtserve.architectures.parts.rope import inverse_frequencies, unscaled_base
+from trtserve.architectures.parts.windows import attention_windows, window_keys
 
 BASE_PREFIX = "model."
 TIED = True
@@ -31,9 +31,9 @@ _NAMES = SourceNames(
 
 
 def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
-    """Family part of the checkpoint's config: keys of TensorRT-LLM 1.2's GPTConfig, and the window.
+    """Return the family's part of the checkpoint's config: the keys of TensorRT-LLM 1.2's GPTConfig and the window.
 
-    Its word `gelu`, which upstream writes for every StarCoder2, is the tanh approximation.
+    `gelu`, which upstream writes for every StarCoder2, means the tanh approximation.
     """
     sizes = required(hf, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     require_activation(hf.get("hidden_act", "gelu_pytorch_tanh"), "gelu_tanh")
@@ -55,7 +55,7 @@ def checkpoint_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def _constants() -> dict[str, Any]:
-    """Keys of GPTConfig that are the same for every model of this family."""
+    """Return the GPTConfig keys that are equal for all models of this family."""
     return {
         "gpt_variant": "starcoder2",
         "q_scaling": 1,
@@ -70,19 +70,19 @@ def _constants() -> dict[str, Any]:
 
 
 def targets(config: CheckpointConfig) -> list[Target]:
-    """Every tensor of the checkpoint of the whole model, in file order."""
+    """Return every tensor of the unsharded checkpoint, in file order."""
     names = _NAMES if config.get("bias", True) else replace(_NAMES, biases=frozenset())
     return named_targets(config, names, tied=bool(config.get("tie_word_embeddings", TIED)))
 
 
 def unused(config: CheckpointConfig) -> Sequence[str]:
-    """Position tables of old exports; with tied embeddings also a copy of the table under the head's name."""
+    """Return position tables of old exports, and the head when embeddings are tied."""
     patterns = ["model.layers.*.self_attn.rotary_emb.inv_freq"]
     return [*patterns, "lm_head.weight"] if config.get("tie_word_embeddings", TIED) else patterns
 
 
 def decoder(config: CheckpointConfig) -> Decoder:
-    """What the decoder is made of."""
+    """Describe the decoder from the checkpoint's config."""
     bias = bool(config.get("bias", True))
     return Decoder(
         norm="layer",

@@ -1,149 +1,151 @@
-"""What a benchmark will send to which model, worked out before anything is sent."""
+"""The plan of a benchmark: the model to measure, the requests, and when to send them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trtserve.bench.arrivals import schedule
-from trtserve.bench.dataset import dataset_traffic
-from trtserve.bench.messages import IDS_INPUT, TEXT_INPUT, end_input, takes_text
-from trtserve.bench.texts import TextWriter
-from trtserve.bench.traffic import Limits, Traffic, limits_of_repository, override_limits, token_norm_dist
-from trtserve.errors import RequestError, ServerUnreachableError, UsageError
-from trtserve.query.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
+from trtserve.bench.arrivals import arrival_times
+from trtserve.bench.goals import Goals, read_goals
+from trtserve.bench.messages import end_input
+from trtserve.bench.requests import Limits, Traffic, limits_of_repository, override_limits
+from trtserve.bench.targets import Measured, find_measured
+from trtserve.bench.traffic import WRITTEN, with_cancellations
+from trtserve.bench.traffic.datasets import dataset_traffic
+from trtserve.bench.traffic.texts import TextWriter
+from trtserve.bench.worker import Load
+from trtserve.errors import UsageError
 from trtserve.specs import BenchSpec
-from trtserve.triton.client import CORE_MODEL, Client, Endpoint, GrpcClient, ModelDescription
+from trtserve.triton.client import Endpoint
+from trtserve.triton.grpc_client import GrpcClient
 
 CLOSED_LOOP_CONCURRENCY = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a benchmark will send, and what must be said about it."""
+class BenchPlan:
+    """Everything a benchmark sends, and the notes for readers of its figures."""
 
+    spec: BenchSpec
+    endpoint: Endpoint
+    measured: Measured
     limits: Limits
     traffic: Traffic
+    goals: Goals
     offsets: Sequence[float] | None
+    """Send times in seconds after the start (open loop), or None for a closed loop."""
     concurrency: int | None
+    """Requests in flight: of a closed loop exactly, of an open loop at most (None: no limit)."""
     notes: tuple[str, ...]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """The model that is measured (None: the core model, not asked) and the tokenizer, where one is needed.
-
-    `text`: it takes prompts as text; `special`: they are encoded with special tokens.
-    """
-
-    model: ModelDescription | None
-    text: bool
-    files: TokenizerFiles | None
-    special: bool
-
     @property
-    def core(self) -> str:
-        """Name of the core model behind it, whose engine's limits hold."""
-        return CORE_MODEL if self.text or self.model is None else self.model.name
+    def pace(self) -> str:
+        """Describe how fast requests are sent."""
+        spec = self.spec
+        if self.offsets is None:
+            return f"closed loop, concurrency {self.concurrency}"
+        cap = f"concurrency {self.concurrency} at most" if self.concurrency else "no limit on concurrency"
+        if self.traffic.offsets is not None:
+            return f"the times of the trace, {cap}"
+        ramp = "" if spec.ramp_to is None else f" to {spec.ramp_to:g}"
+        return f"{spec.request_rate:g}{ramp} requests/s, {spec.arrivals}, {cap}"
 
-    def tokenizer(self, why: str) -> TokenizerFiles:
-        """The tokenizer; UsageError that begins with `why` when there is none."""
-        if self.files is None:
-            raise UsageError(
-                f"{why}, and the server's tokenizer is not known here.",
-                hint="Give the tokenizer's folder with --tokenizer; `trtserve import ID --download-only` fetches one.",
-            )
-        return self.files
-
-
-def plan_benchmark(spec: BenchSpec, endpoint: Endpoint) -> Plan:
-    """Make the traffic of `spec` within the limits of the engine behind `endpoint`; sends no request.
-
-    Limits come from the recorded repository of the server, or from `spec`; UsageError without a vocabulary size, or
-    without a tokenizer where text is tokenised. A server that does not answer is taken to have a core model.
-    """
-    with closing(GrpcClient(endpoint, timeout=endpoint.connect_timeout)) as client:
-        try:
-            model = client.describe(spec.model)
-        except ServerUnreachableError:
-            if spec.model != CORE_MODEL:
-                raise
-            model = None
-        return make_plan(spec, endpoint, find_target(spec, endpoint, client, model))
-
-
-def find_target(spec: BenchSpec, endpoint: Endpoint, client: Client, model: ModelDescription | None) -> Target:
-    """What `spec` is about; RequestError for a model that takes no prompts. `model` None: the core model."""
-    if model is not None and not model.has(IDS_INPUT, TEXT_INPUT):
-        raise RequestError(
-            f"The model {model.name!r} takes neither text nor token ids: it has no input {TEXT_INPUT!r}.",
-            hint="Measure the core model `tensorrt_llm`, the ensemble, the BLS model or its alias: --model NAME.",
+    def load(self) -> Load:
+        """Return what the workers send."""
+        target = self.measured.target
+        if target is None:
+            raise UsageError("This plan was made while the server was down: plan again when it answers.")
+        requests = self.traffic.requests
+        return Load(
+            target=target,
+            requests=requests,
+            # A warm-up has no conversations and cancels nothing.
+            warmup=tuple(
+                replace(requests[index % len(requests)], session=None, cancel_after=None)
+                for index in range(self.spec.warmup_requests)
+            ),
+            offsets=self.offsets,
+            concurrency=self.concurrency,
+            timeout=self.spec.timeout,
+            may_be_empty=not self.spec.ignore_eos,
         )
-    text = model is not None and takes_text(model)
-    tokenized = text or spec.dataset is not None or not spec.ignore_eos
-    return Target(
-        model=model,
-        text=text,
-        files=_find_files(spec, endpoint, client) if tokenized else None,
-        special=not text or server_adds_special_tokens(client),
+
+
+def plan_benchmark(spec: BenchSpec, endpoint: Endpoint, *, offline: bool = False) -> BenchPlan:
+    """Describe the model behind `endpoint` and make the traffic of `spec` within its engine's limits.
+
+    `offline`: if the server does not answer, plan for the core model; such a plan cannot be run. The limits come from
+    the server's repository or from `spec`. Errors: ServerUnreachableError, RequestError (unknown model, or one without
+    prompts), UsageError (no vocabulary size, no tokenizer, invalid dataset).
+    """
+    goals = read_goals(spec.slo)
+    with closing(GrpcClient(endpoint, timeout=endpoint.connect_timeout)) as client:
+        measured = find_measured(spec, endpoint, client, offline=offline)
+    engine = Limits()
+    if measured.limits is not None:
+        engine = measured.limits
+    elif endpoint.repository is not None and spec.openai is None:
+        engine = limits_of_repository(endpoint.repository, measured.core_model)
+    limits = override_limits(engine, spec)
+    traffic = with_cancellations(_make_traffic(spec, limits, measured), spec)
+    offsets, concurrency = traffic.offsets, spec.concurrency
+    if not spec.open_loop:
+        concurrency = concurrency or CLOSED_LOOP_CONCURRENCY
+    elif spec.request_rate is not None and offsets is None:
+        offsets = tuple(
+            arrival_times(
+                spec.arrivals,
+                rate=spec.request_rate,
+                count=_conversations(traffic),
+                seed=spec.seed,
+                burstiness=spec.burstiness,
+                ramp_to=spec.ramp_to,
+            )
+        )
+    return BenchPlan(
+        spec=spec,
+        endpoint=endpoint,
+        measured=measured,
+        limits=limits,
+        traffic=traffic,
+        goals=goals,
+        offsets=offsets,
+        concurrency=concurrency,
+        notes=(*traffic.notes, *_notes(spec, limits, traffic, measured)),
     )
 
 
-def _find_files(spec: BenchSpec, endpoint: Endpoint, client: Client) -> TokenizerFiles | None:
-    """The tokenizer that preprocessing has, else that of the Hugging Face folder from which the LLM API loads."""
-    found = find_tokenizer(spec.tokenizer, endpoint, client)
-    if found is not None or endpoint.repository is None:
-        return found
-    folder = endpoint.repository / CORE_MODEL / "1" / "model"
-    return TokenizerFiles(folder) if any(folder.glob("tokenizer*")) else None
+def _conversations(traffic: Traffic) -> int:
+    alone = sum(request.session is None for request in traffic.requests)
+    return alone + len({request.session for request in traffic.requests} - {None})
 
 
-def make_plan(spec: BenchSpec, endpoint: Endpoint, target: Target) -> Plan:
-    """Traffic and schedule; see `plan_benchmark`."""
-    known = limits_of_repository(endpoint.repository, target.core) if endpoint.repository is not None else Limits()
-    limits = override_limits(known, spec)
-    traffic = _traffic(spec, limits, target)
-    offsets, concurrency = None, spec.concurrency
-    if spec.request_rate is None:
-        concurrency = concurrency or CLOSED_LOOP_CONCURRENCY
-    else:
-        offsets = schedule(spec.arrivals, rate=spec.request_rate, count=len(traffic.requests), seed=spec.seed)
-    notes = (*traffic.notes, *_clip_notes(traffic, limits), *_warmup_notes(spec), *_end_notes(spec, target))
-    return Plan(limits=limits, traffic=traffic, offsets=offsets, concurrency=concurrency, notes=notes)
+def _make_traffic(spec: BenchSpec, limits: Limits, measured: Measured) -> Traffic:
+    end_id = _end_id(spec, measured)
+    if spec.traffic in ("dataset", "e2e") or spec.dataset is not None:
+        tokenizer = measured.require_tokenizer("The dataset's prompts must be counted in tokens")
+        text, special = measured.takes_text, measured.adds_special_tokens
+        return dataset_traffic(spec, limits, tokenizer, text=text, special=special, end_id=end_id)
+    writer = None
+    if measured.takes_text:
+        tokenizer = measured.require_tokenizer(f"Prompts of {measured.name!r} are texts of a given number of tokens")
+        writer = TextWriter(tokenizer, special=measured.adds_special_tokens, seed=spec.seed)
+    return WRITTEN[spec.traffic](spec, limits, write=writer, end_id=end_id)
 
 
-def _traffic(spec: BenchSpec, limits: Limits, target: Target) -> Traffic:
-    end_id = _end_id(spec, target)
-    if spec.dataset is not None:
-        files = target.tokenizer("The lengths of the dataset's prompts are counted in tokens")
-        return dataset_traffic(spec, limits, files, text=target.text, special=target.special, end_id=end_id)
-    if not target.text:
-        return token_norm_dist(spec, limits, end_id=end_id)
-    files = target.tokenizer(f"The model {spec.model!r} takes text, which is made of tokens")
-    return token_norm_dist(spec, limits, write=TextWriter(files, special=target.special, seed=spec.seed), end_id=end_id)
-
-
-def _end_id(spec: BenchSpec, target: Target) -> int | None:
-    """Text models find the end id by themselves unless they are told another one, core models end by none."""
-    if target.text:
+def _end_id(spec: BenchSpec, measured: Measured) -> int | None:
+    """Return the end id to send: text models have a default of their own, core models have none."""
+    if measured.takes_text:
         return -1 if spec.ignore_eos else None
     if spec.ignore_eos:
         return None
-    files = target.tokenizer("Answers end by the tokenizer's end token (--no-ignore-eos)")
-    end = files.tokenizer.eos_token_id
-    return int(end) if end is not None else next(iter(files.end_ids()), None)
+    tokenizer = measured.require_tokenizer("--no-ignore-eos needs the tokenizer's end token")
+    end = tokenizer.tokenizer.eos_token_id
+    return int(end) if end is not None else next(iter(tokenizer.end_ids()), None)
 
 
-def pace(spec: BenchSpec, plan: Plan) -> str:
-    """How fast requests are sent, in words."""
-    if spec.request_rate is None:
-        return f"closed loop, concurrency {plan.concurrency}"
-    cap = f"concurrency {plan.concurrency} at most" if plan.concurrency else "no cap on concurrency"
-    return f"{spec.request_rate:g} requests/s, {spec.arrivals}, {cap}"
-
-
-def _clip_notes(traffic: Traffic, limits: Limits) -> list[str]:
+def _notes(spec: BenchSpec, limits: Limits, traffic: Traffic, measured: Measured) -> list[str]:
     notes = []
     if traffic.clipped_inputs:
         bound = f"max_input_len {limits.max_input_len}, max_seq_len {limits.max_seq_len}"
@@ -153,19 +155,14 @@ def _clip_notes(traffic: Traffic, limits: Limits) -> list[str]:
             f"{traffic.clipped_outputs} answers were shortened to the engine's max_seq_len {limits.max_seq_len}."
         )
     if limits.max_seq_len is None:
-        notes.append("The engine's max_seq_len is not known here: lengths are not held to it.")
-    return notes
-
-
-def _warmup_notes(spec: BenchSpec) -> list[str]:
-    if not spec.warmup_requests:
-        return ["No warm-up: the first requests carry the server's first-use costs."]
-    return [f"{spec.warmup_requests} warm-up requests go before the measured window and are not counted."]
-
-
-def _end_notes(spec: BenchSpec, target: Target) -> list[str]:
+        notes.append("The engine's max_seq_len is unknown here: lengths are not limited to it.")
+    if spec.warmup_requests:
+        notes.append(f"{spec.warmup_requests} warm-up requests are sent before the measured window and not counted.")
+    else:
+        notes.append("No warm-up: the first requests include one-time costs of the server.")
+    target = measured.target
     if not spec.ignore_eos:
-        return ["Answers end at the model's end token (--no-ignore-eos)."]
-    if target.text and target.model is not None and end_input(target.model) not in target.model.inputs:
-        return [f"The model {spec.model!r} cannot be told to go on after its end token: answers may be shorter."]
-    return []
+        notes.append("Answers end at the model's end token (--no-ignore-eos).")
+    elif measured.takes_text and target and not target.openai and end_input(target.model) not in target.model.inputs:
+        notes.append(f"The model {measured.name!r} has no input to ignore its end token: answers may be shorter.")
+    return notes

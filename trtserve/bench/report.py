@@ -1,118 +1,276 @@
-"""What a benchmark tells: the rows of upstream's table, more of them below, and the same as JSON files."""
+"""The report of a benchmark: upstream's table with further rows below, and files from which it can be made again."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtserve.bench.load import Record
-from trtserve.bench.statistics import Distribution, Statistics
+from trtserve.bench.calibration import Calibration
+from trtserve.bench.goals import Goals, read_goals
+from trtserve.bench.health import Health
+from trtserve.bench.plausibility import Machine, implausible
+from trtserve.bench.records import FILE_NAME, Record, read_records, write_records
+from trtserve.bench.sampling import Samples
+from trtserve.bench.statistics import QUANTILES, Distribution, Statistics, compute
+from trtserve.bench.verdict import VALID_DELIVERY, Verdict, judge
+from trtserve.errors import UsageError
 from trtserve.files import write_json
-from trtserve.specs import BenchSpec
 
 COLUMNS = ("Stat", "Value")
-SCHEMA = 1
-VALID_DELIVERY = 0.99
-
-_TIMES = (
-    "total_latency",
-    "latency",
-    "latency_from_send",
-    "dispatch_delay",
-    "time_to_first_token",
-    "inter_token",
-    "time_per_output_token",
-)
-UNITS: Mapping[str, str] = {
-    **dict.fromkeys(_TIMES, "ms"),
-    "requests_per_second": "requests/s",
-    "output_tokens_per_second": "tokens/s",
-    "input_tokens": "tokens/request",
-    "output_tokens": "tokens/request",
-}
-"""What the figures of `Statistics` count."""
-
+SCHEMA = 2
+REPORT = "report.json"
+SAMPLES = "samples.jsonl"
+NOT_ENOUGH = "not enough data"
+_SCALES = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 40
+_MATERIAL = 0.1  # change of the throughput that a reader is told about
 Row = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Result of one benchmark. `limits` are the engine's that traffic was held to; `prompts` is a hash of all prompts.
+    """Result of one benchmark. All figures follow from the records; the rest says where they come from."""
 
-    `spec` has the concurrency that was used. `model` is the name under which the server offers text generation, None
-    where only its address is known; `precision` is the engine's, as far as it is known. `tokens_counted_by` is
-    `output_ids` (the length of what a core model sends), or for a text model `server` or `tokenizer`.
-
-    `notes` say what a reader of the figures must know: clipping, warm-up, censored values, an invalid open loop.
-    """
-
-    spec: BenchSpec
+    records: tuple[Record, ...] = field(repr=False)
+    spec: Mapping[str, Any]
+    """What was asked for, with the concurrency that was used."""
     endpoint: str
-    model: str | None
-    precision: Mapping[str, str]
+    model: str
+    """Name of the model that got the requests."""
+    protocol: str
     streaming: bool
     tokens_counted_by: str
-    statistics: Statistics
-    limits: Mapping[str, int | None]
-    prompts: str
+    """`output_ids` (a core model's output), or for a text model `server` or `tokenizer`."""
+    prompts_sha256: str
     started: str
-    versions: Mapping[str, str]
+    """UTC, ISO 8601."""
+    precision: Mapping[str, str] = field(default_factory=dict)
+    """The engine's compute and KV cache precision, as far as known."""
+    limits: Mapping[str, int | None] = field(default_factory=dict)
+    """The engine's limits that the traffic was kept within."""
+    fingerprint: str | None = None
+    """Of the repository or the engine."""
+    command: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    bounds: Machine = field(default_factory=Machine)
+    """What the engine's speed cannot exceed."""
+    calibration: Calibration | None = None
+    health: tuple[Health, ...] = ()
+    samples: Samples = field(default_factory=Samples, repr=False)
+    queue_wait_ms: float | None = None
+    """Mean wait in the server's own queue, from its metrics."""
     interrupted: bool = False
     timed_out: bool = False
-    notes: tuple[str, ...] = ()
-    records: tuple[Record, ...] = field(default=(), repr=False)
+    planned_notes: tuple[str, ...] = ()
+    statistics: Statistics = field(init=False)
+    verdict: Verdict = field(init=False)
+    notes: tuple[str, ...] = field(init=False)
+    """What a reader of the figures must know: clipping, warm-up, failed requests, an invalid open loop."""
+
+    def __post_init__(self) -> None:
+        statistics = compute(self.records, self.goals)
+        capacity = None
+        if self.calibration is not None:
+            completed = [record for record in self.records if record.status == "completed"]
+            responses = sum(len(record.arrivals) for record in completed) / max(1, len(completed))
+            capacity = self.calibration.capacity(responses)
+        verdict = judge(
+            statistics,
+            self.records,
+            self.health,
+            concurrency=self.spec.get("concurrency"),
+            capacity=capacity,
+            implausible=implausible(
+                self.records,
+                machine=self.bounds,
+                rows=self.samples.rows,
+                server_tokens=self.samples.tokens.get("generated"),
+            ),
+        )
+        object.__setattr__(self, "statistics", statistics)
+        object.__setattr__(self, "verdict", verdict)
+        object.__setattr__(self, "notes", (*self.planned_notes, *notes_on(statistics)))
+
+    @property
+    def goals(self) -> Goals:
+        """The limits of --slo."""
+        return read_goals(self.spec.get("slo") or {})
+
+    @property
+    def open_loop(self) -> bool:
+        """Whether requests had a schedule; their latencies count from the intended send then."""
+        return any(record.scheduled for record in self.records)
+
+    @property
+    def partial(self) -> bool:
+        """Whether the run ended before all requests were answered."""
+        return self.interrupted or self.timed_out
 
     def to_json(self) -> dict[str, Any]:
-        """All but the records; values that are infinite (see Distribution) are null."""
-        content = {name: value for name, value in vars(self).items() if name not in ("records", "spec", "statistics")}
-        content |= {"spec": asdict(self.spec), "statistics": asdict(self.statistics), "units": UNITS}
-        files = {"dataset": self.spec.dataset, "tokenizer": self.spec.tokenizer}
-        content["spec"] |= {name: None if path is None else str(path) for name, path in files.items()}
+        """Return all but the records and the samples over time; infinite values (see Distribution) become null."""
+        left_out = ("records", "samples", "planned_notes", "statistics", "verdict", "calibration", "health", "bounds")
+        content = {name: value for name, value in vars(self).items() if name not in left_out}
+        content |= {
+            "partial": self.partial,
+            "verdict": {"judgement": self.verdict.judgement, "reasons": self.verdict.reasons},
+            "statistics": asdict(self.statistics),
+            "calibration": None if self.calibration is None else asdict(self.calibration),
+            "workers": [asdict(each) for each in self.health],
+            "bounds": asdict(self.bounds),
+            "server": {"counters": self.samples.server, "tokens": self.samples.tokens},
+        }
         finite: dict[str, Any] = _finite({"schema": SCHEMA, **content})
         return finite
 
     def write(self, folder: Path) -> None:
-        """Write `report.json` and `requests.jsonl` (one line per offered request) into `folder`."""
+        """Write the report, one line per planned request and the samples, and the files of NVIDIA's tools."""
+        from trtserve.bench.exports import write_exports
+
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps({**asdict(record), "output_tokens": record.output_tokens}) for record in self.records]
-        (folder / "requests.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        write_json(folder / "report.json", self.to_json())
+        write_records(self.records, folder)
+        lines = (json.dumps(row) + "\n" for row in self.samples.rows)
+        (folder / SAMPLES).write_text("".join(lines), encoding="utf-8")
+        write_json(folder / REPORT, self.to_json())
+        write_exports(self, folder)
 
     def rows(self) -> list[Row]:
-        """Upstream's rows in upstream's order and names, then what it does not print."""
-        rows = upstream_rows(self.statistics) + self._token_rows() + _count_rows(self.statistics)
-        return rows + (_open_loop_rows(self.statistics) if self.spec.request_rate is not None else [])
-
-    def _token_rows(self) -> list[Row]:
-        if not self.streaming:
-            absent = "n/a (not streaming: one response per request)"
-            return [("Avg. TTFT (ms)", absent), ("Avg. inter-token latency (ms)", absent)]
+        """Return upstream's rows in upstream's order and with its names, then further ones."""
         statistics = self.statistics
-        return [
-            *_distribution_rows("TTFT", statistics.time_to_first_token),
-            *_distribution_rows("inter-token latency", statistics.inter_token),
-            ("Avg. time per output token (ms)", _number(statistics.time_per_output_token.mean)),
+        if self.streaming:
+            tokens = [
+                *_distribution_rows("TTFT", statistics.time_to_first_token_ms),
+                *_distribution_rows("inter-token latency", statistics.inter_token_ms),
+                ("Avg. time per output token (ms)", _number(statistics.time_per_output_token_ms.mean)),
+            ]
+        else:
+            absent = "n/a (not streaming: one response per request)"
+            tokens = [("Avg. TTFT (ms)", absent), ("Avg. inter-token latency (ms)", absent)]
+        counts = [
+            (f"{name.capitalize()} requests", str(getattr(statistics.counts, name)))
+            for name in ("sent", "completed", "failed", "cancelled")
         ]
+        counts += [(f"Ended by {reason}", str(number)) for reason, number in statistics.finish_reasons.items()]
+        rows = upstream_rows(statistics) + tokens + counts
+        if self.open_loop:  # the latencies above count from the intended send
+            ratio = statistics.delivered_ratio
+            rows += [
+                *_distribution_rows("latency from send", statistics.latency_from_send_ms),
+                ("P99 dispatch delay (ms)", _number(statistics.dispatch_delay_ms.p99)),
+                ("Delivered / offered rate", "n/a" if ratio is None else f"{ratio:.3f}"),
+            ]
+        if self.goals:
+            rows.append((f"Good requests/sec ({self.goals})", _number(statistics.goodput_per_second)))
+        if self.queue_wait_ms is not None:
+            rows.append(("Avg. wait in the server's queue (ms)", _number(self.queue_wait_ms)))
+        return rows
+
+    def interval_rows(self) -> list[tuple[str, ...]]:
+        """Return genai-perf's table: a row for each measure, with the 95 % interval of its mean and percentiles."""
+        statistics = self.statistics
+        measures = {"Request latency (ms)": statistics.latency_ms}
+        if self.streaming:
+            measures = {
+                "Time to first token (ms)": statistics.time_to_first_token_ms,
+                "Time per output token (ms)": statistics.time_per_output_token_ms,
+                "Inter token latency (ms)": statistics.inter_token_ms,
+                **measures,
+                "Tokens/s per user": statistics.tokens_per_second_per_user,
+            }
+        return [
+            (
+                name,
+                _with_interval(each, "mean"),
+                _number(each.minimum),
+                _number(each.maximum),
+                *(_with_interval(each, quantile) for quantile in QUANTILES),
+            )
+            for name, each in measures.items()
+        ]
+
+    def sparklines(self) -> list[Row]:
+        """Return the course of throughput, first-token time and requests in flight as one line each."""
+        ended = [(record.ended_ns, 1.0) for record in self.records if record.status == "completed"]
+        latencies = [
+            (record.sent_ns, (record.arrivals[0][0] - record.intended_ns) / 1e6)
+            for record in self.records
+            if record.sent_ns is not None and record.arrivals
+        ]
+        lines = [("answers", sparkline(ended, total=True)), ("first token", sparkline(latencies))]
+        in_flight = [(int(row["time_ns"]), row["in_flight"]) for row in self.samples.rows]
+        return [(name, line) for name, line in [*lines, ("in flight", sparkline(in_flight))] if line]
+
+
+def sparkline(points: Sequence[tuple[int, float]], *, total: bool = False) -> str:
+    """Return values over time as a line of bars; `total` adds up what falls into a bar instead of averaging it."""
+    if len(points) < 2:
+        return ""
+    first, last = min(time for time, _ in points), max(time for time, _ in points)
+    bars: list[list[float]] = [[] for _ in range(_SPARK_WIDTH)]
+    for time, value in points:
+        bars[min(_SPARK_WIDTH - 1, (time - first) * _SPARK_WIDTH // max(1, last - first))].append(value)
+    heights = [sum(bar) if total else sum(bar) / len(bar) if bar else 0.0 for bar in bars]
+    most = max(heights) or 1.0
+    return "".join(_SCALES[round(height / most * (len(_SCALES) - 1))] for height in heights)
+
+
+def read_report(path: Path) -> Report:
+    """Make a report again from the folder that --out wrote, or from its requests.jsonl.
+
+    Every figure is computed from the records. Raises UsageError when a file is missing or not of such a folder.
+    """
+    folder = path if path.is_dir() else path.parent
+    records = read_records(folder / FILE_NAME if path.is_dir() else path)
+    try:
+        content = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        rows = [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename} cannot be read: {error.strerror}.",
+            hint="Give the folder that `trtserve bench … --out DIR` wrote.",
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{folder} is damaged: {error}.") from None
+    if content.get("schema") != SCHEMA:
+        raise UsageError(
+            f"{folder / REPORT} has the schema {content.get('schema')}; this version reads {SCHEMA}.",
+            hint="Measure again, or read it with the version of trtserve that wrote it.",
+        )
+    server = content["server"]
+    calibration = content["calibration"]
+    computed = ("schema", "partial", "verdict", "statistics", "workers", "server", "notes", "bounds", "calibration")
+    known = {key: value for key, value in content.items() if key not in computed}
+    recomputed = notes_on(compute(records, read_goals(content["spec"].get("slo") or {})))
+    return Report(
+        **known,
+        records=tuple(records),
+        bounds=Machine(**content["bounds"]),
+        calibration=None if calibration is None else Calibration(**calibration),
+        health=tuple(Health(**each) for each in content["workers"]),
+        samples=Samples(rows=rows, server=server["counters"], tokens=server["tokens"]),
+        planned_notes=tuple(note for note in content["notes"] if note not in recomputed),
+    )
 
 
 def upstream_rows(statistics: Statistics) -> list[Row]:
-    """The table of benchmark_core_model.py; `Avg. InFlight requests`, always 0.00 there, is measured here."""
-    latency = statistics.latency
+    """Return the table of benchmark_core_model.py, except that `Avg. InFlight requests` is measured (there 0.00)."""
+    latency, counts = statistics.latency_ms, statistics.counts
     return [
         ("Requests/Sec", _number(statistics.requests_per_second)),
         ("OP tokens/sec", _number(statistics.output_tokens_per_second)),
         ("Avg. latency (ms)", _number(latency.mean)),
         ("P99 latency (ms)", _number(latency.p99)),
         ("P90 latency (ms)", _number(latency.p90)),
-        ("Avg. IP tokens per request", _number(statistics.input_tokens)),
-        ("Avg. OP tokens per request", _number(statistics.output_tokens)),
-        ("Avg. InFlight requests", _number(statistics.in_flight)),
-        ("Total latency (ms)", _number(statistics.total_latency)),
-        ("Total requests", _number(statistics.counts.offered)),
+        ("Avg. IP tokens per request", _number(statistics.input_tokens_per_request)),
+        ("Avg. OP tokens per request", _number(statistics.output_tokens_per_request)),
+        ("Avg. InFlight requests", _number(statistics.requests_in_flight)),
+        ("Total latency (ms)", _number(statistics.total_latency_ms)),
+        # Upstream never ends early; here the two can differ.
+        ("Total requests (planned)" if counts.unsent else "Total requests", _number(counts.planned)),
     ]
 
 
@@ -124,38 +282,40 @@ def _distribution_rows(name: str, values: Distribution) -> list[Row]:
     ]
 
 
-def _count_rows(statistics: Statistics) -> list[Row]:
-    counts = statistics.counts
-    names = ("sent", "completed", "failed", "cancelled")
-    rows = [(f"{name.capitalize()} requests", str(getattr(counts, name))) for name in names]
-    return rows + [(f"Ended by {reason}", str(number)) for reason, number in statistics.finish_reasons.items()]
-
-
-def _open_loop_rows(statistics: Statistics) -> list[Row]:
-    """What only a schedule has; the latencies above count from the intended send."""
-    ratio = statistics.delivered_ratio
-    return [
-        *_distribution_rows("latency from send", statistics.latency_from_send),
-        ("P99 dispatch delay (ms)", _number(statistics.dispatch_delay.p99)),
-        ("Delivered / offered rate", "n/a" if ratio is None else f"{ratio:.3f}"),
-    ]
-
-
 def notes_on(statistics: Statistics) -> list[str]:
-    """What the figures themselves give cause to say."""
-    counts, notes = statistics.counts, []
+    """Return warnings about the figures themselves."""
+    counts, steady, notes = statistics.counts, statistics.steady, []
     if counts.failed:
         notes.append(f"{counts.failed} failed requests count as infinitely slow in the percentiles.")
     if counts.unsent:
-        notes.append(f"{counts.unsent} of {counts.offered} requests were never sent.")
+        notes.append(f"{counts.unsent} of {counts.planned} planned requests were never sent.")
     if statistics.short_answers:
         notes.append(f"{statistics.short_answers} answers did not have the requested length.")
     if statistics.empty_answers:
         notes.append(f"{statistics.empty_answers} answers ended without a token: they have no TTFT.")
     if statistics.delivered_ratio is not None and statistics.delivered_ratio < VALID_DELIVERY:
         ratio = f"{statistics.delivered_ratio:.3f}"
-        notes.append(f"Invalid as an open loop: the delivered rate is {ratio} of the offered one.")
+        notes.append(f"Invalid as an open loop: the delivered rate is only {ratio} of the offered one.")
+    overall = statistics.requests_per_second
+    if (
+        0 < steady.warmup_requests < counts.completed
+        and abs(steady.requests_per_second - overall) > _MATERIAL * overall
+    ):
+        notes.append(
+            f"The first {steady.warmup_requests} answers differ from the rest (MSER). Without them and the drain: "
+            f"{steady.requests_per_second:.2f} requests/s, {steady.output_tokens_per_second:.2f} tokens/s."
+        )
     return notes
+
+
+def _with_interval(values: Distribution, name: str) -> str:
+    figure = getattr(values, name)
+    if figure is None:
+        return "n/a"
+    interval = values.intervals.get(name)
+    if interval is None:
+        return f"{_number(figure)} ({NOT_ENOUGH})" if name == "mean" else NOT_ENOUGH
+    return f"{_number(figure)} ({_number(interval[0])} – {_number(interval[1])})"
 
 
 def _number(value: float | None) -> str:

@@ -1,64 +1,93 @@
-"""From records of requests to figures: distributions, rates and the five counts."""
+"""Compute figures from the records of requests: distributions, rates and counts."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trtserve.bench.load import Record
+from trtserve.bench.goals import Goals, first_token_ms, latency_ms, per_token_ms
+from trtserve.bench.intervals import Interval, effective_count, mean_interval, quantile_interval, warmup_length
+from trtserve.bench.records import Record
 
 NANOSECONDS_PER_MS = 1e6
+QUANTILES = {"p50": 0.50, "p75": 0.75, "p90": 0.90, "p95": 0.95, "p99": 0.99}
+_EVERY_GOAL = Goals({})
+# Intervals need values in order of time; those of single tokens are far more than their requests can tell.
+_MOST_VALUES = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """Summary of a sample; a value that was never observed (a failed request) counts as infinitely large.
+    """Summary of a sample in which a failed request counts as infinitely large.
 
-    `mean` is over the observed values. Percentiles follow upstream's rule, sorted[ceil(q·n) − 1] over all of them, and
-    are infinite where they fall on a censored one. All are None when nothing was observed.
+    Percentiles follow upstream's rule, sorted[ceil(q·n) − 1], over all values; they are infinite where they fall on a
+    failed request. All are None when nothing was observed.
     """
 
     count: int
+    """Observed values."""
     censored: int
+    """Values known only to be larger than all observed ones (failed requests)."""
     mean: float | None = None
+    """Of the observed values."""
+    deviation: float | None = None
+    """Standard deviation of the observed values."""
     minimum: float | None = None
     p50: float | None = None
+    p75: float | None = None
     p90: float | None = None
+    p95: float | None = None
     p99: float | None = None
     maximum: float | None = None
+    intervals: Mapping[str, Interval | None] = field(default_factory=dict)
+    """95 % intervals of the mean and the percentiles, which allow for autocorrelation; None: not enough data."""
+    effective_count: float | None = None
+    """Independent values that would tell as much about the mean; None where there are too few."""
 
 
 def percentile(ordered: Sequence[float], quantile: float) -> float:
-    """Upstream's percentile of sorted values: sorted[ceil(q·n) − 1]."""
+    """Return upstream's percentile of sorted values: sorted[ceil(q·n) − 1]."""
     return ordered[math.ceil(quantile * len(ordered)) - 1]
 
 
-def summarize(values: Iterable[float], *, censored: int = 0) -> Distribution:
-    """The distribution of `values` and of `censored` more that are only known to be larger."""
-    observed = sorted(values)
+def summarize(values: Iterable[float], *, censored: int = 0, intervals: bool = True) -> Distribution:
+    """Return the distribution of `values`, which are in order of time, and of `censored` more that are larger.
+
+    Infinite values are censored ones whose place in time is known.
+    """
+    given = list(values)
+    observed = sorted(value for value in given if value != math.inf)
+    censored += len(given) - len(observed)
     if not observed:
         return Distribution(count=0, censored=censored)
     ordered = observed + [math.inf] * censored
+    finite = [value for value in given if value != math.inf]
+    mean = math.fsum(observed) / len(observed)
+    found: dict[str, Interval | None] = {}
+    if intervals and len(given) <= _MOST_VALUES:
+        found = {"mean": mean_interval(finite)}
+        found |= {name: quantile_interval(given, quantile) for name, quantile in QUANTILES.items()}
     return Distribution(
         count=len(observed),
         censored=censored,
-        mean=math.fsum(observed) / len(observed),
+        mean=mean,
+        deviation=math.sqrt(math.fsum((value - mean) ** 2 for value in observed) / len(observed)),
         minimum=observed[0],
-        p50=percentile(ordered, 0.50),
-        p90=percentile(ordered, 0.90),
-        p99=percentile(ordered, 0.99),
+        **{name: percentile(ordered, quantile) for name, quantile in QUANTILES.items()},
         maximum=ordered[-1],
+        intervals=found,
+        effective_count=effective_count(finite) if intervals and len(given) <= _MOST_VALUES else None,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """offered = sent + unsent; sent = completed + failed + cancelled."""
+    """Numbers of requests: planned = sent + unsent; sent = completed + failed + cancelled."""
 
-    offered: int
+    planned: int
     sent: int
     completed: int
     failed: int
@@ -66,104 +95,178 @@ class Counts:
 
     @property
     def unsent(self) -> int:
-        """Offered requests that were never sent."""
-        return self.offered - self.sent
+        """Planned requests that were never sent."""
+        return self.planned - self.sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady:
+    """The part of the window after the warm-up that MSER finds and before the drain at the end."""
+
+    warmup_requests: int
+    """Requests at the start that differ from the rest; all of them if no steady state was reached."""
+    seconds: float
+    requests_per_second: float
+    output_tokens_per_second: float
+    in_flight: float
+    """Average number of requests in flight, in the time between the first and the last send of this part."""
+    drain_seconds: float
+    """From the last send of the window to the last end: the load falls, so its answers are no throughput."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Figures of one measured window; times in ms, rates per second.
-
-    `latency` counts from the intended send, `latency_from_send` from the actual one; `dispatch_delay` is the
-    difference. `inter_token` has one value per token after the first response; tokens that came in one response share
-    the gap before it. `time_per_output_token` is (last − first response) ÷ tokens after the first response, of each
-    request. `empty_answers` were completed without a token and have no time to the first. `finish_reasons` counts why
-    completed answers ended, most frequent first; it is empty where the model does not tell.
-    """
+    """Figures of one measured window."""
 
     counts: Counts
-    total_latency: float
+    total_latency_ms: float
+    """From the first send to the last end."""
     requests_per_second: float
     output_tokens_per_second: float
-    in_flight: float
-    latency: Distribution
-    latency_from_send: Distribution
-    dispatch_delay: Distribution
-    time_to_first_token: Distribution
-    inter_token: Distribution
-    time_per_output_token: Distribution
-    input_tokens: float
-    output_tokens: float
+    goodput_per_second: float
+    """Completed answers within all limits of --slo, per second."""
+    good_answers: int
+    requests_in_flight: float
+    """Average over the window."""
+    latency_ms: Distribution
+    """From the intended send to the end."""
+    latency_from_send_ms: Distribution
+    """From the actual send to the end."""
+    dispatch_delay_ms: Distribution
+    """From the intended to the actual send: the wait in the client's queue, and its own lateness."""
+    time_to_first_token_ms: Distribution
+    time_to_second_token_ms: Distribution
+    """From the first to the second response with tokens."""
+    inter_token_ms: Distribution
+    """One value per token after the first response; tokens of one response share the gap before it."""
+    inter_response_ms: Distribution
+    """One value per response with tokens after the first."""
+    time_per_output_token_ms: Distribution
+    """(last - first response) / tokens after the first response, per request."""
+    tokens_per_second_per_user: Distribution
+    """The reciprocal of the time per output token."""
+    tokens_per_response: float
+    input_tokens_per_request: float
+    output_tokens_per_request: float
     short_answers: int
+    """Completed answers without the requested length."""
     empty_answers: int
+    """Completed answers without a token, which have no time to first token."""
     delivered_ratio: float | None
+    """Delivered / offered rate of an open loop, or None for a closed one."""
     finish_reasons: Mapping[str, int]
+    """Completed answers by reason, most frequent first, or empty where the model does not report it."""
+    steady: Steady
 
 
-def compute(records: Sequence[Record]) -> Statistics:
-    """Figures of `records`, one per offered request. Rates count completed requests only."""
+def compute(records: Sequence[Record], goals: Goals = _EVERY_GOAL) -> Statistics:
+    """Return the figures of `records`, one per planned request. Rates count completed requests only."""
+    records = sorted(records, key=lambda record: (record.sent_ns is None, record.intended_ns, record.index))
     completed = [record for record in records if record.status == "completed"]
-    sent = [record for record in records if record.sent is not None]
-    lost = sum(record.status == "failed" for record in records)
-    window = _window(sent)
+    answered = [record for record in records if record.status != "cancelled"]
+    sent = [record for record in records if record.sent_ns is not None]
+    starts = [record.sent_ns for record in sent if record.sent_ns is not None]
+    window = max(record.ended_ns for record in sent) - min(starts) if starts else 0
     output_tokens = sum(record.output_tokens for record in completed)
-    busy = math.fsum(record.ended - record.sent for record in sent if record.ended and record.sent is not None)
+    busy = math.fsum(r.ended_ns - r.sent_ns for r in sent if r.ended_ns and r.sent_ns is not None)
+    good = sum(goals.met_by(record) for record in completed)
+    responses = sum(len(record.arrivals) for record in completed)
+    per_token = [value for record in completed if (value := per_token_ms(record)) is not None]
     return Statistics(
         counts=count(records),
-        total_latency=window / NANOSECONDS_PER_MS,
+        total_latency_ms=window / NANOSECONDS_PER_MS,
         requests_per_second=_rate(len(completed), window),
         output_tokens_per_second=_rate(output_tokens, window),
-        in_flight=busy / window if window else 0.0,
-        latency=_milliseconds((r.ended - r.intended for r in completed), censored=lost),
-        latency_from_send=_milliseconds((r.ended - r.sent for r in completed if r.sent is not None), censored=lost),
-        dispatch_delay=_milliseconds(r.sent - r.intended for r in sent if r.sent is not None),
-        time_to_first_token=_milliseconds(
-            (r.arrivals[0][0] - r.intended for r in completed if r.streamed and r.arrivals), censored=lost
+        goodput_per_second=_rate(good, window),
+        good_answers=good,
+        requests_in_flight=busy / window if window else 0.0,
+        latency_ms=summarize(latency_ms(r) if r.status == "completed" else math.inf for r in answered),
+        latency_from_send_ms=_milliseconds(
+            r.ended_ns - r.sent_ns if r.status == "completed" else math.inf for r in answered if r.sent_ns is not None
         ),
-        inter_token=_milliseconds(gap for record in completed for gap in token_gaps(record)),
-        time_per_output_token=_milliseconds(
-            _pace(record) for record in completed if len(record.arrivals) > 1 and record.streamed
+        dispatch_delay_ms=_milliseconds(r.sent_ns - r.intended_ns for r in sent if r.sent_ns is not None),
+        time_to_first_token_ms=summarize(_first_tokens(answered)),
+        time_to_second_token_ms=_milliseconds(
+            r.arrivals[1][0] - r.arrivals[0][0] for r in completed if r.streamed and len(r.arrivals) > 1
         ),
-        input_tokens=_mean([record.input_tokens for record in completed]),
-        output_tokens=_mean([record.output_tokens for record in completed]),
+        inter_token_ms=_milliseconds(gap for record in completed for gap in token_gaps(record)),
+        inter_response_ms=_milliseconds(
+            after - before for record in completed for (before, _), (after, _) in pairwise(record.arrivals)
+        ),
+        time_per_output_token_ms=summarize(per_token),
+        tokens_per_second_per_user=summarize(1000 / value for value in per_token if value > 0),
+        tokens_per_response=output_tokens / responses if responses else 0.0,
+        input_tokens_per_request=_mean([record.input_tokens for record in completed]),
+        output_tokens_per_request=_mean([record.output_tokens for record in completed]),
         short_answers=sum(record.output_tokens != record.requested_tokens for record in completed),
         empty_answers=sum(not record.arrivals for record in completed),
-        delivered_ratio=_delivered(sent),
+        delivered_ratio=_delivered_ratio(sent),
         finish_reasons=dict(Counter(each.finish_reason for each in completed if each.finish_reason).most_common()),
+        steady=_steady(sent),
+    )
+
+
+def _first_tokens(answered: Iterable[Record]) -> Iterable[float]:
+    for record in answered:
+        first = first_token_ms(record)
+        if record.status == "failed":
+            yield math.inf
+        elif first is not None:
+            yield first
+
+
+def _steady(sent: Sequence[Record]) -> Steady:
+    """Return the rates between the first send after the warm-up and the last send.
+
+    `sent` is in the order of the schedule. Completions in that time count, whenever their requests were sent.
+    """
+    finished = [record for record in sent if record.status == "completed"]
+    warmup = warmup_length([first_token_ms(record) or latency_ms(record) for record in finished])
+    sends = [record.sent_ns for record in sent if record.sent_ns is not None]
+    if not finished or len(sends) < 2:
+        return Steady(
+            warmup_requests=warmup,
+            seconds=0.0,
+            requests_per_second=0.0,
+            output_tokens_per_second=0.0,
+            in_flight=0.0,
+            drain_seconds=0.0,
+        )
+    start = finished[warmup].sent_ns if warmup < len(finished) else min(sends)
+    begin, last = start if start is not None else min(sends), max(sends)
+    inside = [record for record in finished if begin < record.ended_ns <= last]
+    busy = math.fsum(
+        max(0, min(record.ended_ns, last) - max(record.sent_ns, begin)) for record in sent if record.sent_ns is not None
+    )
+    return Steady(
+        warmup_requests=warmup,
+        seconds=(last - begin) / 1e9,
+        requests_per_second=_rate(len(inside), last - begin),
+        output_tokens_per_second=_rate(sum(record.output_tokens for record in inside), last - begin),
+        in_flight=busy / (last - begin) if last > begin else 0.0,
+        drain_seconds=(max(record.ended_ns for record in sent) - last) / 1e9,
     )
 
 
 def count(records: Sequence[Record]) -> Counts:
-    """The five counts of a run."""
+    """Count the records by status."""
     return Counts(
-        offered=len(records),
-        sent=sum(record.sent is not None for record in records),
+        planned=len(records),
+        sent=sum(record.sent_ns is not None for record in records),
         completed=sum(record.status == "completed" for record in records),
         failed=sum(record.status == "failed" for record in records),
-        cancelled=sum(record.status == "cancelled" and record.sent is not None for record in records),
+        cancelled=sum(record.status == "cancelled" and record.sent_ns is not None for record in records),
     )
 
 
 def token_gaps(record: Record) -> list[float]:
-    """Nanoseconds between tokens: the gap before a response, shared by the tokens in it."""
+    """Return the nanoseconds between tokens; tokens of one response share the gap before it."""
     pairs = pairwise(record.arrivals)
     return [(after - before) / tokens for (before, _), (after, tokens) in pairs for _ in range(tokens)]
 
 
-def _pace(record: Record) -> float:
-    """Nanoseconds per token after the first response, whose own tokens came together."""
-    (first, tokens), (last, _) = record.arrivals[0], record.arrivals[-1]
-    return (last - first) / (record.output_tokens - tokens)
-
-
-def _milliseconds(nanoseconds: Iterable[float], *, censored: int = 0) -> Distribution:
-    return summarize((value / NANOSECONDS_PER_MS for value in nanoseconds), censored=censored)
-
-
-def _window(sent: Sequence[Record]) -> int:
-    """Nanoseconds from the first send to the last end."""
-    starts = [record.sent for record in sent if record.sent is not None]
-    return max(record.ended for record in sent) - min(starts) if starts else 0
+def _milliseconds(nanoseconds: Iterable[float]) -> Distribution:
+    return summarize(value / NANOSECONDS_PER_MS for value in nanoseconds)
 
 
 def _rate(amount: int, nanoseconds: int) -> float:
@@ -174,12 +277,11 @@ def _mean(values: Sequence[int]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _delivered(sent: Sequence[Record]) -> float | None:
-    """Delivered ÷ offered rate of an open loop; None for a closed one."""
-    scheduled = [record for record in sent if record.scheduled and record.sent is not None]
+def _delivered_ratio(sent: Sequence[Record]) -> float | None:
+    scheduled = [record for record in sent if record.scheduled and record.sent_ns is not None]
     if len(scheduled) < 2:
         return None
-    actual = [record.sent for record in scheduled if record.sent is not None]
-    offered = scheduled[-1].intended - scheduled[0].intended
+    actual = [record.sent_ns for record in scheduled if record.sent_ns is not None]
+    offered = scheduled[-1].intended_ns - scheduled[0].intended_ns
     spread = max(actual) - min(actual)
     return offered / spread if spread > 0 else None

@@ -1,226 +1,424 @@
-"""`trtserve bench`: one subcommand per kind of traffic."""
+"""`trtserve bench`: measure a served model with one kind of traffic per subcommand."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trtserve.cli import output
-from trtserve.cli.endpoint import (
-    CONNECTION,
-    ConnectTimeoutOption,
-    GrpcPortOption,
-    HostOption,
-    ServerOption,
-    find_endpoint,
-)
-from trtserve.cli.filled import filled
+from trtserve.cli.bench_results import print_report, print_stages, say_course
+from trtserve.cli.completion import paths
+from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
-from trtserve.errors import BenchmarkError, UsageError
-from trtserve.specs import BenchSpec
-from trtserve.triton.first_contact import CONNECT_TIMEOUT
+from trtserve.cli.spec_options import Fields
+from trtserve.errors import BenchmarkError, DoubtfulResultError, UsageError
+from trtserve.specs import BenchRuns, BenchSpec
 
 if TYPE_CHECKING:
     from trtserve.bench import Report
     from trtserve.progress import Progress
     from trtserve.triton.client import Endpoint
 
-InputMean = Annotated[float, typer.Option("--input-mean", help="Mean prompt length in tokens.")]
-InputStdev = Annotated[float, typer.Option("--input-stdev", help="Standard deviation of prompt lengths.")]
-OutputMean = Annotated[float, typer.Option("--output-mean", help="Mean answer length in tokens.")]
-OutputStdev = Annotated[float, typer.Option("--output-stdev", help="Standard deviation of answer lengths.")]
-NumRequests = Annotated[int, typer.Option("--num-requests", help="Measured requests.")]
-RequestRate = Annotated[
-    float | None, typer.Option("--request-rate", help="Requests per second on a schedule (open loop).")
-]
-Concurrency = Annotated[
-    int | None, typer.Option("--concurrency", help="Requests in flight: 8; with --request-rate a cap, default none.")
-]
-ArrivalsOption = Annotated[
-    str, typer.Option("--arrivals", help="Gaps of the schedule: exponential or constant.", metavar="KIND")
-]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed of traffic and arrivals.")]
-WarmupOption = Annotated[int, typer.Option("--warmup-requests", help="Requests before the measured window.")]
-ModelOption = Annotated[
-    str,
-    typer.Option("--model", "-m", help="The core model gets token ids; ensemble, tensorrt_llm_bls or an alias text."),
-]
-TokenizerOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--tokenizer", "--tokenizer-dir", metavar="DIR", help="Tokenizer of texts; default: the server's repository's."
-    ),
-]
-IgnoreEosOption = Annotated[
-    bool,
-    typer.Option("--ignore-eos/--no-ignore-eos", help="Go on after an end token, to the length that was asked for."),
-]
-TimeoutOption = Annotated[float, typer.Option("--timeout", help="Seconds that the measured window may take.")]
-VocabularyOption = Annotated[
-    int | None, typer.Option("--vocab-size", help="Random ids are below this; default: the engine's.")
-]
-MaxInputOption = Annotated[
-    int | None, typer.Option("--max-input-len", help="Longest prompt in tokens; default: the engine's.")
-]
-MaxSequenceOption = Annotated[
-    int | None, typer.Option("--max-seq-len", help="Longest prompt and answer in tokens; default: the engine's.")
-]
-UrlOption = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        "-u",
-        rich_help_panel=CONNECTION,
-        metavar="HOST:PORT",
-        help="The same as --host and --grpc-port (gRPC only).",
-    ),
-]
+_CONNECTION = Fields(
+    "server", "host", "http_port", "grpc_port", "url", "connect_timeout", "api_key", "ssl", "root_certificates"
+)
+_HISTOGRAM = ("histogram",)
+_PREFIX = ("prefix_len", "num_prefixes", "reuse_rate")
+_TURNS = ("turns",)
+_WORDS = ("op_tokens_per_word",)
+_TRACE = ("speed",)
+_DRAWN = ("input_mean", "input_stdev", "output_mean", "output_stdev")
+_RATE = ("request_rate", "arrivals", "burstiness", "ramp_to")
+
+
+def _without(*kept: tuple[str, ...], also: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the fields of one kind of traffic that a subcommand lacks: all but those of `kept`."""
+    special = (_HISTOGRAM, _PREFIX, _TURNS, _WORDS, _TRACE)
+    return (*(name for names in special if names not in kept for name in names), *also)
+
+
 OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and requests.jsonl there.")
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Write report.json, requests.jsonl and more to this folder."),
 ]
 DatasetOption = Annotated[
     Path,
     typer.Option(
-        "--dataset", metavar="FILE", help="JSON list of objects with the texts input, instruction and output."
+        "--dataset",
+        metavar="FILE",
+        help="JSON list of objects with the texts input, instruction and output; ShareGPT's conversations; or JSON "
+        "lines with prompt and output or output_len.",
+        autocompletion=paths,
     ),
-]
-MostRequests = Annotated[int, typer.Option("--num-requests", help="Measured requests at most, in the file's order.")]
-TokensPerWord = Annotated[
-    float, typer.Option("--op-tokens-per-word", help="Tokens to generate for each word of `output`.")
 ]
 
 
 def token_norm_dist(
-    input_mean: InputMean = 128,
-    input_stdev: InputStdev = 16,
-    output_mean: OutputMean = 32,
-    output_stdev: OutputStdev = 4,
-    num_requests: NumRequests = 100,
-    request_rate: RequestRate = None,
-    concurrency: Concurrency = None,
-    arrivals: ArrivalsOption = "exponential",
-    seed: SeedOption = 0,
-    warmup_requests: WarmupOption = 10,
-    model: ModelOption = "tensorrt_llm",
-    tokenizer: TokenizerOption = None,
-    ignore_eos: IgnoreEosOption = True,
-    timeout: TimeoutOption = 600.0,
-    vocab_size: VocabularyOption = None,
-    max_input_len: MaxInputOption = None,
-    max_seq_len: MaxSequenceOption = None,
-    server: ServerOption = None,
-    host: HostOption = None,
-    grpc_port: GrpcPortOption = None,
-    url: UrlOption = None,
-    connect_timeout: ConnectTimeoutOption = CONNECT_TIMEOUT,
+    *,
+    spec: Annotated[BenchSpec, Fields(without=_without())],
+    runs: Annotated[BenchRuns, Fields()],
+    connection: Annotated[Connection, _CONNECTION],
     out: OutOption = None,
-    quiet: QuietOption = False,
-    dry_run: DryRunOption = False,
     json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Measure a model with random prompts whose lengths are normally distributed.
 
-    The core model gets random token ids, any other model texts of random words that have exactly as many tokens.
+    A core model gets random token ids, any other model texts of random words that have exactly as many tokens.
     Ctrl-C stops the requests in flight and prints what was measured.
+
+    Examples:
+        trtserve bench token-norm-dist
+        trtserve bench token-norm-dist --model tensorrt_llm --concurrency 1
+        trtserve bench token-norm-dist --request-rate 4 --input-mean 512
+        trtserve bench token-norm-dist --sweep-rate 1,2,4,8 --html curve.html
     """
-    options = locals()  # before anything else has a name here
-    spec = filled(BenchSpec, options)
-    endpoint = find_endpoint(
-        server=server, host=host, http_port=None, grpc_port=grpc_port, url=url, connect_timeout=connect_timeout
-    )
-    _bench(spec, endpoint, out=out, quiet=quiet, dry_run=dry_run, json=json)
+    _bench(spec, runs, connection, out=out, quiet=quiet, dry_run=dry_run, json=json)
+
+
+def token_from_histogram(
+    *,
+    spec: Annotated[BenchSpec, Fields(without=_without(_HISTOGRAM, also=_DRAWN))],
+    runs: Annotated[BenchRuns, Fields()],
+    connection: Annotated[Connection, _CONNECTION],
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure a model with random prompts whose lengths follow a histogram.
+
+    Examples:
+        trtserve bench token-from-histogram
+        trtserve bench token-from-histogram --histogram lengths.csv
+    """
+    spec = replace(spec, traffic="token-from-histogram")
+    _bench(spec, runs, connection, out=out, quiet=quiet, dry_run=dry_run, json=json)
 
 
 def dataset(
+    *,
     dataset: DatasetOption,
-    op_tokens_per_word: TokensPerWord = 1.3,
-    num_requests: MostRequests = 30000,
-    request_rate: RequestRate = None,
-    concurrency: Concurrency = None,
-    arrivals: ArrivalsOption = "exponential",
-    seed: SeedOption = 0,
-    warmup_requests: WarmupOption = 10,
-    model: ModelOption = "tensorrt_llm",
-    tokenizer: TokenizerOption = None,
-    ignore_eos: IgnoreEosOption = False,
-    timeout: TimeoutOption = 600.0,
-    max_input_len: MaxInputOption = None,
-    max_seq_len: MaxSequenceOption = None,
-    server: ServerOption = None,
-    host: HostOption = None,
-    grpc_port: GrpcPortOption = None,
-    url: UrlOption = None,
-    connect_timeout: ConnectTimeoutOption = CONNECT_TIMEOUT,
+    spec: Annotated[
+        BenchSpec,
+        Fields(
+            without=_without(_WORDS, also=(*_DRAWN, "vocab_size")),
+            defaults={"num_requests": 30000, "ignore_eos": False},
+        ),
+    ],
+    runs: Annotated[BenchRuns, Fields()],
+    connection: Annotated[Connection, _CONNECTION],
     out: OutOption = None,
-    quiet: QuietOption = False,
-    dry_run: DryRunOption = False,
     json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
 ) -> None:
-    """Measure a model with the prompts of a file: `input`, a space, `instruction`.
+    """Measure a model with the prompts of a file.
 
-    An answer gets as many tokens as `output` has words, times --op-tokens-per-word. Prompts longer than
-    --max-input-len are left out. Ctrl-C stops the requests in flight and prints what was measured.
+    A prompt is `input`, a space, `instruction`, and an answer gets as many tokens as `output` has words, times
+    --op-tokens-per-word. Prompts longer than --max-input-len are left out. Ctrl-C stops the requests in flight and
+    prints what was measured.
+
+    Examples:
+        trtserve bench dataset --dataset questions.json --num-requests 100
+        trtserve bench dataset --dataset ShareGPT.json --request-rate 2
     """
-    options = locals()  # before anything else has a name here
-    spec = filled(BenchSpec, options)
-    endpoint = find_endpoint(
-        server=server, host=host, http_port=None, grpc_port=grpc_port, url=url, connect_timeout=connect_timeout
-    )
-    _bench(spec, endpoint, out=out, quiet=quiet, dry_run=dry_run, json=json)
+    spec = replace(spec, dataset=dataset, traffic="dataset")
+    _bench(spec, runs, connection, out=out, quiet=quiet, dry_run=dry_run, json=json)
 
 
-def _bench(spec: BenchSpec, endpoint: Endpoint, *, out: Path | None, quiet: bool, dry_run: bool, json: bool) -> None:
+def prefix(
+    *,
+    spec: Annotated[BenchSpec, Fields(without=_without(_PREFIX))],
+    runs: Annotated[BenchRuns, Fields()],
+    connection: Annotated[Connection, _CONNECTION],
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure a model with prompts that share their beginnings, as system prompts do.
+
+    --input-mean is the length of the part after the prefix.
+
+    Examples:
+        trtserve bench prefix --prefix-len 512
+        trtserve bench prefix --num-prefixes 10 --reuse-rate 0.8
+    """
+    _bench(replace(spec, traffic="prefix"), runs, connection, out=out, quiet=quiet, dry_run=dry_run, json=json)
+
+
+def sessions(
+    *,
+    spec: Annotated[BenchSpec, Fields(without=_without(_TURNS))],
+    runs: Annotated[BenchRuns, Fields()],
+    connection: Annotated[Connection, _CONNECTION],
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure a model with conversations: each turn's prompt holds all questions and answers before it.
+
+    A schedule (--request-rate) sets when conversations begin; their turns follow each other.
+
+    Examples:
+        trtserve bench sessions --turns 4 --input-mean 40
+    """
+    _bench(replace(spec, traffic="sessions"), runs, connection, out=out, quiet=quiet, dry_run=dry_run, json=json)
+
+
+def replay(
+    *,
+    trace: Annotated[
+        Path,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Mooncake's JSON lines or Azure's CSV, with times and lengths.",
+            autocompletion=paths,
+        ),
+    ],
+    spec: Annotated[
+        BenchSpec,
+        Fields(without=_without(_TRACE, also=(*_DRAWN, *_RATE)), defaults={"num_requests": 30000}),
+    ],
+    runs: Annotated[BenchRuns, Fields(without=("sweep_rate", "find_rate"))],
+    connection: Annotated[Connection, _CONNECTION],
+    out: OutOption = None,
+    json: JsonOption = False,
+    dry_run: DryRunOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure a model with the arrival times and lengths of a recorded trace.
+
+    Examples:
+        trtserve bench replay --trace mooncake_trace.jsonl --num-requests 500
+        trtserve bench replay --trace AzureLLMInferenceTrace_conv.csv --speed 0.1
+    """
+    spec = replace(spec, trace=trace, traffic="replay")
+    _bench(spec, runs, connection, out=out, quiet=quiet, dry_run=dry_run, json=json)
+
+
+def e2e(
+    *,
+    dataset: DatasetOption,
+    spec: Annotated[
+        BenchSpec,
+        Fields(
+            without=_without(_WORDS, also=(*_DRAWN, "vocab_size", "openai", "chat", "in_process", "protocol")),
+            defaults={"num_requests": 30000, "ignore_eos": False},
+        ),
+    ],
+    runs: Annotated[BenchRuns, Fields()],
+    connection: Annotated[Connection, _CONNECTION],
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-draft-tokens", metavar="N", min=1, help="Also compare with speculative decoding (BLS model)."
+        ),
+    ] = None,
+    out: OutOption = None,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Check that the models one by one answer like the whole pipeline, then measure it, as end_to_end_test.py does.
+
+    Examples:
+        trtserve bench e2e --dataset questions.json
+        trtserve bench e2e --dataset questions.json --num-draft-tokens 5
+    """
+    from trtserve.bench import plan_benchmark
+    from trtserve.bench.e2e import check_pipeline
+
+    spec = replace(spec, dataset=dataset, traffic="e2e")
+    plan = plan_benchmark(spec, find_endpoint(connection))
+    if not plan.measured.takes_text:
+        raise UsageError(
+            f"{plan.measured.name!r} takes token ids; the check compares texts.",
+            hint="Leave --model out, or name the ensemble or the BLS model.",
+        )
+    progress = output.TerminalProgress(quiet=quiet)
+    number = check_pipeline(plan, draft_tokens=draft_tokens, progress=progress)
+    progress.step(f"[INFO] Functionality test succeed. ({number} answers)")
+    _bench(spec, runs, connection, out=out, quiet=quiet, dry_run=False, json=json)
+
+
+def _bench(
+    spec: BenchSpec,
+    runs: BenchRuns,
+    connection: Connection,
+    *,
+    out: Path | None,
+    quiet: bool,
+    dry_run: bool,
+    json: bool,
+) -> None:
+    _check_combination(spec, runs, connection)
+    served = spec.openai is None and spec.in_process is None
+    endpoint = find_endpoint(connection) if served else _no_endpoint(connection)
     if dry_run:
         _describe(spec, endpoint, json=json)
-    else:
-        _measure(spec, endpoint, out=out, quiet=quiet, json=json)
-
-
-def _measure(spec: BenchSpec, endpoint: Endpoint, *, out: Path | None, quiet: bool, json: bool) -> None:
-    from trtserve.bench import run_benchmark
-
-    _require_folder(out)
+        return
+    # Fail before the benchmark rather than after it.
+    if out is not None:
+        _make_folder(out, "--out")
+    if runs.html is not None:
+        _make_folder(runs.html.absolute().parent, "--html")
     progress = output.TerminalProgress(quiet=quiet)
-    report = run_benchmark(spec, endpoint, progress=progress)
-    if out is not None:
-        report.write(out)
-    _print(report, progress, json=json)
-    if out is not None:
-        progress.step(f"Written: {out / 'report.json'}, {out / 'requests.jsonl'}")
-    if report.interrupted:
+    metrics = runs.metrics_url or (_metrics_url(connection) if served else None)
+    reports = _Stages(endpoint, metrics=metrics, out=out, progress=progress).all(spec, runs)
+    if not reports:
+        return  # a rank of an MPI run other than the first
+    _print(spec, runs, reports, json=json)
+    for report in reports:
+        _say_notes(report, progress)
+    if runs.diagnose:
+        _diagnose(spec, endpoint, reports[-1], metrics=metrics, progress=progress)
+    if runs.html is not None:
+        from trtserve.bench.plots import write_plots
+
+        write_plots(reports, runs.html)
+        progress.step(f"Written: {runs.html}")
+    if any(report.interrupted for report in reports):
         raise KeyboardInterrupt
-    _check(report)
+    for report in reports:
+        _check(report, strict=runs.strict and not runs.several)
 
 
-def _require_folder(out: Path | None) -> None:
-    """A folder that cannot be written is said before the benchmark and not after it."""
+def _make_folder(folder: Path, flag: str) -> None:
     try:
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out is {out}; no folder can be made there: {error.strerror}.") from None
+        raise UsageError(f"{flag} is {folder}; the folder cannot be created: {error.strerror}.") from None
 
 
-def _print(report: Report, progress: Progress, *, json: bool) -> None:
-    from trtserve.bench.report import COLUMNS
-
+def _print(spec: BenchSpec, runs: BenchRuns, reports: list[Report], *, json: bool) -> None:
     if json:
-        output.print_json(f"bench {report.spec.traffic}", report.to_json())
+        whole = [report.to_json() for report in reports]
+        output.print_json(f"bench {spec.traffic}", {"stages": whole} if runs.several else whole[0])
+    elif runs.several:
+        print_stages(reports)
     else:
-        output.print_table(COLUMNS, report.rows())
+        print_report(reports[0], table=runs.table)
+
+
+def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection) -> None:
+    if spec.protocol == "http" and connection.url is not None:
+        raise UsageError(
+            "--url is the gRPC address, which also describes the model; --protocol http needs both ports.",
+            hint="Give --host HOST --http-port 8000 --grpc-port 8001.",
+        )
+    if sum(map(bool, (runs.sweep_rate, runs.sweep_concurrency, runs.find_rate))) > 1:
+        raise UsageError("Give one of --sweep-rate, --sweep-concurrency and --find-rate.")
+    if runs.find_rate and not spec.slo:
+        raise UsageError("--find-rate searches the rate at which --slo is met; give --slo, such as ttft=200ms.")
+    if spec.ramp_to is not None and spec.request_rate is None:
+        raise UsageError("--ramp-to changes the rate of --request-rate; give both.")
+
+
+def _no_endpoint(connection: Connection) -> Endpoint:
+    from trtserve.triton.client import Endpoint
+
+    return Endpoint(connect_timeout=connection.connect_timeout)
+
+
+def _metrics_url(connection: Connection) -> str | None:
+    """Return the metrics page of a server that was started here."""
+    if connection.explicit:
+        return None
+    from trtserve.server.metrics import find_source
+    from trtserve.triton.tritonserver import client_host
+
+    address = find_source(connection.server).address
+    return f"http://{client_host(address.host)}:{address.metrics_port}/metrics" if address.metrics_port else None
+
+
+class _Stages:
+    """Runs a benchmark, or every stage of a sweep or a search; an interrupt ends the stages."""
+
+    def __init__(self, endpoint: Endpoint, *, metrics: str | None, out: Path | None, progress: Progress) -> None:
+        from trtserve.bench.ranks import find_ranks
+
+        self._endpoint, self._metrics, self._out, self._progress = endpoint, metrics, out, progress
+        self._ranks = find_ranks()
+        self._reports: list[Report] = []
+
+    def all(self, spec: BenchSpec, runs: BenchRuns) -> list[Report]:
+        """Return the reports of all stages, or none on ranks of an MPI run other than the first."""
+        if not runs.several:
+            self._run(spec)
+            return self._reports
+        stages = [(replace(spec, request_rate=rate), f"rate-{rate:g}") for rate in runs.sweep_rate]
+        stages += [(replace(spec, concurrency=number), f"concurrency-{number}") for number in runs.sweep_concurrency]
+        for stage, name in stages:
+            report = self._run(stage, name)
+            if report is not None and report.interrupted:
+                return self._reports
+        if runs.find_rate:
+            self._search(spec)
+        return self._reports
+
+    def _run(self, stage: BenchSpec, name: str | None = None) -> Report | None:
+        from trtserve.bench import plan_benchmark, run_benchmark, send_share
+
+        # One calibration tells about all stages.
+        stage = replace(stage, calibrate=stage.calibrate and not self._reports)
+        plan = plan_benchmark(stage, self._endpoint)
+        if self._ranks.number != 0:
+            send_share(plan, self._ranks)
+            return None
+        report = run_benchmark(plan, progress=self._progress, metrics=self._metrics, ranks=self._ranks)
+        self._reports.append(report)
+        if self._out is not None:
+            folder = self._out if name is None else self._out / name
+            report.write(folder)
+            self._progress.step(f"Written: {folder / 'report.json'}, {folder / 'requests.jsonl'} and more")
+        return report
+
+    def _search(self, spec: BenchSpec) -> None:
+        from trtserve.bench.search import highest_rate, meets_goals
+
+        if self._ranks.count > 1:
+            raise UsageError("--find-rate runs in one process of mpirun; use --sweep-rate for several.")
+
+        def meets(rate: float) -> bool:
+            report = self._run(replace(spec, request_rate=rate), f"rate-{rate:g}")
+            if report is None or report.interrupted:
+                raise KeyboardInterrupt
+            met = meets_goals(report)
+            counts = report.statistics.counts
+            good = f"{report.statistics.good_answers} of {counts.sent} answers good"
+            told = f"{rate:.3g} requests/s {'meet' if met else 'miss'} the goals: {good}; {report.verdict}"
+            self._progress.step(told)
+            return met
+
+        try:
+            found = highest_rate(meets, first=spec.request_rate or 1.0)
+        except KeyboardInterrupt:
+            return
+        told = "No rate meets --slo." if found is None else f"Highest rate that meets --slo: {found:.3g} requests/s"
+        self._progress.step(told)
+
+
+def _say_notes(report: Report, progress: Progress) -> None:
+    say_course(report, progress.step)
     for note in report.notes:
         progress.step(f"note: {note}")
+    progress.step(f"Verdict: {report.verdict}")
     if report.interrupted:
         progress.step("Interrupted: the figures cover what had been sent.")
 
 
-def _check(report: Report) -> None:
+def _check(report: Report, *, strict: bool) -> None:
     failed = [record for record in report.records if record.status == "failed"]
     if report.timed_out:
         counts = report.statistics.counts
-        ended = f"--timeout {report.spec.timeout:g} was over before all {counts.offered} requests were answered"
+        ended = f"--timeout {report.spec['timeout_s']:g} was over before all {counts.planned} requests were answered"
         raise BenchmarkError(
             f"{ended}: {counts.completed} completed, {counts.failed} failed, {counts.unsent} never sent.",
             hint="Raise --timeout, or send fewer or shorter requests: --num-requests, --output-mean.",
@@ -231,23 +429,53 @@ def _check(report: Report) -> None:
             f"{len(failed)} of {len(report.records)} requests failed: {'; '.join(map(str, list(reasons)[:3]))}",
             hint="The figures above include them as infinitely slow; `trtserve logs` shows the server's side.",
         )
+    if strict and not report.verdict.valid:
+        raise DoubtfulResultError(
+            f"The verdict is {report.verdict}", hint="Change the load or the machine, or leave --strict out."
+        )
+
+
+def _diagnose(
+    spec: BenchSpec, endpoint: Endpoint, measured: Report, *, metrics: str | None, progress: Progress
+) -> None:
+    """Measure the engine in this process and the core model with the same spec, and print the gaps."""
+    from trtserve.bench import plan_benchmark, run_benchmark
+    from trtserve.bench.diagnose import diagnose
+    from trtserve.triton.client import CORE_MODEL
+
+    if endpoint.repository is None:
+        raise UsageError(
+            "--diagnose needs the server's repository on this machine, whose engine it runs.",
+            hint="Run it where the server was started, without --url.",
+        )
+    quiet = replace(spec, calibrate=False)
+    own = replace(quiet, in_process=str(endpoint.repository), model=None)
+    asked = (own, replace(quiet, model=CORE_MODEL))
+    alone, core = (run_benchmark(plan_benchmark(each, endpoint), progress=progress, metrics=metrics) for each in asked)
+    gaps = diagnose(alone, core, measured, endpoint.repository)
+    for gap in gaps:
+        first = "" if gap.first_token_ms is None else f" {gap.first_token_ms:+.2f} ms to the first token,"
+        rate = "" if gap.throughput is None else f" tokens/s × {gap.throughput:.2f},"
+        progress.step(f"gap: {gap.name}:{first}{rate} {gap.reason}")
 
 
 def _describe(spec: BenchSpec, endpoint: Endpoint, *, json: bool) -> None:
-    """Say what would be sent; nothing is."""
-    from trtserve.bench import pace, plan_benchmark
+    """Print what would be sent, without sending it."""
+    from trtserve.bench import plan_benchmark
 
-    plan = plan_benchmark(spec, endpoint)
+    plan = plan_benchmark(spec, endpoint, offline=True)
     requests = plan.traffic.requests
     tokens = sum(len(request.token_ids) for request in requests), sum(request.output_len for request in requests)
+    target = plan.measured.target
+    where = endpoint.grpc if target is None else target.address
     if json:
-        described = {"model": spec.model, "endpoint": endpoint.grpc, "requests": len(requests)}
+        described = {"model": plan.measured.name, "endpoint": where, "requests": len(requests)}
         described |= {"input_tokens": tokens[0], "output_tokens": tokens[1], "concurrency": plan.concurrency}
         described |= {"request_rate": spec.request_rate, "notes": plan.notes, "dry_run": True}
         output.print_json(f"bench {spec.traffic}", described)
         return
     output.print_data(
-        f"Would send {len(requests)} requests to {spec.model!r} at {endpoint.grpc} ({pace(spec, plan)}): "
+        f"Would send {len(requests)} requests to {plan.measured.name!r} at {where} ({plan.pace}): "
         f"{tokens[0]} prompt tokens, {tokens[1]} tokens to generate."
     )
     for note in plan.notes:

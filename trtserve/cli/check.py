@@ -1,96 +1,118 @@
-"""`trtserve check`: whether a checkpoint is what it was made from, and whether a model repository can be served."""
+"""`trtserve check`: compare a checkpoint with its original, or check that a repository can be served."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtserve.cli.completion import models
 from trtserve.cli.options import JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_block, print_json, print_table
 from trtserve.errors import UsageError, counted
+from trtserve.specs import CheckSpec
+from trtserve.specs.check import CHECKPOINTS
+from trtserve.specs.options import given_flags
 
 if TYPE_CHECKING:
     from trtserve.artifacts import Artifact
-    from trtserve.check import CheckReport
-    from trtserve.check.repository import RepositoryReport
-    from trtserve.specs import CheckSpec
+    from trtserve.check import RepositoryReport
+    from trtserve.parity import CheckReport
+
+_REPOSITORIES = "Model repositories"
 
 
 def check(
     artifact: Annotated[
         str,
         typer.Argument(
-            metavar="ARTEFACT", help="Folder of a checkpoint or of a model repository, or the name of one made here."
+            metavar="ARTEFACT",
+            help="Folder of a checkpoint or of a model repository, or the name of one made here.",
+            autocompletion=models,
         ),
     ],
+    *,
     against: Annotated[
         str | None,
         typer.Option(
             "--against",
             metavar="MODEL",
-            help="Checkpoints: Hugging Face folder or name of the original; default: what it was converted from.",
+            autocompletion=models,
+            help="Hugging Face folder or name of the original.",
+            show_default="what the checkpoint was converted from",
+            rich_help_panel=CHECKPOINTS,
         ),
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            metavar="FILE",
-            help="Checkpoints: a prompt per line, a text or a JSON list of token ids; default: a small set of both.",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Checkpoints: tokens of each greedy answer; default: 16.")
-    ] = None,
+    spec: CheckSpec,
     machine: Annotated[
         bool | None,
         typer.Option(
             "--machine/--no-machine",
-            help="Repositories: look at what is installed here and at the GPUs too; default: where there is a GPU.",
-        ),
-    ] = None,
-    trtllm_version: Annotated[
-        str | None,
-        typer.Option(
-            "--trtllm-version", metavar="VERSION", help="Repositories: the TensorRT-LLM that serves; implies --machine."
+            help="Also compare with the packages and GPUs of this machine.",
+            show_default="--machine if there is a GPU",
+            rich_help_panel=_REPOSITORIES,
         ),
     ] = None,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Compare a checkpoint with its original, or a repository's parts with each other; exit code 25 when they differ.
+    """Compare a checkpoint with its original, or find what keeps an artefact from loading; exit code 25 if it fails.
 
-    A checkpoint needs PyTorch (the extra `oracle`) and OpenVINO; a repository needs neither a GPU nor a network.
+    With --trtllm-version a checkpoint is judged as that release's loader does, from its files' headers. The comparison
+    needs PyTorch (the extra `oracle`) and OpenVINO. A repository needs neither a GPU nor a network.
+
+    Examples:
+        trtserve check ./checkpoint --against ./Llama-2-7b-hf
+        trtserve check ./checkpoint --trtllm-version 0.16.0
+        trtserve check ./repository
     """
     from trtserve.artifacts import ModelRepository
-    from trtserve.check import find_artifact
-    from trtserve.specs import CheckSpec
+    from trtserve.parity import find_artifact
 
     progress = TerminalProgress(quiet=quiet)
     found = find_artifact(artifact, progress=progress)
-    own: dict[str, object] = {"--machine": machine, "--trtllm-version": trtllm_version}
-    others: dict[str, object] = {"--against": against, "--prompts": prompts, "--max-tokens": max_tokens}
     if isinstance(found, ModelRepository):
-        _refuse_flags(others, "model repository", "checkpoints")
-        _check_repository(found, machine=machine, trtllm_version=trtllm_version, json=json)
-    else:
-        _refuse_flags(own, "checkpoint", "model repositories")
-        spec = CheckSpec(max_tokens=16 if max_tokens is None else max_tokens, prompts=prompts)
+        given = [*(["--against"] if against else []), *given_flags(spec, spec.compares)]
+        _refuse_flags(given, "model repository", "checkpoints")
+        _check_repository(found, machine=machine, trtllm_version=spec.trtllm_version, json=json)
+        return
+    _refuse_flags(["--machine"] if machine is not None else [], "checkpoint", "model repositories")
+    if spec.trtllm_version is None:
         _check_checkpoint(found, against, spec, json=json, progress=progress)
+        return
+    if given := [*(["--against"] if against else []), *given_flags(spec, spec.compares)]:
+        raise UsageError(
+            f"{given[0]} is for the comparison with the original; --trtllm-version asks whether a release loads it.",
+            hint="Run both checks, one after the other.",
+        )
+    _check_loading(found, spec.trtllm_version, json=json)
 
 
-def _refuse_flags(flags: dict[str, object], kind: str, others: str) -> None:
-    given = next((flag for flag, value in flags.items() if value is not None), None)
-    if given is not None:
-        raise UsageError(f"{given} is for {others}, and this is a {kind}.", hint=f"Leave {given} out.")
+def _refuse_flags(given: Sequence[str], kind: str, others: str) -> None:
+    if given:
+        raise UsageError(f"{given[0]} is for {others}, and this is a {kind}.", hint=f"Leave {given[0]} out.")
+
+
+def _check_loading(found: Artifact, version: str, *, json: bool) -> None:
+    from trtserve.check.checkpoints import check_loading, require_loading
+
+    report = check_loading(found.path, version)
+    if json:
+        print_json("check", report.described())
+    else:
+        lines = [f"{report.path} loads in TensorRT-LLM {report.version}: {'yes' if report.loads else 'no, because'}"]
+        lines += [f"  {problem.what}. {problem.fix}" for problem in report.problems]
+        lines += [f"  warning: {warning}" for warning in report.warnings]
+        lines += [] if report.evidence is None else [f"  {report.evidence}"]
+        print_block("\n".join(lines))
+    require_loading(report)
 
 
 def _check_checkpoint(
     found: Artifact, against: str | None, spec: CheckSpec, *, json: bool, progress: TerminalProgress
 ) -> None:
-    from trtserve.check import check_checkpoint, find_original, require_passed
+    from trtserve.parity import check_checkpoint, find_original, require_passed
 
     original = find_original(found, against, progress=progress)
     report = check_checkpoint(found.path, original.path, spec, progress=progress)
@@ -103,8 +125,8 @@ def _check_checkpoint(
 
 def _check_repository(found: Artifact, *, machine: bool | None, trtllm_version: str | None, json: bool) -> None:
     from trtserve.artifacts import ModelRepository
-    from trtserve.check.repository import check_repository, require_clean
-    from trtserve.check.repository.machine import has_gpu, this_machine
+    from trtserve.check import check_repository, require_clean
+    from trtserve.check.machine import has_gpu, this_machine
 
     wanted = trtllm_version is not None or (has_gpu() if machine is None else machine)
     here = this_machine(trtllm_version) if wanted else None
@@ -117,7 +139,7 @@ def _check_repository(found: Artifact, *, machine: bool | None, trtllm_version: 
 
 
 def _print_findings(report: RepositoryReport) -> None:
-    """One block for each finding, errors first, then how many there are."""
+    """Print one block per finding, errors first, and then the number of findings."""
     for finding in report.findings:
         place = "" if finding.file is None else f"  {finding.file}\n"
         print_block(
@@ -132,7 +154,7 @@ def _print_findings(report: RepositoryReport) -> None:
 
 
 def _print_report(report: CheckReport) -> None:
-    """The figures with bounds as a table, then what else is known."""
+    """Print a table of figures with their bounds, then the differences of each stage."""
     rows = [
         (
             stage.name,

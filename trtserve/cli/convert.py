@@ -1,116 +1,83 @@
-"""`trtserve convert`: a Hugging Face folder becomes a TensorRT-LLM checkpoint."""
+"""`trtserve convert`: convert a Hugging Face model to a TensorRT-LLM checkpoint."""
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.filled import filled
-from trtserve.cli.options import (
-    CalibDatasetOption,
-    CalibSizeOption,
-    ContainerFlagOption,
-    ContainerOption,
-    ConverterFlagOption,
-    ConverterOption,
-    DryRunOption,
-    DtypeOption,
-    ExamplesOption,
-    GpuSmOption,
-    IgnoreTensorsOption,
-    JsonOption,
-    MoeEpSizeOption,
-    MoeTpSizeOption,
-    OutOption,
-    ParallelEmbeddingOption,
-    PpSizeOption,
-    QuantizeOption,
-    QuietOption,
-    ScriptOption,
-    ShardingDimOption,
-    TpSizeOption,
-    TrtllmVersionOption,
-    VerifyOption,
-    WorkersOption,
-)
-from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json
+from trtserve.cli.completion import models
+from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption
+from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.errors import UsageError
-from trtserve.machine import gibibytes
-from trtserve.specs import CALIBRATED, CheckSpec, ConvertSpec
+from trtserve.host.machine import format_bytes
+from trtserve.specs import CheckSpec, ConvertSpec
 
 if TYPE_CHECKING:
-    from trtserve.convert import Plan
+    from trtserve.convert import ConversionPlan
 
 
 def convert(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face folder, or the name of an imported model.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Hugging Face folder, or the name of an imported model.", autocompletion=models
+        ),
     ],
-    tp_size: TpSizeOption = 1,
-    pp_size: PpSizeOption = 1,
-    moe_tp_size: MoeTpSizeOption = None,
-    moe_ep_size: MoeEpSizeOption = None,
-    use_parallel_embedding: ParallelEmbeddingOption = False,
-    embedding_sharding_dim: ShardingDimOption = 0,
-    ignore_tensors: IgnoreTensorsOption = None,
-    dtype: DtypeOption = "auto",
-    quantize: QuantizeOption = "none",
-    gpu_sm: GpuSmOption = 80,
-    trtllm_version: TrtllmVersionOption = None,
-    converter: ConverterOption = "own",
-    workers: WorkersOption = None,
-    calib_dataset: CalibDatasetOption = None,
-    calib_size: CalibSizeOption = None,
-    trtllm_examples: ExamplesOption = None,
-    trtllm_script: ScriptOption = None,
-    converter_flags: ConverterFlagOption = None,
-    container: ContainerOption = None,
-    container_flags: ContainerFlagOption = None,
+    spec: ConvertSpec,
     flags: Annotated[
-        list[str] | None, typer.Argument(metavar="-- FLAG", help="Flags for NVIDIA's tool as they are.")
+        list[str] | None, typer.Argument(metavar="-- FLAG", help="Flags for NVIDIA's tool, passed on unchanged.")
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the checkpoint; default: the model's.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the checkpoint.", show_default="the model's")
+    ] = None,
     out: OutOption = None,
     verify: VerifyOption = False,
     json: JsonOption = False,
     dry_run: DryRunOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Convert a Hugging Face model to a TensorRT-LLM checkpoint and print its path."""
-    options = locals()  # before anything else has a name here
-    from trtserve.convert import convert_model, destination_of, find_model, plan_conversion
+    """Convert a Hugging Face model to a TensorRT-LLM checkpoint and print its path.
 
-    if flags and converter == "own" and quantize not in CALIBRATED:
+    Examples:
+        trtserve convert ./Llama-2-7b-hf --tp-size 2
+        trtserve convert llama-2-7b --quantize int8 --out ./checkpoint
+        trtserve convert llama-2-7b --converter upstream -- --load_by_shard
+    """
+    from trtserve.convert import find_model, plan_conversion, run_conversion
+
+    if flags and not spec.upstream:
         raise UsageError(
-            f"{' '.join(flags)} stands behind the model, which is for flags of NVIDIA's tools: none is run here.",
+            f"{' '.join(flags)} follows the model, but only NVIDIA's tools take such flags, and none runs here.",
             hint="Give one model, and options by their names; add --converter upstream for NVIDIA's converter.",
         )
-    spec = filled(ConvertSpec, {**options, "converter_flags": (*(converter_flags or ()), *(flags or ()))})
-    if container is not None and not spec.upstream:
-        raise UsageError("Our own converter runs here and needs no --container.", hint="Add --converter upstream.")
+    spec = replace(spec, converter_flags=(*spec.converter_flags, *(flags or ())))
+    if spec.container is not None and not spec.upstream:
+        raise UsageError("Our own converter needs no --container.", hint="Add --converter upstream.")
     progress = TerminalProgress(quiet=quiet)
     source = find_model(model, progress=progress)
-    plan = plan_conversion(source, spec)
-    place = destination_of(plan, name or source.name, out=out)
+    plan = plan_conversion(source, spec, name=name, out=out, verify=CheckSpec() if verify else None)
     if not dry_run:
-        asked = CheckSpec() if verify else None
-        convert_model(source, spec, name=name, out=out, verify=asked, plan=plan, progress=progress)
-    result = {"path": str(place.path), "reused": place.reused, "verified": verify and not dry_run, **_described(plan)}
+        run_conversion(plan, progress)
+    result = {"path": str(plan.path), "reused": plan.reused, "verified": verify and not dry_run, **_described(plan)}
     if json:
         print_json("convert", result)
     elif dry_run:
         runs = []
         if spec.upstream:
-            from trtserve.convert.upstream import upstream_command
+            from trtserve.convert.nvidia import converter_command
 
-            runs.append(f"command   {upstream_command(source, plan, place.path)}")
-        print_block("\n".join([*_lines(plan, reused=place.reused), *runs, f"to        {place.path}"]))
+            runs.append(f"command   {converter_command(plan, plan.path)}")
+        print_block("\n".join([*_lines(plan), *runs, f"to        {plan.path}"]))
     else:
-        print_data(str(place.path))
+        print_data(str(plan.path))
+        if not quiet:
+            say(f"Next: trtserve build {shlex.quote(str(plan.path))}")
 
 
-def _described(plan: Plan) -> dict[str, object]:
+def _described(plan: ConversionPlan) -> dict[str, object]:
     return {
         "architecture": plan.config["architecture"],
         "dtype": plan.spec.dtype,
@@ -124,16 +91,16 @@ def _described(plan: Plan) -> dict[str, object]:
     }
 
 
-def _lines(plan: Plan, *, reused: bool) -> list[str]:
+def _lines(plan: ConversionPlan) -> list[str]:
     ranks = len(plan.sizes)
     if plan.spec.upstream:
         source, runs = "by NVIDIA's tool", "the command below is run"
     else:
         tensors = len(plan.moves) + len(plan.packed)
-        source, runs = f"{tensors} tensors, {gibibytes(plan.source_bytes)}", "no external command is run"
+        source, runs = f"{tensors} tensors, {format_bytes(plan.source_bytes)}", "no external command is run"
     return [
         f"convert   {plan.config['architecture']}, {source}",
         f"as        {plan.spec.dtype}, quantization {plan.config['quantization']['quant_algo'] or 'none'}",
-        f"ranks     {ranks} (tp {plan.spec.tp_size} × pp {plan.spec.pp_size}), {gibibytes(plan.total_bytes)}",
-        "state     reused: it lies there already" if reused else f"state     to be made; {runs}",
+        f"ranks     {ranks} (tp {plan.spec.tp_size} × pp {plan.spec.pp_size}), {format_bytes(plan.total_bytes)}",
+        "state     reused: it exists already" if plan.reused else f"state     to be made; {runs}",
     ]

@@ -1,18 +1,18 @@
-"""`trtserve doctor`: what this machine has, and whether a runtime works on it."""
+"""`trtserve doctor`: check this machine."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.options import JsonOption, QuietOption, TrtllmVersionOption
+from trtserve.cli.options import JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_json, print_table, wrapped
-from trtserve.errors import UsageError
 from trtserve.specs import RuntimeName, ServerSpec
+from trtserve.specs.tools import ForRelease
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -27,7 +27,7 @@ _TITLES = {
     "gpu": "NVIDIA GPUs",
     "tensorrt_llm": "TensorRT-LLM",
     "mpi": "MPI",
-    "tools": "Tools that some launches take",
+    "tools": "Tools for some launches",
     "hub": "Hugging Face",
 }
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "unneeded": "dim"}
@@ -38,33 +38,36 @@ _LEAST_WIDTH = 40
 
 def doctor(
     runtime: Annotated[
-        str,
+        RuntimeName,
         typer.Option(
             "--runtime",
-            help="Runtime that must work here: auto, tensorrt_llm, llmapi or openvino; what it does not need is "
-            "reported as unneeded. auto: what `import` would take.",
+            help="Runtime that must work here; what it does not need is reported as unneeded. auto: the one that "
+            "`import` would choose.",
         ),
     ] = "auto",
-    trtllm_version: TrtllmVersionOption = None,
+    *,
+    release: ForRelease,
     online: Annotated[bool, typer.Option("--online", help="Ask the hub whether it accepts the token.")] = False,
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Look for what would fail later without saying why; evidence and fix of each finding.
+    """Check this machine for problems that would fail silently later, with the fix of each.
 
-    Ends with exit code 30 when the runtime cannot work here.
+    Ends with exit code 30 if the runtime cannot work here.
+
+    Examples:
+        trtserve doctor
+        trtserve doctor --runtime tensorrt_llm --json
     """
     from trtserve.doctor import raise_failed
     from trtserve.doctor.examination import examine
-    from trtserve.triton.server import Address
+    from trtserve.triton.tritonserver import Address
 
-    if runtime not in get_args(RuntimeName):
-        raise UsageError(f"--runtime is {runtime!r}.", hint=f"Use one of {', '.join(get_args(RuntimeName))}.")
     spec = ServerSpec()
     examination = examine(
         Address(host=spec.host, http_port=spec.http_port, grpc_port=spec.grpc_port, metrics_port=spec.metrics_port),
-        runtime=cast(RuntimeName, runtime),
-        trtllm_version=trtllm_version,
+        runtime=runtime,
+        trtllm_version=release.trtllm_version,
         online=online,
         progress=TerminalProgress(quiet=quiet),
     )
@@ -88,7 +91,7 @@ def _described(examination: Examination) -> dict[str, object]:
 
 
 def _print(examination: Examination) -> None:
-    """A block for each group: state, name, evidence, and the fix under it; long texts are broken under themselves."""
+    """Print a block per group: state, name and evidence of each finding, and the fix below it."""
     from rich.console import Console
     from rich.text import Text
 

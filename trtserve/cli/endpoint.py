@@ -1,159 +1,173 @@
-"""The options that say which server is meant, shared by the commands that send requests."""
+"""Find the server that a command talks to, and connect to it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
-
+from trtserve.cli.completion import servers
 from trtserve.cli.output import TerminalProgress
 from trtserve.errors import UsageError
-from trtserve.triton.first_contact import CONNECT_TIMEOUT
+from trtserve.specs.options import Spec, option
+from trtserve.specs.server import GRPC_PORT, HTTP_PORT
+from trtserve.triton.call_errors import CONNECT_TIMEOUT
 
 if TYPE_CHECKING:
-    from trtserve.servers import Server
+    from trtserve.server.state import Server
     from trtserve.triton.client import Endpoint, Tls
 
 CONNECTION = "Server and connection"
 
-ServerOption = Annotated[
-    str | None,
-    typer.Option(
-        "--server", rich_help_panel=CONNECTION, metavar="NAME", help="Which running server; default: the only one."
-    ),
-]
-HostOption = Annotated[
-    str | None,
-    typer.Option("--host", rich_help_panel=CONNECTION, help="Ask this host instead of a server started here."),
-]
-HttpPortOption = Annotated[
-    int | None, typer.Option("--http-port", rich_help_panel=CONNECTION, help="HTTP port of that host (8000).")
-]
-GrpcPortOption = Annotated[
-    int | None, typer.Option("--grpc-port", rich_help_panel=CONNECTION, help="gRPC port of that host (8001).")
-]
-UrlOption = Annotated[
-    str | None,
-    typer.Option(
+
+@dataclass(frozen=True, kw_only=True)
+class Connection(Spec):
+    """A server started here or the address of another one, and how to connect to it."""
+
+    server: str | None = option(
+        None, metavar="NAME", help="Running server to ask.", unset="the only one", completes=servers, common=True
+    )
+    host: str | None = option(None, help="Ask this host instead of a server started here.", panel=CONNECTION)
+    http_port: int | None = option(
+        None,
+        metavar="PORT",
+        help="HTTP port of that host.",
+        minimum=1,
+        maximum=65535,
+        unset=str(HTTP_PORT),
+        panel=CONNECTION,
+    )
+    grpc_port: int | None = option(
+        None,
+        metavar="PORT",
+        help="gRPC port of that host.",
+        minimum=1,
+        maximum=65535,
+        unset=str(GRPC_PORT),
+        panel=CONNECTION,
+    )
+    url: str | None = option(
+        None,
         "--url",
         "-u",
-        rich_help_panel=CONNECTION,
         metavar="HOST:PORT",
-        help="The same as --host and the port of the protocol.",
-    ),
-]
-ConnectTimeoutOption = Annotated[
-    float,
-    typer.Option("--connect-timeout", rich_help_panel=CONNECTION, help="Seconds that the first answer may take."),
-]
-SslOption = Annotated[
-    bool, typer.Option("--ssl", "-s", rich_help_panel=CONNECTION, help="Encrypt the connection (TLS).")
-]
-RootCertificatesOption = Annotated[
-    Path | None,
-    typer.Option(
+        help="Host and port of the protocol in one word.",
+        panel=CONNECTION,
+    )
+    connect_timeout: float = option(
+        CONNECT_TIMEOUT, metavar="SECONDS", help="Longest wait for the first answer.", above=0, panel=CONNECTION
+    )
+    api_key: str | None = option(
+        None,
+        metavar="KEY",
+        help="API key of that host; a server that was started here needs none.",
+        variable="TRTSERVE_API_KEY",
+        panel=CONNECTION,
+    )
+    ssl: bool = option(False, "--ssl", "-s", help="Encrypt the connection (TLS).", panel=CONNECTION)
+    root_certificates: Path | None = option(
+        None,
         "--root-certificates",
         "-r",
-        rich_help_panel=CONNECTION,
-        metavar="PEM",
-        help="Roots to trust; default: the system's.",
-    ),
-]
-PrivateKeyOption = Annotated[
-    Path | None,
-    typer.Option(
+        metavar="FILE",
+        help="Root certificates to trust (PEM).",
+        unset="the system's",
+        panel=CONNECTION,
+    )
+    private_key: Path | None = option(
+        None,
         "--private-key",
         "-p",
-        rich_help_panel=CONNECTION,
-        metavar="PEM",
-        help="This client's key, if the server wants one.",
-    ),
-]
-CertificateChainOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--certificate-chain",
-        "-x",
-        rich_help_panel=CONNECTION,
-        metavar="PEM",
-        help="Certificates that belong to the key.",
-    ),
-]
+        metavar="FILE",
+        help="This client's key (PEM), if the server asks for one.",
+        panel=CONNECTION,
+    )
+    certificate_chain: Path | None = option(
+        None, "--certificate-chain", "-x", metavar="FILE", help="Certificates of the key (PEM).", panel=CONNECTION
+    )
+
+    @property
+    def explicit(self) -> bool:
+        """True when an address is given instead of the name of a server."""
+        return any(each is not None for each in (self.host, self.http_port, self.grpc_port, self.url))
+
+    def tls(self) -> Tls | None:
+        """Return the certificates, or None for a plain connection."""
+        from trtserve.triton.client import Tls
+
+        files = (self.root_certificates, self.private_key, self.certificate_chain)
+        if not self.ssl:
+            if any(file is not None for file in files):
+                raise UsageError("Certificates are of no use on a plain connection: add --ssl.")
+            return None
+        return Tls(
+            root_certificates=self.root_certificates,
+            private_key=self.private_key,
+            certificate_chain=self.certificate_chain,
+        )
+
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def find_endpoint(
-    *,
-    server: str | None,
-    host: str | None,
-    http_port: int | None,
-    grpc_port: int | None,
-    url: str | None,
-    protocol: Literal["grpc", "http"] = "grpc",
-    tls: Tls | None = None,
-    connect_timeout: float = CONNECT_TIMEOUT,
-) -> Endpoint:
-    """The endpoint that the options name: an explicit address, else a server recorded by `start`."""
-    if not (math.isfinite(connect_timeout) and connect_timeout > 0):
-        raise UsageError(f"--connect-timeout is {connect_timeout:g}; it must be above 0.")
-    explicit = host is not None or http_port is not None or grpc_port is not None or url is not None
-    if explicit and server is not None:
+def find_endpoint(connection: Connection, protocol: Literal["grpc", "http"] = "grpc") -> Endpoint:
+    """Return the address that was given, or that of a server recorded by `start`."""
+    host, http_port, grpc_port = connection.host, connection.http_port, connection.grpc_port
+    if connection.explicit and connection.server is not None:
         raise UsageError("--server names a recorded server; it cannot be combined with an address.")
-    if not explicit:
-        return replace(_recorded(server), tls=tls, connect_timeout=connect_timeout)
-    if url is not None:
+    if connection.url is not None:
         if host is not None or http_port is not None or grpc_port is not None:
             raise UsageError("--url holds host and port; leave --host, --http-port and --grpc-port out.")
-        host, port = split_address(url)
+        host, port = split_address(connection.url)
         http_port, grpc_port = (port, None) if protocol == "http" else (None, port)
-    return replace(_explicit(host, http_port, grpc_port, protocol), tls=tls, connect_timeout=connect_timeout)
-
-
-def find_tls(
-    ssl: bool, root_certificates: Path | None, private_key: Path | None, certificate_chain: Path | None
-) -> Tls | None:
-    """The certificates that the options name; None for a plain connection."""
-    from trtserve.triton.client import Tls
-
-    files = (root_certificates, private_key, certificate_chain)
-    if not ssl:
-        if any(file is not None for file in files):
-            raise UsageError("Certificates are of no use on a plain connection: add --ssl.")
-        return None
-    return Tls(root_certificates=root_certificates, private_key=private_key, certificate_chain=certificate_chain)
+    endpoint = _explicit(host, http_port, grpc_port, protocol) if connection.explicit else _recorded(connection.server)
+    return replace(
+        endpoint,
+        tls=connection.tls() or endpoint.tls,
+        api_key=connection.api_key or endpoint.api_key,
+        connect_timeout=connection.connect_timeout,
+    )
 
 
 def _explicit(
     host: str | None, http_port: int | None, grpc_port: int | None, protocol: Literal["grpc", "http"]
 ) -> Endpoint:
-    """The address; of a server that was started here, also its repository, so that both ways of naming it are alike."""
+    """Return the address, with model and repository if a server that was started here has it."""
     from trtserve.triton.client import Endpoint
 
-    endpoint = Endpoint(host=host or "127.0.0.1", http_port=http_port or 8000, grpc_port=grpc_port or 8001)
+    endpoint = Endpoint(host=host or "127.0.0.1", http_port=http_port or HTTP_PORT, grpc_port=grpc_port or GRPC_PORT)
     if endpoint.host not in _LOOPBACK:
         return endpoint
     if protocol == "http":
         require_port(endpoint.host, endpoint.http_port, "HTTP")
     else:
         require_port(endpoint.host, endpoint.grpc_port, "gRPC")
-    from trtserve.servers import list_servers
+    from trtserve.server.state import list_servers
 
-    port = "http_port" if protocol == "http" else "grpc_port"
     for server in list_servers():
-        asked = getattr(endpoint, port)
-        if server.host in _LOOPBACK and asked in (getattr(server, port), getattr(server.endpoint, port)):
-            return replace(endpoint, model=server.model, repository=server.repository)
+        own, front = server.address, server.endpoint
+        ports = (own.http_port, front.http_port) if protocol == "http" else (own.grpc_port, front.grpc_port)
+        asked = endpoint.http_port if protocol == "http" else endpoint.grpc_port
+        if own.host in _LOOPBACK and asked in ports:
+            return _protected(replace(endpoint, model=server.model, repository=server.repository), server)
     return endpoint
 
 
+def _protected(endpoint: Endpoint, server: Server) -> Endpoint:
+    """Return the endpoint with the key and the certificate of a server that this user has started."""
+    door = server.instances[0].door
+    if door is None or not door.settings.is_file():
+        return endpoint
+    from trtserve.door.settings import DoorSettings
+
+    own = DoorSettings.read(door.settings).endpoint
+    return replace(endpoint, tls=own.tls, api_key=own.api_key)
+
+
 def require_port(host: str, port: int, wanted: Literal["HTTP", "gRPC", "metrics"]) -> None:
-    """UsageError when a server that was started here answers something else than `wanted` on this port."""
-    from trtserve.servers import list_servers
+    """Raise UsageError when a server that was started here serves something other than `wanted` on this port."""
+    from trtserve.server.state import list_servers
 
     if host not in _LOOPBACK:
         return
@@ -161,45 +175,45 @@ def require_port(host: str, port: int, wanted: Literal["HTTP", "gRPC", "metrics"
         for ports in _ports_of(server):
             found = next((kind for kind, number in ports.items() if number == port), wanted)
             if found != wanted and wanted in ports:
+                address = f"{host}:{ports[wanted]}"
+                protocol = {"HTTP": "http", "gRPC": "grpc"}.get(found)
+                other = (
+                    f"; or ask over {found}: --protocol {protocol} (query)" if protocol and wanted != "metrics" else ""
+                )
                 raise UsageError(
                     f"{port} is the {found} port of the server {server.name}, whose {wanted} port is {ports[wanted]}.",
-                    hint=_other_port(found, wanted, f"{host}:{ports[wanted]}"),
+                    hint=f"Give --url {address}{other}.",
                 )
 
 
 def _ports_of(server: Server) -> Iterator[dict[str, int]]:
-    """Ports of every launch of a server, and of the proxy before them, by what they answer."""
-    for each in server.instances:
-        yield {"HTTP": each.http_port, "gRPC": each.grpc_port, "metrics": each.metrics_port}
+    """Return the ports of each instance of a server and of the proxy before them, by what they serve."""
+    for address in (instance.address for instance in server.instances):
+        yield {"HTTP": address.http_port, "gRPC": address.grpc_port, "metrics": address.metrics_port}
     if server.proxy is not None:
         yield {"HTTP": server.proxy.http_port, "gRPC": server.proxy.grpc_port}
 
 
-def _other_port(found: str, wanted: str, address: str) -> str:
-    protocol = {"HTTP": "http", "gRPC": "grpc"}.get(found)
-    other = f"; or ask over {found}: --protocol {protocol} (query)" if protocol and wanted != "metrics" else ""
-    return f"Give --url {address}{other}."
-
-
 def _recorded(name: str | None) -> Endpoint:
-    from trtserve.servers import find_server
+    from trtserve.server.discovery import find_server
     from trtserve.triton.client import Endpoint
 
     server = find_server(name)
-    if server.phase == "starting":
+    if server.state == "starting":
         TerminalProgress().warn(f"{server.name} is still starting; `trtserve status` says when it runs.")
-    return Endpoint(
-        host=server.host,
+    endpoint = Endpoint(
+        host=server.endpoint.host,
         http_port=server.endpoint.http_port,
         grpc_port=server.endpoint.grpc_port,
         model=server.model,
         repository=server.repository,
     )
+    return _protected(endpoint, server)
 
 
 def split_address(url: str) -> tuple[str, int]:
-    """Host and port of --url; UsageError for anything else."""
+    """Return host and port of --url. Raises UsageError for anything else."""
     host, _, port = url.rpartition(":")
     if not host or not port.isdigit() or "/" in url:
-        raise UsageError(f"--url is {url!r}; expected HOST:PORT, such as localhost:8001.")
+        raise UsageError(f"--url is {url!r}; expected HOST:PORT, such as localhost:{GRPC_PORT}.")
     return host, int(port)

@@ -1,4 +1,4 @@
-"""The environment variables of the command line: what they are called, and a word about those that nothing reads."""
+"""Warn about environment variables that look like options but are not, and explain errors that variables cause."""
 
 from __future__ import annotations
 
@@ -7,42 +7,31 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-PREFIX = "TRTSERVE_"
-# Those that belong to no single option.
+from trtserve.cli.parser import PREFIX, variables_of
+
+# Variables that belong to no single option.
 _GENERAL = ("HOME", "DEBUG", "TRTLLM_VERSION", "TRTLLM_EXAMPLES")
-# How alike a name must be: of short names one letter is a larger share.
+# Similarity for a suggestion; in a short name one letter matters more.
 _CLOSE, _CLOSE_SHORT = 0.85, 0.75
 
 
 def commands_of(node: Any, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command of a tree, with the words that lead to it; `names` lead to `node`."""
+    """Yield every command of a tree with the words that lead to it; `names` lead to `node`."""
     yield names, node
     for name, child in getattr(node, "commands", {}).items():
         yield from commands_of(child, (*names, name))
 
 
-def name_after_options(tree: Any) -> None:
-    """Let every option be read from the variable of its own name, also where the parameter is called otherwise.
-
-    Typer itself reads TRTSERVE_STOP_EVERYTHING for a parameter `everything` whose option is --all.
-    """
-    for names, node in commands_of(tree):
-        for parameter in node.params:
-            named = _variable(names, _option(parameter))
-            if parameter.envvar is None and named != _variable(names, parameter.name):
-                parameter.envvar = named
-
-
 def unread_variables(
     names: Iterable[str], commands: Collection[str], tree_of: Callable[[tuple[str, ...]], Any]
 ) -> Iterator[str]:
-    """A sentence for each of the variables `names` that looks like one of ours and is none.
+    """Yield a warning for each of the variables `names` that looks like one of ours but is not.
 
-    Only what comes close to a variable, or begins with a command's name, is spoken of: the rest may be somebody else's,
-    such as what Kubernetes sets for a service that is called trtserve. `tree_of` makes the tree of some commands.
+    Only near misses and names that begin with a command are reported: Kubernetes, for example, sets variables for a
+    service called trtserve. `tree_of` makes the tree of some commands.
     """
     for name in sorted(names):
-        rest = name.removeprefix(PREFIX)
+        rest = name.removeprefix(f"{PREFIX}_")
         if rest == name or rest in _GENERAL:
             continue
         word = rest.partition("_")[0].lower()
@@ -55,15 +44,15 @@ def unread_variables(
         close = difflib.get_close_matches(rest, sorted(read), n=1, cutoff=_CLOSE)
         close = close or difflib.get_close_matches(rest, _GENERAL, n=1, cutoff=_CLOSE_SHORT)
         if close:
-            yield f"{name} is set, and nothing reads it. Did you mean {PREFIX}{close[0]}?"
+            yield f"{name} is set but not read. Did you mean {PREFIX}_{close[0]}?"
         elif word in commands:
-            yield f"{name} is set, and nothing reads it: `trtserve {word}` has no such option."
+            yield f"{name} is set but not read: `trtserve {word}` has no such option."
 
 
 def setting_variables(message: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
-    """A sentence for each variable that gave an option its value of which an error's `message` speaks."""
+    """Yield a sentence for each variable that set an option which an error's `message` mentions."""
     words = [word for word in arguments if not word.startswith("-")]
-    commands = [PREFIX + "_".join((*words[:count], "")).upper().replace("-", "_") for count in (2, 1)]
+    commands = ["_".join((PREFIX, *words[:count], "")).upper().replace("-", "_") for count in (2, 1)]
     typed = {word.partition("=")[0].replace("_", "-") for word in arguments}
     said = re.split(r"[\s'\",;:]+", message)
     for name, value in sorted(environment.items()):
@@ -76,18 +65,11 @@ def setting_variables(message: str, arguments: Sequence[str], environment: Mappi
 
 
 def _variables(tree: Any) -> set[str]:
-    """What the commands of a tree read, without the prefix."""
-    found = set()
-    for names, node in commands_of(tree):
-        for parameter in node.params:
-            found |= {_variable(names, _option(parameter)), _variable(names, parameter.name)}
-    return {name.removeprefix(PREFIX) for name in found}
-
-
-def _variable(names: tuple[str, ...], option: str) -> str:
-    return PREFIX + "_".join((*names, option)).upper().replace("-", "_")
-
-
-def _option(parameter: Any) -> str:
-    long = (option.removeprefix("--") for option in parameter.opts if option.startswith("--"))
-    return str(next(long, parameter.name))
+    """The variables that the commands of a tree read, without TRTSERVE_."""
+    found = {
+        name
+        for names, node in commands_of(tree)
+        for parameter in node.params
+        for name in variables_of(parameter, "_".join((PREFIX, *names)).upper().replace("-", "_"))
+    }
+    return {name.removeprefix(f"{PREFIX}_") for name in found}

@@ -1,4 +1,4 @@
-"""`trtserve inspect`: what an engine is."""
+"""`trtserve inspect`: describe an engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trtserve.cli.completion import models
 from trtserve.cli.options import JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, count, print_block, print_json
 from trtserve.errors import counted
-from trtserve.machine import gibibytes
+from trtserve.host.machine import format_bytes
 
 if TYPE_CHECKING:
-    from trtserve.inspect import Description
+    from trtserve.build.inspect import Description
 
 
 def inspect(
@@ -23,16 +24,21 @@ def inspect(
         typer.Argument(
             metavar="ENGINE",
             help="Folder of an engine, repository or checkpoint, or the name of an imported model.",
+            autocompletion=models,
         ),
     ],
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Say what an engine is: model, limits, ranks, plugins, quantisation, versions; without a GPU.
+    """Show an engine's model, limits, ranks, plugins, quantisation and versions; needs no GPU.
 
-    Engines of NVIDIA's own trtllm-build and checkpoints are read as well.
+    Reads engines of NVIDIA's own trtllm-build and checkpoints, too.
+
+    Examples:
+        trtserve inspect llama-2-7b
+        trtserve inspect ./engine --json
     """
-    from trtserve.inspect import describe
+    from trtserve.build.inspect import describe
 
     found = describe(engine, progress=TerminalProgress(quiet=quiet))
     if json:
@@ -62,7 +68,7 @@ def _lines(found: Description) -> list[tuple[str, str]]:
         ("built by", _pairs(found.versions) or "unknown"),
         ("built on", _built_on(found)),
         ("built at", found.created or ""),
-        *(("file", f"{file.name}, {gibibytes(file.size) if file.size else 'MISSING'}") for file in found.files),
+        *(("file", f"{file.name}, {format_bytes(file.size) if file.size else 'MISSING'}") for file in found.files),
     ]
     return [(label, text) for label, text in lines if text]
 

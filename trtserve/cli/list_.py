@@ -1,4 +1,4 @@
-"""`trtserve list`: what was imported."""
+"""`trtserve list`: list imported models."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtserve.cli.options import JsonOption
-from trtserve.cli.output import print_json, print_table, say
+from trtserve.cli.output import print_json, print_table, say, with_bytes
 
 if TYPE_CHECKING:
-    from trtserve.inventory import Entry
+    from trtserve.pipeline.inventory import Entry
 
 
-def list_models(json: JsonOption = False) -> None:
-    """List imported models: source, size on disk, engine precision, repository, running server."""
-    from trtserve.inventory import list_imported
-    from trtserve.machine import gibibytes
+def list_models(
+    json: JsonOption = False,
+) -> None:
+    """List imported models: source, size on disk, engine precision, repository, running server.
+
+    Examples:
+        trtserve list
+        trtserve list --json
+    """
+    from trtserve.host.machine import format_bytes
+    from trtserve.pipeline.inventory import list_imported
 
     entries = list_imported()
     if json:
-        print_json("list", [asdict(entry) for entry in entries])
+        print_json("list", [with_bytes(asdict(entry)) for entry in entries])
         return
     if not entries:
-        say("Nothing was imported yet. Try: trtserve import demo")
+        say("Nothing has been imported yet. Try: trtserve import demo")
         return
     columns = ("name", "source", "size", "engine", "repository", "server")
     rows = [
-        (e.name, e.source, gibibytes(e.size), e.precision or "-", _place(e.repository), _server(e)) for e in entries
+        (e.name, e.source, format_bytes(e.size), e.precision or "-", _place(e.repository), _server(e)) for e in entries
     ]
     print_table(columns, rows)
 
@@ -38,7 +45,7 @@ def _server(entry: Entry) -> str:
 
 
 def _place(repository: str) -> str:
-    """A terminal shows the folder's name alone when it lies in the store; a pipe gets the whole path."""
+    # A terminal shows only the name of a folder in the store; a pipe gets the full path.
     from trtserve.artifacts import ModelRepository
     from trtserve.store import Store
 

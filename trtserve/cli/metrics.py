@@ -1,4 +1,4 @@
-"""`trtserve metrics`: what a server counts, as a table or as a live view."""
+"""`trtserve metrics`: show a server's metrics as a table or as a live view."""
 
 from __future__ import annotations
 
@@ -10,40 +10,50 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trtserve.cli.endpoint import require_port, split_address
-from trtserve.cli.options import JsonOption
+from trtserve.cli.options import JsonOption, ServerArgument, ServerOption, one_name
 from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
 from trtserve.errors import UsageError
-from trtserve.machine import gibibytes
+from trtserve.host.machine import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from trtserve.metrics import Reading, Source
-    from trtserve.triton.metrics import CoreMetrics, ModelMetrics
+    from trtserve.server.metrics import Reading, Source
+    from trtserve.triton.metrics import CoreMetrics, GpuMetrics, ModelMetrics
 
 _CORE_COLUMNS = ("model", "family", "value of", "value")
 _MODEL_COLUMNS = ("model", "requests", "failed", "inferences", "executions", "pending", "request ms", "queue ms")
 
 
 def metrics(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a server; default: the only one.")] = None,
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="HOST:PORT", help="Metrics port of any Triton instead.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Print the page as the server wrote it.")] = False,
+    name: ServerArgument = None,
+    *,
+    server: ServerOption = None,
+    url: Annotated[str | None, typer.Option("--url", metavar="HOST:PORT", help="Metrics port of any Triton.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Print the metrics page unchanged.")] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C: KV cache, requests, tokens per second.")
+        bool, typer.Option("--watch", "-w", help="Show KV cache, requests and tokens per second until Ctrl-C.")
     ] = False,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two readings.")] = 1.0,
-    count: Annotated[int | None, typer.Option("--count", min=1, help="How many readings --watch takes.")] = None,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Time between two readings.")
+    ] = 1.0,
+    count: Annotated[
+        int | None, typer.Option("--count", metavar="N", min=1, help="How many readings --watch takes.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the metrics of a running server: the core model's (nv_trt_llm_…) and Triton's (nv_inference_…)."""
-    from trtserve.metrics import read_metrics
+    """Show the metrics of a running server: the core model's (nv_trt_llm_…) and Triton's (nv_inference_…).
+
+    Examples:
+        trtserve metrics
+        trtserve metrics demo --watch
+        trtserve metrics --url localhost:8002 --json
+    """
+    from trtserve.server.metrics import read_metrics
 
     if watch and (json or raw):
-        raise UsageError("--watch shows one reading after another; it cannot be combined with --json or --raw.")
-    source = _source(name, url)
+        raise UsageError("--watch prints one reading after another; it cannot be combined with --json or --raw.")
+    source = _source(one_name(name, server), url)
     if watch:
         _watch(source, interval, count)
         return
@@ -51,33 +61,33 @@ def metrics(
     if raw:
         print_data(reading.text)
     elif json:
-        print_json("metrics", _described(source, reading))
+        print_json(
+            "metrics",
+            {
+                "server": source.name,
+                "core": [{"model": each.model, "version": each.version, **each.families} for each in reading.core],
+                "models": [{"model": each.model, "version": each.version, **each.values} for each in reading.models],
+                "gpus": [{"uuid": each.uuid, **each.values} for each in reading.gpus],
+            },
+        )
     else:
         _print(reading)
 
 
 def _source(name: str | None, url: str | None) -> Source:
-    from trtserve.metrics import find_source, remote_source
+    from trtserve.server.metrics import find_source, remote_source
 
     if url is None:
         return find_source(name)
     if name is not None:
-        raise UsageError("NAME is a recorded server; it cannot be combined with --url.")
+        raise UsageError("The name of a server cannot be combined with --url.")
     host, port = split_address(url)
     require_port(host, port, "metrics")
     return remote_source(host, port)
 
 
-def _described(source: Source, reading: Reading) -> dict[str, object]:
-    return {
-        "server": source.name,
-        "core": [{"model": each.model, "version": each.version, **each.families} for each in reading.core],
-        "models": [{"model": each.model, "version": each.version, **each.values} for each in reading.models],
-    }
-
-
 def _print(reading: Reading) -> None:
-    """Two tables on a terminal; elsewhere lines of one form: model, family, value of, value."""
+    """Print two tables on a terminal, one elsewhere: model, family, value of, value."""
     if not sys.stdout.isatty():
         core = [row for each in reading.core for row in _core_rows(each)]
         counted = [
@@ -85,12 +95,19 @@ def _print(reading: Reading) -> None:
             for each in reading.models
             for name, value in each.values.items()
         ]
-        print_table(_CORE_COLUMNS, [*core, *counted])
+        gpus = [
+            (each.uuid, f"nv_gpu_{name}", "-", _number(value))
+            for each in reading.gpus
+            for name, value in each.values.items()
+        ]
+        print_table(_CORE_COLUMNS, [*core, *counted, *gpus])
         return
     for each in reading.core:
-        # The model stands above its table, which so fits into 80 columns.
+        # With the model above the table, it fits into 80 columns.
         print_table(_CORE_COLUMNS[1:], [row[1:] for row in _core_rows(each)], title=each.model)
     print_table(_MODEL_COLUMNS, [_model_row(each) for each in reading.models])
+    if reading.gpus:
+        print_table(("GPU", "busy", "memory used", "of"), [_gpu_row(each) for each in reading.gpus])
 
 
 def _core_rows(core: CoreMetrics) -> Iterator[tuple[object, ...]]:
@@ -109,12 +126,22 @@ def _model_row(model: ModelMetrics) -> tuple[object, ...]:
     )
 
 
+def _gpu_row(gpu: GpuMetrics) -> tuple[object, ...]:
+    sizes = (gpu.values.get(name) for name in ("memory_used_bytes", "memory_total_bytes"))
+    busy = gpu.values.get("utilization")
+    return (
+        gpu.uuid,
+        "-" if busy is None else f"{busy:.0%}",
+        *("-" if size is None else format_bytes(int(size)) for size in sizes),
+    )
+
+
 def _number(value: float) -> str:
     return f"{value:.4f}".rstrip("0").rstrip(".")
 
 
 def _watch(source: Source, interval: float, count: int | None) -> None:
-    from trtserve.metrics import watch_metrics
+    from trtserve.server.metrics import watch_metrics
     from trtserve.triton.metrics import TOKENS
 
     readings = watch_metrics(source, interval=interval, count=count, pause=time.sleep)
@@ -160,7 +187,7 @@ def _view(source: Source, reading: Reading) -> RenderableType:
 
     title = Text(f"{source.name}   {time.strftime('%H:%M:%S')}", style="dim")
     panels = [_core_panel(each, reading.rates.get(each.model, {})) for each in reading.core]
-    # The last line is short: the terminal's echo of Ctrl-C, at the end of a full one, would move the view by a line.
+    # Keep the last line short: otherwise the terminal's echo of Ctrl-C would scroll the view by a line.
     return Group(title, *(panels or [Text("No core model reports metrics.")]), Text("Ctrl-C ends", style="dim"))
 
 
@@ -181,7 +208,7 @@ def _core_panel(core: CoreMetrics, rates: dict[str, float]) -> RenderableType:
     grid.add_row("speed", ", ".join(_rate_words(rates)))
     memory = core.value("nv_trt_llm_runtime_memory_metrics", "cpu")
     if memory:
-        grid.add_row("memory", gibibytes(int(memory)))
+        grid.add_row("memory", format_bytes(int(memory)))
     return Panel(grid, title=core.model, title_align="left")
 
 

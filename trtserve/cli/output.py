@@ -1,4 +1,4 @@
-"""How the command line speaks: data on stdout, talk on stderr, one JSON envelope, one form of error message."""
+"""Output of the command line: data on stdout, messages on stderr, one JSON envelope, one form of error message."""
 
 from __future__ import annotations
 
@@ -7,32 +7,51 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import TrtserveError
-from trtserve.machine import gibibytes
+from trtserve.host.machine import format_bytes
 from trtserve.progress import Task, Unit
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from trtserve.pipeline import Stage
+
 ENVELOPE_VERSION = 1
+_documents: list[str] = []  # commands whose JSON this command line has written
 _LABEL = len("error: ")
 _LONG_WORD = 24
-_LEAST_ROOM = 20
-# Of a cell, in a table that is still one.
-_MOST_LINES = 3
-# A size is one word.
+_NARROWEST = 20
+_MOST_LINES = 3  # of a table cell; a table with taller cells is printed without rules
+# Sizes such as 3 GiB are not broken after the number.
 _SIZE = re.compile(r"(?<=\d) (?=[KMGT]i?B\b)")
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-# A short label, two blanks or more, a text; and the label whose text is a command.
+# A short label, two spaces or more, a text; and the label of a command, which is copied and never broken.
 _LABELLED = re.compile(r"\S(?: ?\S){0,14} {2,}(?=\S)")
 _COPIED = "command "
 _SECONDS_BETWEEN_LINES = 10.0
+_BYTES = {
+    "size": "size_bytes",
+    "disk": "disk_bytes",
+    "memory": "memory_bytes",
+    "free_disk": "free_disk_bytes",
+    "free_memory": "free_memory_bytes",
+    "weights": "weight_bytes",
+    "activations": "activation_bytes",
+    "kv_per_token": "kv_bytes_per_token",
+}
+
+
+def terminal() -> Console:
+    """Return the terminal that stdout is."""
+    from rich.console import Console
+
+    return Console(highlight=False)
 
 
 def _stderr() -> Console:
@@ -48,10 +67,9 @@ def print_data(text: str) -> None:
 
 
 def print_block(text: str) -> None:
-    """Write lines to stdout; on a terminal each is broken between words, and no word is cut.
+    """Write lines to stdout, wrapped between words on a terminal.
 
-    What is broken goes on under itself: under its indent, or under the text behind a label. A command stays whole,
-    since it is there to be copied.
+    The rest of a wrapped line is aligned with its indent, or with the text after a label. Commands are not wrapped.
     """
     if sys.stdout.isatty():
         text = "\n".join(_folded(text.splitlines(), get_terminal_size().columns))
@@ -59,7 +77,7 @@ def print_block(text: str) -> None:
 
 
 def _folded(lines: Sequence[str], width: int, *, hang: int = 0) -> list[str]:
-    """Lines of at most `width`, as far as words allow; `hang` more blanks stand before what goes on from a line."""
+    """Return lines of at most `width` unless a word is longer; the rest of a wrapped line is indented by `hang`."""
     return [part for line in lines for part in _fold(line, width, hang)]
 
 
@@ -69,30 +87,71 @@ def _fold(line: str, width: int, hang: int) -> list[str]:
     label = _LABELLED.match(line)
     before = label[0] if label else line[: len(line) - len(line.lstrip())]
     under = len(before) if label else len(before) + hang
-    return wrapped(line[len(before) :], max(under + _LEAST_ROOM, width), first=before, rest=" " * under)
+    return wrapped(line[len(before) :], max(under + _NARROWEST, width), first=before, rest=" " * under)
 
 
 def print_json(command: str, result: object) -> None:
     """Write the versioned envelope {"version", "command", "result"} to stdout."""
-    envelope = {"version": ENVELOPE_VERSION, "command": command, "result": result}
+    _print_envelope({"version": ENVELOPE_VERSION, "command": command, "result": result})
+
+
+def with_bytes(value: Any) -> Any:
+    """Return JSON whose sizes say in their keys that they are bytes."""
+    if isinstance(value, dict):
+        return {_BYTES.get(key, key): with_bytes(each) for key, each in value.items()}
+    return [with_bytes(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def print_json_error(command: str, error: TrtserveError) -> None:
+    """Write the envelope of an error to stdout, unless a result was written: stdout holds one document."""
+    if _documents:
+        return
+    facts = {
+        "code": type(error).__name__,
+        "exit_code": error.code,
+        "message": error.message,
+        "next": error.hint,
+        "log": error.log,
+    }
+    _print_envelope({"version": ENVELOPE_VERSION, "command": command, "error": facts})
+
+
+def forget_documents() -> None:
+    """Reset the record of documents written to stdout, for a new command line."""
+    _documents.clear()
+
+
+def _print_envelope(envelope: Mapping[str, object]) -> None:
+    _documents.append(str(envelope["command"]))
     print_data(json.dumps(envelope, indent=2, default=str))
 
 
 def count(number: int) -> str:
-    """Parameters for people: `8.03 B`, `3.8 M`."""
+    """Return a number of parameters for people: `8.03 B`, `3.8 M`."""
     return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
-    """Write a table to stdout; where that is not a terminal, lines of cells with tabs between them, columns first.
+def print_stages(stages: Sequence[Stage]) -> None:
+    """Write a line for each stage: what it would do, how much it would write, and where."""
+    for stage in stages:
+        path = stage["path"] or "a folder of the store that follows from the weights"
+        print_block(f"{stage['stage']:<9} {stage['action']:<6} {format_bytes(stage['bytes']):>9}  {path}")
 
-    On a terminal too narrow for its words and lines it goes without the lines; on one too narrow for the words alone,
-    each row becomes a block of `column  cell` lines.
+
+def print_commands(stages: Sequence[Stage]) -> None:
+    """Write the external commands that the stages would run."""
+    for stage in stages:
+        if stage["command"]:
+            print_data(f"command   {stage['command']}")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
+    """Write a table to stdout: with rules on a terminal, tab-separated with column names elsewhere.
+
+    A narrow terminal gets the table without rules, a very narrow one a block of `column  cell` lines per row.
     """
     if not sys.stdout.isatty():
-        # A name and its value explain each other.
-        heading = [columns] if len(columns) > 2 else []
-        print_data("\n".join("\t".join(map(str, row)) for row in (*heading, *rows)))
+        print_data("\n".join("\t".join(map(str, row)) for row in (columns, *rows)))
         return
     from rich import box
     from rich.console import Console
@@ -103,11 +162,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
     if widths is None:
         widths, lines = _bare_widths(columns, rows, room), False
     if widths is None:
-        print_block("\n\n".join(_block(columns, row) for row in rows))
+        longest = max(map(len, columns))
+        blocks = ([f"{name:<{longest}}  {cell}" for name, cell in zip(columns, row, strict=True)] for row in rows)
+        print_block("\n\n".join("\n".join(block) for block in blocks))
         return
     table = Table(title=title) if lines else Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     for column, width in zip(columns, widths, strict=True):
-        # A cut path or version is of no use; a narrow terminal folds it.
+        # Fold instead of cutting: half a path or version is useless.
         table.add_column(column, overflow="fold", width=width)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
@@ -115,36 +176,32 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, tit
 
 
 def _fitting_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], room: int) -> list[int] | None:
-    """Width of each column, so that the table takes no more than `room` characters; None when its cells do not fit.
+    """Return the width of each column of a table that is `room` characters wide, or None when the cells do not fit.
 
-    Rich's own share-out goes below the least widths and then cuts the table at the right.
+    Rich's own layout goes below the minimum widths and then cuts the table at the right.
     """
-    widths = _least_widths(columns, rows)
+    # Very long words, such as paths, count less.
+    cells = zip(columns, *rows, strict=True)
+    longest = (
+        max(len(word) for cell in column for word in (_SIZE.sub("_", str(cell)).split() or [""])) for column in cells
+    )
+    widths = [min(width, _LONG_WORD) for width in longest]
     whole = [max(len(str(cell)) for cell in column) for column in zip(columns, *rows, strict=True)]
     spare = room - (sum(widths) + 3 * len(widths) + 1)
     if spare < 0:
         return None
     for _ in range(spare):
-        # The next blank goes to the column that would be folded into most lines.
+        # Widen the column with the tallest cells.
         fullest = max(range(len(widths)), key=lambda i: whole[i] / max(1, widths[i]))
         widths[fullest] += widths[fullest] < whole[fullest]
     folded = max(ceil(all_ / max(1, width)) for all_, width in zip(whole, widths, strict=True))
     return widths if folded <= _MOST_LINES else None
 
 
-def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[int]:
-    """Width of each column's longest word; words that no table has room for, such as paths, count less."""
-    cells = zip(columns, *rows, strict=True)
-    longest = (
-        max(len(word) for cell in column for word in (_SIZE.sub("_", str(cell)).split() or [""])) for column in cells
-    )
-    return [min(width, _LONG_WORD) for width in longest]
-
-
 def _bare_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], room: int) -> list[int] | None:
-    """Widths of a table without lines, in which every cell stands on one line; None when that takes more than `room`.
+    """Return the widths of a table without rules and with each cell on one line, or None when it exceeds `room`.
 
-    Only headers may be broken: without lines nobody can tell where a broken cell ends.
+    Only headers may be wrapped: without rules a wrapped cell cannot be told from the next one.
     """
     widths = [
         max(*map(len, column.split()), *(len(str(cell)) for cell in cells))
@@ -153,13 +210,8 @@ def _bare_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], room:
     return widths if sum(widths) + len(widths) - 1 <= room else None
 
 
-def _block(columns: Sequence[str], row: Sequence[object]) -> str:
-    width = max(map(len, columns))
-    return "\n".join(f"{column:<{width}}  {cell}" for column, cell in zip(columns, row, strict=True))
-
-
 def say(text: str) -> None:
-    """Write talk to stderr; on a terminal a long line is broken between words, and what goes on is indented."""
+    """Write a message to stderr, wrapped and indented on a terminal."""
     console = _stderr()
     if console.is_terminal:
         text = "\n".join(_folded(text.splitlines() or [""], console.width, hang=2))
@@ -176,19 +228,19 @@ def print_error(error: TrtserveError) -> None:
 
 
 def _say_labelled(label: str, style: str, text: str) -> None:
-    """A label and its text; on a terminal the text is broken between words, under itself, and no word is cut."""
+    """Write a label and its text, aligned and wrapped between words on a terminal."""
     from rich.text import Text
 
     console = _stderr()
     if console.is_terminal:
-        room = max(_LEAST_ROOM, console.width - _LABEL)
+        room = max(_NARROWEST, console.width - _LABEL)
         lines = [part for line in text.splitlines() for part in wrapped(line, room)]
         text = ("\n" + " " * _LABEL).join(lines)
     console.print(Text.assemble((label.ljust(_LABEL), style), text))
 
 
 def wrapped(line: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
-    """A line broken between words, of which none is cut; its parts begin with `first` and with `rest`."""
+    """Return a line wrapped between words; the parts begin with `first` and `rest`."""
     parts = textwrap.wrap(
         _SIZE.sub(_NO_BREAK, line),
         width,
@@ -223,30 +275,35 @@ class TerminalProgress:
             yield _LineTask(text, total=total, unit=unit, done=done)
             return
         console = _stderr()
-        # A long text stands above its bar, which has the line to itself.
+        # A long text is printed above its bar.
         above = len(text) > console.width // 2
         if above:
             say(text)
         with _bar(console, unit) as bar:
-            yield _BarTask(bar, bar.add_task("" if above else text, total=total, completed=done))
+            yield _BarTask(bar, bar.add_task("" if above else text, total=total, completed=done), "" if above else text)
         if not above:
             say(text)
 
 
 def _bar(console: Console, unit: Unit) -> Any:
-    """Text, bar, figures and remaining time; where there is little room the bar gets shorter, no figure is cut."""
+    """Return a progress bar with text, amounts, rate and remaining time; on a narrow terminal only the bar shrinks."""
     from rich import progress as rich_progress
     from rich.table import Column
+    from rich.text import Text
 
-    if unit == "bytes":
-        kinds: list[Any] = [rich_progress.DownloadColumn, rich_progress.TransferSpeedColumn]
-    else:
-        kinds = [rich_progress.MofNCompleteColumn]
-    figures = [kind(table_column=Column(no_wrap=True)) for kind in (*kinds, rich_progress.TimeRemainingColumn)]
+    show = format_bytes if unit == "bytes" else str
+    whole = Column(no_wrap=True)
+
+    class Amounts(rich_progress.ProgressColumn):
+        def render(self, task: rich_progress.Task) -> Text:
+            rate = f", {show(round(task.speed))}/s" if task.speed and unit == "bytes" else ""
+            return Text(f"{show(int(task.completed))} of {show(int(task.total or 0))}{rate}")
+
     return rich_progress.Progress(
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
-        *figures,
+        Amounts(table_column=whole),
+        rich_progress.TimeRemainingColumn(table_column=whole),
         console=console,
         transient=True,
     )
@@ -256,15 +313,19 @@ class _SilentTask:
     def advance(self, amount: int) -> None:
         pass
 
+    def describe(self, text: str) -> None:
+        pass
+
 
 class _LineTask:
-    """Progress for a log: a line now and then, with rate and remaining time."""
+    """Progress for a log: a line every ten seconds, with rate and remaining time."""
 
     def __init__(self, text: str, *, total: int, unit: Unit, done: int) -> None:
         self._text = text
         self._total = total
         self._done = self._began_with = done
-        self._show = gibibytes if unit == "bytes" else str
+        self._show = format_bytes if unit == "bytes" else str
+        self._described = ""
         self._began = self._said = time.monotonic()
 
     def advance(self, amount: int) -> None:
@@ -276,13 +337,20 @@ class _LineTask:
         rate = max(1.0, (self._done - self._began_with) / (now - self._began))
         left = max(0, self._total - self._done) / rate
         amounts = f"{self._show(self._done)} of {self._show(self._total)}, {self._show(round(rate))}/s"
-        say(f"{self._text}: {amounts}, {left:.0f} s left")
+        say(f"{self._text}: {amounts}, {left:.0f} s left{self._described}")
+
+    def describe(self, text: str) -> None:
+        self._described = f"; {text}"
 
 
 class _BarTask:
-    def __init__(self, bar: Any, identifier: Any) -> None:
+    def __init__(self, bar: Any, identifier: Any, text: str) -> None:
         self._bar = bar
         self._identifier = identifier
+        self._text = text
 
     def advance(self, amount: int) -> None:
         self._bar.advance(self._identifier, amount)
+
+    def describe(self, text: str) -> None:
+        self._bar.update(self._identifier, description=f"{self._text}: {text}".lstrip(": "))

@@ -1,98 +1,89 @@
-"""`trtserve plan`: what a model will take of memory, disk and time, and what fits, from its headers alone."""
+"""`trtserve plan`: estimate memory, disk and time for a model from its headers alone."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.options import (
-    DtypeOption,
-    IgnoreTensorsOption,
-    JsonOption,
-    KvPrecisionOption,
-    MaxBatchSizeOption,
-    MaxBeamWidthOption,
-    MaxInputLenOption,
-    MaxNumTokensOption,
-    MaxSeqLenOption,
-    MoeEpSizeOption,
-    MoeTpSizeOption,
-    ParallelEmbeddingOption,
-    PpSizeOption,
-    QuantizeOption,
-    QuietOption,
-    RuntimeOption,
-    ShardingDimOption,
-    TpSizeOption,
-)
-from trtserve.cli.output import TerminalProgress, count, print_block, print_data, print_json, print_table
-from trtserve.cli.repo_options import KvTokensOption
+from trtserve.cli.completion import gpus, sources
+from trtserve.cli.options import JsonOption, QuietOption
+from trtserve.cli.output import TerminalProgress, count, print_block, print_data, print_json, print_table, with_bytes
+from trtserve.cli.spec_options import Fields
 from trtserve.errors import UsageError
-from trtserve.machine import gibibytes
-from trtserve.specs import BuildSpec, ConvertSpec, DType, Quantization
+from trtserve.host.machine import format_bytes
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
 if TYPE_CHECKING:
-    from trtserve.capacity.fitting import GpuFit
-    from trtserve.capacity.gpus import Gpu
-    from trtserve.plan import GpuAnswer, MachineFit, ModelNeed, StageNeed
+    from trtserve.pipeline.estimate import GpuAnswer, MachineFit, ModelNeed, StageNeed
+    from trtserve.planner.gpu_fit import GpuFit
+    from trtserve.planner.gpus import Gpu
 
+_CONVERT = Fields(
+    "tp_size",
+    "pp_size",
+    "dtype",
+    "quantize",
+    "moe_tp_size",
+    "moe_ep_size",
+    "use_parallel_embedding",
+    "embedding_sharding_dim",
+    "ignore_tensors",
+)
+_BUILD = Fields(
+    "max_batch_size",
+    "max_input_len",
+    "max_seq_len",
+    "runtime",
+    "device",
+    "max_num_tokens",
+    "max_beam_width",
+    "kv_precision",
+)
 _NOT_MEASURED = "not measured yet"
 
 
 def plan(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="Folder, name of an import, alias, or org/name[@revision] of the hub."),
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder, name of an import, alias, or org/name[@revision] of the hub.",
+            autocompletion=sources,
+        ),
     ],
+    *,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Plan for this NVIDIA GPU, e.g. h100-80gb; default: this machine.")
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="GPU",
+            help="Plan for this NVIDIA GPU, such as h100-80gb.",
+            show_default="this machine",
+            autocompletion=gpus,
+        ),
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", help="Plan for GPUs with this usable memory, e.g. 80GB or 79.6GiB.")
+        str | None,
+        typer.Option("--gpu-memory", metavar="SIZE", help="Plan for GPUs with this usable memory: 80GB, 79.6GiB."),
     ] = None,
-    tp_size: TpSizeOption = 1,
-    pp_size: PpSizeOption = 1,
-    moe_tp_size: MoeTpSizeOption = None,
-    moe_ep_size: MoeEpSizeOption = None,
-    use_parallel_embedding: ParallelEmbeddingOption = False,
-    embedding_sharding_dim: ShardingDimOption = 0,
-    dtype: DtypeOption = "auto",
-    quantize: QuantizeOption = "none",
-    ignore_tensors: IgnoreTensorsOption = None,
-    max_batch_size: MaxBatchSizeOption = None,
-    max_input_len: MaxInputLenOption = None,
-    max_seq_len: MaxSeqLenOption = None,
-    max_num_tokens: MaxNumTokensOption = None,
-    max_beam_width: MaxBeamWidthOption = 1,
-    kv_precision: KvPrecisionOption = "auto",
-    runtime: RuntimeOption = "auto",
-    max_tokens_in_paged_kv_cache: KvTokensOption = None,
+    convert: Annotated[ConvertSpec, _CONVERT],
+    build: Annotated[BuildSpec, _BUILD],
+    repository: Annotated[RepositorySpec, Fields("max_tokens_in_paged_kv_cache")],
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Say what a model will take of memory, disk and time, and what fits; nothing is pulled or made."""
-    options = locals()  # before anything else has a name here
-    from trtserve.plan import Question, plan_needs, require_fit
+    """Estimate memory, disk and time for a model, and what fits; nothing is downloaded or built.
+
+    Examples:
+        trtserve plan llama-2-7b
+        trtserve plan llama-2-7b --gpu h100-80gb --tp-size 2 --max-batch-size 64
+    """
+    from trtserve.pipeline.estimate import Question, plan_needs, require_fit
 
     chosen = _gpu(gpu, gpu_memory)
-    question = Question(
-        convert=ConvertSpec(
-            tp_size=tp_size,
-            pp_size=pp_size,
-            moe_tp_size=moe_tp_size,
-            moe_ep_size=moe_ep_size,
-            use_parallel_embedding=use_parallel_embedding,
-            embedding_sharding_dim=embedding_sharding_dim,
-            dtype=cast(DType, dtype),
-            quantize=cast(Quantization, quantize),
-            ignore_tensors=tuple(ignore_tensors or ()),
-        ),
-        build=BuildSpec(**{field.name: options[field.name] for field in fields(BuildSpec) if field.name in options}),
-        kv_tokens=max_tokens_in_paged_kv_cache,
-        gpu=chosen,
-    )
+    question = Question(convert=convert, build=build, kv_tokens=repository.max_tokens_in_paged_kv_cache, gpu=chosen)
     needs = plan_needs(model, question, progress=TerminalProgress(quiet=quiet))
     if json:
         print_json("plan", _described(needs))
@@ -102,7 +93,7 @@ def plan(
 
 
 def _gpu(name: str | None, memory: str | None) -> Gpu | None:
-    from trtserve.capacity.gpus import Gpu, find_gpu, parse_size
+    from trtserve.planner.gpus import Gpu, find_gpu, parse_size
 
     if name is not None and memory is not None:
         raise UsageError("--gpu and --gpu-memory were both given; give one.")
@@ -111,7 +102,7 @@ def _gpu(name: str | None, memory: str | None) -> Gpu | None:
     return None if name is None else find_gpu(name)
 
 
-def _described(needs: ModelNeed) -> dict[str, Any]:
+def _described(needs: ModelNeed) -> Any:
     result = asdict(needs)
     if needs.machine is not None:
         result["machine"]["sequences"] = needs.machine.sequences
@@ -119,21 +110,23 @@ def _described(needs: ModelNeed) -> dict[str, Any]:
         for key, fit in (("asked", needs.gpu.asked), ("smallest", needs.gpu.smallest)):
             if fit is not None:
                 result["gpu"][key] |= {"sequences": fit.sequences, "fits": fit.fits}
-    return result
+    return with_bytes(result)
 
 
 def _print(needs: ModelNeed) -> None:
-    pull = f", {gibibytes(needs.pull_bytes)} to pull" if needs.pull_bytes else ""
+    pull = f", {format_bytes(needs.pull_bytes)} to download" if needs.pull_bytes else ""
     lines = [
         f"model       {needs.name}: {needs.architecture}, {count(needs.parameters)} parameters",
-        f"weights     {gibibytes(needs.source_bytes)}{pull}; as {needs.dtype}"
+        f"weights     {format_bytes(needs.source_bytes)}{pull}; as {needs.dtype}"
         + (f", {needs.quantization}" if needs.quantization else ""),
     ]
+    if needs.shipped_shapes:
+        lines.append(f"shapes      {needs.source}, from the table in trtserve; the hub was not asked")
     if needs.converter:
         lines.append(f"converter   {needs.converter}")
     if needs.engine_bytes is not None and needs.kv_bytes_per_token is not None:
-        lines.append(f"engine      {gibibytes(needs.engine_bytes)}: {needs.precision}")
-        lines.append(f"KV cache    {gibibytes(needs.kv_bytes_per_token)} per token")
+        lines.append(f"engine      {format_bytes(needs.engine_bytes)}: {needs.precision}")
+        lines.append(f"KV cache    {format_bytes(needs.kv_bytes_per_token)} per token")
     if needs.problem:
         lines.append(f"here        cannot be built: {needs.problem}")
     print_block("\n".join(lines))
@@ -147,15 +140,16 @@ def _print(needs: ModelNeed) -> None:
 
 
 def _row(stage: StageNeed) -> tuple[str, str, str, str]:
-    sizes = ("-" if size is None else gibibytes(size) for size in (stage.disk, stage.memory))
+    sizes = ("-" if size is None else format_bytes(size) for size in (stage.disk, stage.memory))
     time = _NOT_MEASURED if stage.seconds is None else _duration(stage.seconds)
     disk, memory = sizes
     return stage.stage, disk, memory, "-" if stage.stage == "repo" else time
 
 
 def _machine_lines(machine: MachineFit) -> list[str]:
+    memory, disk = format_bytes(machine.free_memory), format_bytes(machine.free_disk)
     return [
-        f"here        {gibibytes(machine.free_memory)} of memory and {gibibytes(machine.free_disk)} of disk are free",
+        f"here        {memory} of memory and {disk} of disk are free",
         f"fits        {machine.tokens} tokens of KV cache: {machine.sequences} sequences of {machine.max_seq_len}"
         if machine.fits
         else f"fits        not. {machine.hint}",
@@ -163,16 +157,16 @@ def _machine_lines(machine: MachineFit) -> list[str]:
 
 
 def _gpu_lines(answer: GpuAnswer) -> list[str]:
-    from trtserve.capacity.fitting import RESERVE
+    from trtserve.planner.gpu_fit import RESERVE
 
     asked = answer.asked
     free = "usable" if asked.gpu.here is None else "free"
     parts = (
-        f"{gibibytes(asked.weights)} weights, {gibibytes(asked.activations)} activations and logits, "
-        f"{gibibytes(RESERVE)} set aside, {gibibytes(asked.kv_per_token)} KV cache per token"
+        f"{format_bytes(asked.weights)} weights, {format_bytes(asked.activations)} activations and logits, "
+        f"{format_bytes(RESERVE)} set aside, {format_bytes(asked.kv_per_token)} KV cache per token"
     )
     lines = [
-        f"GPU         {asked.gpu.name}, {gibibytes(asked.gpu.memory)} {free} (estimated from shapes, not measured)",
+        f"GPU         {asked.gpu.name}, {format_bytes(asked.gpu.memory)} {free} (estimated from shapes, not measured)",
         f"tp × pp     {_fit_words(asked)}",
         f"per GPU     {parts}",
     ]

@@ -1,4 +1,4 @@
-"""How the answers of `trtserve query` are printed: texts on stdout, what was asked beside them on stderr, or JSON."""
+"""How `trtserve query` prints answers: text on stdout, other outputs on stderr, or everything as JSON."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trtserve.errors import RepositoryError, UsageError
 if TYPE_CHECKING:
     from trtserve.query import Generation, QuerySpec
     from trtserve.query.generation import GeneratedSequence
-    from trtserve.query.request import Context
+    from trtserve.query.request import RequestContext
     from trtserve.triton.client import Endpoint
 
-# Outputs of so many values are shown; larger ones are shapes, and files where a folder is given.
+# Outputs with at most so many values are printed; larger ones as a shape, or a file if there is a folder.
 _SHOWN = 16
-# Of an answer, what JSON has in another form or, as `bench` does, in milliseconds.
+# Attributes that JSON has in another form, such as milliseconds.
 _OTHERWISE = ("outputs", "sequences", "latency", "time_to_first_token")
 
 
 @dataclass(kw_only=True)
 class Sink:
-    """Receives answers as they are complete, and the pieces of a streamed one."""
+    """Prints each complete answer, and the pieces of a streamed one as they arrive."""
 
     stream: bool
     json: bool
@@ -39,7 +39,7 @@ class Sink:
 
     @property
     def on_text(self) -> Callable[[str], None] | None:
-        """Receiver of pieces, where they are to be printed."""
+        """Callback for streamed pieces, or None if they are not printed."""
         return self._write if self.stream else None
 
     def _write(self, piece: str) -> None:
@@ -48,7 +48,7 @@ class Sink:
         sys.stdout.flush()
 
     def add(self, generation: Generation, spec: QuerySpec) -> None:
-        """Print one answer, or keep it for the JSON."""
+        """Print one answer, or keep it for the JSON document."""
         files = save_outputs(generation, self.folder, self.names) if self.folder is not None else {}
         self._reduced |= _ended_early(generation, spec)
         if self.json:
@@ -69,17 +69,18 @@ class Sink:
             return
         for sequence in generation.sequences:
             label = f"{_label(sequence, generation)}: " if labelled else ""
-            output.print_data(f"{label}{_shown(sequence)}")
+            ids = ", ".join(map(str, sequence.token_ids or ()))
+            output.print_data(f"{label}{ids if sequence.text is None else sequence.text}")
         if not generation.sequences:
             output.print_data("")
 
     def broken(self) -> None:
-        """End the line of an answer that does not come to its end."""
+        """End the line of an answer that was cut off."""
         if self._printed:
             output.print_data("")
 
     def finish(self, spec: QuerySpec, endpoint: Endpoint) -> None:
-        """After the last answer."""
+        """Print the JSON document and notes about the length limit."""
         if self.json:
             output.print_json("query", self._results[0] if len(self._results) == 1 else {"answers": self._results})
         if self._reduced:
@@ -92,7 +93,7 @@ class Sink:
 
 
 def as_json(generation: Generation, files: dict[tuple[str, int, int], Path]) -> dict[str, Any]:
-    """Everything of an answer; large arrays as type, shape and file."""
+    """Return an answer as JSON; large arrays become type, shape and file."""
     content = {name: value for name, value in vars(generation).items() if name not in _OTHERWISE}
     first = generation.time_to_first_token
     outputs = [
@@ -118,7 +119,7 @@ def _array_json(array: Any, path: Path | None) -> dict[str, Any]:
 
 
 def save_outputs(generation: Generation, folder: Path, names: Sequence[str]) -> dict[tuple[str, int, int], Path]:
-    """Write outputs as NAME.npy (several prompts or samples: NAME-PROMPT-SEQUENCE.npy); the paths by output."""
+    """Write outputs as NAME.npy, or NAME-PROMPT-SEQUENCE.npy if there are several; return their paths."""
     import numpy as np
 
     missing = set(names) - {name for name, _, _ in generation.outputs}
@@ -146,16 +147,10 @@ def _label(sequence: GeneratedSequence, generation: Generation) -> str:
     return ", ".join(f"{name} {getattr(sequence, name)}" for name in ("prompt", *several))
 
 
-def _shown(sequence: GeneratedSequence) -> str:
-    if sequence.text is not None:
-        return sequence.text
-    return ", ".join(map(str, sequence.token_ids or ()))
-
-
 def _facts(
     generation: Generation, files: dict[tuple[str, int, int], Path], spec: QuerySpec, *, verbose: bool
 ) -> list[str]:
-    """What was asked for beside the text, in the words of NVIDIA's client."""
+    # In the words of NVIDIA's client.
     lines = []
     for sequence in generation.sequences:
         where = f" ({_label(sequence, generation)})" if len(generation.sequences) > 1 or spec.rows > 1 else ""
@@ -168,7 +163,11 @@ def _facts(
         if sequence.log_probs is not None:
             lines.append(f"output_log_probs{where}: {sequence.log_probs}")
     for key, array in generation.outputs.items():
-        lines.append(_output_line(key[0], array, files.get(key)))
+        if array.size <= _SHOWN:
+            lines.append(f"{key[0]}: {array.item() if array.size == 1 else array.tolist()}")
+        else:
+            saved = f", saved as {files[key]}" if key in files else ""
+            lines.append(f"{key[0]}.shape: {tuple(array.shape)}{saved}")
     if generation.input_tokens is not None and ("return_num_input_tokens" in spec.options or verbose):
         lines.append(f"num_input_tokens: {generation.input_tokens}")
     if generation.output_tokens is not None and "return_num_output_tokens" in spec.options:
@@ -176,21 +175,14 @@ def _facts(
     return [*lines, "Stopped by --stop-after-ms."] if generation.stopped else lines
 
 
-def _output_line(name: str, array: Any, path: Path | None) -> str:
-    if array.size <= _SHOWN:
-        return f"{name}: {array.item() if array.size == 1 else array.tolist()}"
-    saved = "" if path is None else f", saved as {path}"
-    return f"{name}.shape: {tuple(array.shape)}{saved}"
-
-
 def say_greedy(spec: QuerySpec) -> None:
-    """TensorRT-LLM's rule, which surprises: a temperature alone changes nothing."""
+    """Say that a temperature alone changes nothing, which is TensorRT-LLM's rule."""
     if spec.options.get("temperature") and not spec.options.get("top_k") and not spec.options.get("top_p"):
         output.say("note: without --top-k or --top-p the likeliest token is taken; --temperature has no effect.")
 
 
 def _ended_early(generation: Generation, spec: QuerySpec) -> bool:
-    """Whether the executor reduced max_tokens, as it does without an error.
+    """Return whether the executor reduced max_tokens, which it does without an error.
 
     A sequence ended by its length with fewer tokens then; one that verifies draft tokens does so after every step.
     """
@@ -206,14 +198,14 @@ def _ended_early(generation: Generation, spec: QuerySpec) -> bool:
 
 
 def _say_limit(spec: QuerySpec, endpoint: Endpoint) -> None:
-    """Say that more was asked for than any answer of this engine can have, where its limits are known."""
-    from trtserve.bench.traffic import limits_of_repository
+    """Say that --max-tokens exceeds what the engine can generate, if its limits are known."""
+    from trtserve.bench.requests import limits_of_repository
     from trtserve.triton.client import CORE_MODEL
 
     if endpoint.repository is None:
         return
     limit = None
-    # The answer is out: a repository that was damaged since the server read it takes nothing from it.
+    # The answer is printed already; a repository that was damaged meanwhile must not turn it into an error.
     with suppress(RepositoryError):
         limit = limits_of_repository(endpoint.repository, CORE_MODEL).max_seq_len
     if limit is not None and spec.max_tokens >= limit:
@@ -235,11 +227,11 @@ def _timing(answer: Generation) -> str:
 
 
 def describe(spec: QuerySpec, endpoint: Endpoint) -> None:
-    """Say which requests would be sent; the server is only asked for its models' configuration."""
-    from trtserve.query import connect, contexts
+    """Print the requests that would be sent; the server is only asked for its models' configuration."""
+    from trtserve.query import connect, request_contexts
 
     with closing(connect(spec, endpoint)) as client:
-        described = contexts(spec, endpoint, client)
+        described = request_contexts(spec, endpoint, client)
         model = described[0].model
     call = "as a stream" if model.decoupled else "with one response"
     where = f"at {endpoint.http if spec.protocol == 'http' else endpoint.grpc} over {spec.protocol}"
@@ -250,8 +242,8 @@ def describe(spec: QuerySpec, endpoint: Endpoint) -> None:
     output.print_json("query", bodies[0] if len(bodies) == 1 else {"requests": bodies})
 
 
-def _body(context: Context) -> dict[str, Any]:
-    """The inputs of a request: scalars, short lists, and of larger ones type and shape."""
+def _body(context: RequestContext) -> dict[str, Any]:
+    """Return the inputs of a request: scalars and short lists as values, longer ones as type and shape."""
     from trtserve.query.request import request_tensors
 
     body: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`trtserve remove`: free the disk that imported models take."""
+"""`trtserve remove`: remove imported models and their artefacts."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from typing import Annotated
 
 import typer
 
+from trtserve.cli.completion import imports
 from trtserve.cli.options import DryRunOption, JsonOption
-from trtserve.cli.output import print_data, print_json, say
+from trtserve.cli.output import print_data, print_json, say, with_bytes
 from trtserve.errors import UsageError
 
 
 def remove(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Names as `trtserve list` shows.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Names, as `trtserve list` shows them.", autocompletion=imports),
+    ] = None,
     everything: Annotated[
         bool,
         typer.Option(
-            "--all", help="Everything in the store, unfinished pulls included, and when no server runs their logs too."
+            "--all", help="Remove everything in the store, unfinished downloads included; logs only if no server runs."
         ),
     ] = False,
     dry_run: DryRunOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Remove imported models and their artefacts; what other names use stays."""
-    from trtserve import inventory
-    from trtserve.machine import gibibytes
+    """Remove imported models and their artefacts; artefacts that other names use stay.
+
+    Examples:
+        trtserve remove llama-2-7b --dry-run
+        trtserve remove --all
+    """
+    from trtserve.host.machine import format_bytes
+    from trtserve.pipeline import inventory
 
     if bool(names) == everything:
         raise UsageError("Name what to remove, or give --all (not both).", hint="trtserve list shows the names.")
@@ -33,10 +42,10 @@ def remove(
     if not dry_run:
         inventory.remove(removal)
     if json:
-        print_json("remove", asdict(removal) | {"removed": not dry_run})
+        print_json("remove", with_bytes(asdict(removal)) | {"removed": not dry_run})
         return
     for folder in removal.folders:
         print_data(str(folder))
     for folder in removal.kept:
-        say(f"kept, since it is used by another name or lies outside the store: {folder}")
-    say(f"{gibibytes(removal.size)} {'would be freed' if dry_run else 'freed'}")
+        say(f"kept, because another name uses it or it is outside the store: {folder}")
+    say(f"{format_bytes(removal.size)} {'would be freed' if dry_run else 'freed'}")

@@ -1,83 +1,141 @@
-"""`trtserve status`: which servers run, on which ports, and how."""
+"""`trtserve status`: show the servers that were started here."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtserve.cli.completion import servers
 from trtserve.cli.options import JsonOption
 from trtserve.cli.output import TerminalProgress, print_json, print_table
-from trtserve.errors import ServerDiedError
+from trtserve.errors import ServerDiedError, ServerNotReadyError
 
 if TYPE_CHECKING:
-    from trtserve.servers import Server
-    from trtserve.status import Status
+    from trtserve.server.state import Server
+    from trtserve.server.status import Status
 
-_COLUMNS = ("name", "state", "model", "http", "grpc", "metrics", "pid", "policy", "engine", "kv cache")
+_COLUMNS = (
+    *("name", "state", "uptime", "model", "http", "grpc", "metrics", "pid", "policy", "engine"),
+    *("requests", "kv cache", "restarts"),
+)
 
 
 def status(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a server; default: all.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Name of a server; default: all.", autocompletion=servers)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the servers started from this store; with a name, exit code 35 when that one has failed."""
-    from trtserve.servers import chosen_store
-    from trtserve.status import server_status
+    """Show the servers that were started here; the exit code is 0 if each of them is ready, 35 if one has failed.
+
+    Examples:
+        trtserve status
+        trtserve status demo --json
+    """
+    from trtserve.server.discovery import chosen_store
+    from trtserve.server.status import server_status
 
     found = server_status(name)
     progress = TerminalProgress()
     if json:
-        print_json("status", [asdict(one) for one in found])
+        print_json("status", [{**asdict(one), "server": server_record(one.server)} for one in found])
     elif found:
         print_table(_COLUMNS, [_row(one) for one in found])
     else:
         progress.step(f"No server is running. Start one: trtserve start{chosen_store()}")
     for one in found:
-        if one.without_meaning:
-            progress.step(f"{one.server.name}: without meaning on this runtime: {', '.join(one.without_meaning)}")
+        if one.ignored_parameters:
+            progress.step(f"{one.server.name}: parameters ignored on this runtime: {', '.join(one.ignored_parameters)}")
         for warning in one.warnings:
             progress.warn(f"{one.server.name}: {warning}")
-        if one.condition == "failed":
-            _report_failure(one, named=name is not None)
+        if one.state != "failed" and (failure := one.server.failure) is not None:
+            progress.warn(f"{one.server.name} failed at {_iso(failure.time)} and was started again: {failure.message}")
+    errors = [_not_ready(one) for one in found if one.state != "ready"]
+    errors.sort(key=lambda error: isinstance(error, ServerDiedError))
+    for error in errors[:-1]:
+        progress.warn(f"{error.message} Log: {error.log}")
+    if errors:
+        raise errors[-1]
 
 
-def _report_failure(one: Status, *, named: bool) -> None:
-    message = f"{one.server.name}: {one.reason}."
-    hint = f"Clean up with `trtserve stop {one.server.name}`, then start it again."
-    if named:
-        raise ServerDiedError(message, hint=hint, log=one.log)
-    TerminalProgress().warn(f"{message} {hint} Log: {one.log}")
+def _not_ready(one: Status) -> ServerDiedError | ServerNotReadyError:
+    name, log = one.server.name, one.log
+    if one.state == "failed":
+        hint = f"Clean up with `trtserve stop {name}`, then start it again."
+        return ServerDiedError(f"{name} has failed: {one.reason}", hint=hint, log=log)
+    reason = f": {one.reason}" if one.reason else ""
+    hint = f"Start it again: trtserve start --name {name} --model-repository {one.server.repository}"
+    return ServerNotReadyError(f"{name} is {one.state}{reason}", hint=hint if one.state == "stopped" else None, log=log)
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat("T", "seconds")
+
+
+def server_record(server: Server) -> dict[str, object]:
+    """Return a server as JSON: addresses, processes by id, and times in ISO format."""
+    from trtserve.server.announcements import transaction_policy
+
+    instances = [
+        {
+            "http_port": each.address.http_port,
+            "grpc_port": each.address.grpc_port,
+            "metrics_port": each.address.metrics_port,
+            "pid": each.process.pid,
+            "ranks": [rank.pid for rank in each.ranks],
+            "container": each.container,
+            "log": each.log,
+        }
+        for each in server.instances
+    ]
+    proxy, failure = server.proxy, server.failure
+    return {
+        "name": server.name,
+        "model": server.model,
+        "repository": server.repository,
+        "mode": server.mode,
+        "transaction_policy": transaction_policy(server.streaming),
+        "host": server.address.host,
+        "http_port": server.endpoint.http_port,
+        "grpc_port": server.endpoint.grpc_port,
+        "ready_since": None if server.ready_since is None else _iso(server.ready_since),
+        "supervisor": None if server.supervisor is None else server.supervisor.pid,
+        "restarts": server.restarts,
+        "failure": None if failure is None else {**asdict(failure), "time": _iso(failure.time)},
+        "instances": instances,
+        "proxy": None if proxy is None else {"file": proxy.file, "log": proxy.log, "running": not proxy.dead},
+    }
 
 
 def _row(one: Status) -> tuple[object, ...]:
-    from trtserve.start import transaction_policy
+    from trtserve.server.announcements import transaction_policy
 
-    server = one.server
+    server, addresses = one.server, [instance.address for instance in one.server.instances]
+    proxy = "" if server.endpoint == server.address else f"{server.endpoint.http_port} → "
     return (
         server.name,
-        one.condition,
+        one.state,
+        "-" if one.uptime is None else str(timedelta(seconds=int(one.uptime))),
         server.model,
-        f"{server.host}:{_through_proxy(server)}{','.join(str(instance.http_port) for instance in server.instances)}",
-        *(
-            ",".join(str(getattr(each, key)) for each in server.instances)
-            for key in ("grpc_port", "metrics_port", "pid")
-        ),
+        f"{server.address.host}:{proxy}" + ",".join(str(each.http_port) for each in addresses),
+        ",".join(str(each.grpc_port) for each in addresses),
+        ",".join(str(each.metrics_port) for each in addresses),
+        ",".join(str(each.process.pid) for each in server.instances),
         transaction_policy(server.streaming),
         ", ".join(f"{key.removesuffix('_precision')} {value}" for key, value in one.precision.items()) or "-",
+        f"{one.requests['running']} running, {one.requests['finished']} done" if one.requests else "-",
         _kv_text(one) or "-",
+        server.restarts,
     )
 
 
-def _through_proxy(server: Server) -> str:
-    return "" if server.endpoint == server.address else f"{server.endpoint.http_port} → "
-
-
 def _kv_text(one: Status) -> str:
-    """`12 of 96 blocks of 32 tokens`, as far as the gauges tell."""
+    # Such as: 12 of 96 blocks of 32 tokens.
     blocks = one.kv_blocks
-    # The gauges stand at 0 until the core model sets them for the first time.
+    # The gauges are 0 until the core model sets them for the first time.
     if not blocks.get("max"):
         return ""
     size = f" of {blocks['tokens_per']} tokens" if blocks.get("tokens_per") else ""

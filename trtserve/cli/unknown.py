@@ -1,4 +1,4 @@
-"""The answer to a word that a command does not know: what it was, what replaces it, or what was meant."""
+"""The answer to an option or command that does not exist: what it was, what replaces it, or what was meant."""
 
 from __future__ import annotations
 
@@ -6,86 +6,30 @@ import difflib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
-import typer
-
 from trtserve.cli.environment import commands_of
-from trtserve.cli.usage import explain_usage, no_such_command, only_shows_help
 from trtserve.errors import TrtserveError, UsageError
 
 if TYPE_CHECKING:
-    from trtserve.cli.corrections import CommandLine
-    from trtserve.releases.build_flags import BuildFlag
+    from trtserve.cli.corrections import CommandLine, UnknownOption
 
 
-# Attention, MLPs and experts: how names of modules that adapters change begin.
+# Attention, MLPs and experts: how the names of modules that adapters change begin.
 _MODULE = re.compile(r"(cross_)?(attn|mlp|moe)_\w+")
 
 
-def answer_unknown_options(tree: Any, whole: Callable[[], Any]) -> None:
-    """Let every command of a tree answer what it does not know with a UsageError of ours; its help stays as it is.
-
-    `whole` makes the tree of all commands, in which such options are looked for.
-    """
-    owners = functools.cache(lambda: _owners(whole()))
-    for names, node in commands_of(tree):
-        _answer(node, names, owners)
+def explain_unknown(node: Any, names: tuple[str, ...], option: str, typed: Sequence[str]) -> UsageError:
+    """The error for `option`, which the command `names` does not have; `typed` are the words behind the command."""
+    if names and hasattr(node, "commands"):
+        return _explain_before_command(node, names, _as_typed(option, typed), typed, _owners())
+    return explain_unknown_options(node, names, typed, _owners())
 
 
-def _owners(tree: Any) -> dict[str, list[str]]:
-    """Options → the commands of a tree that have them."""
-    owners: dict[str, list[str]] = {}
-    for names, node in commands_of(tree):
-        for option in _options(node):
-            owners.setdefault(option, []).append(" ".join(("trtserve", *names)))
-    return owners
-
-
-def _options(node: Any) -> list[str]:
-    return [option for each in node.params for option in (*each.opts, *each.secondary_opts) if option.startswith("--")]
-
-
-def _answer(node: Any, names: tuple[str, ...], owners: Callable[[], Mapping[str, Sequence[str]]]) -> None:
-    parse = node.parse_args
-
-    def parse_or_explain(context: Any, arguments: list[str]) -> Any:
-        typed = list(arguments)
-        _refuse_blanks(typed)
-        try:
-            return parse(context, arguments)
-        except typer.TyperException as error:
-            if only_shows_help(error):
-                raise
-            # Typer has no public name for this error; of all its errors only this one has possibilities.
-            if not hasattr(error, "possibilities"):
-                raise explain_usage(error, " ".join(("trtserve", *names))) from error
-            option = _as_typed(str(getattr(error, "option_name", "")), typed)
-            if names and hasattr(node, "commands"):
-                raise _explain_group(node, names, option, typed, owners()) from None
-            raise _explain_all(node, names, option, typed, owners()) from None
-
-    node.parse_args = parse_or_explain
-    if hasattr(node, "commands"):
-        _answer_commands(node, names)
-
-
-def _answer_commands(group: Any, names: tuple[str, ...]) -> None:
-    resolve = group.resolve_command
-
-    def resolve_or_explain(context: Any, arguments: list[str]) -> Any:
-        try:
-            return resolve(context, arguments)
-        except typer.TyperException:
-            raise no_such_command(arguments[0], " ".join(("trtserve", *names)), list(group.commands)) from None
-
-    group.resolve_command = resolve_or_explain
-
-
-def _refuse_blanks(arguments: Sequence[str]) -> None:
-    """UsageError for modules that blanks separate, which is how trtllm-build takes them."""
+def refuse_blanks(arguments: Sequence[str]) -> None:
+    """Raise UsageError for modules separated by blanks, as trtllm-build takes them."""
     for place, argument in enumerate(arguments):
         name, sign, first = argument.partition("=")
         if name.replace("_", "-") != "--lora-target-modules":
@@ -100,131 +44,137 @@ def _refuse_blanks(arguments: Sequence[str]) -> None:
 
 
 def _as_typed(option: str, arguments: Sequence[str]) -> str:
-    """Typer reports --max-output-len for --max_output_len; the user should read what the user wrote."""
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if name.replace("_", "-") == option:
-            return name
-    return option
+    """Undo Typer's spelling: --max-output-len → --max_output_len if the user typed that."""
+    names = (argument.partition("=")[0] for argument in arguments)
+    return next((name for name in names if name.replace("_", "-") == option), option)
 
 
-def _explain_all(
-    node: Any, names: tuple[str, ...], option: str, typed: Sequence[str], owners: Mapping[str, Sequence[str]]
+@functools.cache
+def _owners() -> dict[str, list[str]]:
+    """Option → the commands that have it."""
+    from trtserve.cli.commands import command_tree
+
+    owners: dict[str, list[str]] = {}
+    for names, node in commands_of(command_tree()):
+        for option in _options(node):
+            owners.setdefault(option, []).append(" ".join(("trtserve", *names)))
+    return owners
+
+
+def _options(node: Any) -> list[str]:
+    return [option for each in node.params for option in (*each.opts, *each.secondary_opts) if option.startswith("--")]
+
+
+def explain_unknown_options(
+    node: Any, names: tuple[str, ...], typed: Sequence[str], owners: Mapping[str, Sequence[str]]
 ) -> UsageError:
-    """The error for `option` and every other one that the command does not have, with the command line that does it."""
-    from trtserve.cli.corrections import corrected, in_one_line, take_apart
+    """The error for every option in `typed` that the command does not have, with the corrected line if there is one."""
+    from trtserve.cli.corrections import correct, parse_words
 
-    known = _options(node)
-    required = sum(each.param_type_name == "argument" and each.required for each in node.params)
-    line = take_apart(typed, node.params, required=required)
-    unknown = list(dict.fromkeys((option, *(each.name for each in line.unknown))))
     command = " ".join(("trtserve", *names))
-    answers = {name: _hint(names, name, known, owners) for name in unknown}
-    told = [_about(name, answer) for name, answer in answers.items()]
-    embedded, cpu = _builds_for_cpus(names, line)
-    instead = corrected(line, answers, known, embedded=embedded)
-    if len(unknown) == 1 and (instead is None or not _is_complete(node, instead)):
-        return explain(names, option, known, owners)
-    if instead is not None and _is_complete(node, instead):
-        told = [*told, *cpu, f"As a whole: {in_one_line(command, instead)}"]
-    lacking = f"no option {unknown[0]}" if len(unknown) == 1 else f"none of the options {', '.join(unknown)}"
-    return UsageError(f"`{command}` has {lacking}.", hint="\n".join(told))
+    explain = functools.cache(lambda option: _explain(names, option, _options(node), owners))
+    line = parse_words(typed, node.params, explain)
+    unknown = {option.name: explain(option.name) for option in line.unknown}
+    if len(unknown) == 1:
+        [(name, found)] = unknown.items()
+        message, hints = f"`{command}` has no option {name}.", [found.advice or f"`{command} -h` lists its options."]
+    else:
+        message = f"`{command}` has none of the options {', '.join(unknown)}."
+        hints = [_named(name, found.advice) for name, found in unknown.items()]
+    ignored = _ignored_builder_options(names, line)
+    corrected = correct(line, unknown, node.params, leave_out=ignored)
+    if ignored and corrected is not None:
+        corrected.passed_on = []
+    required = sum(each.param_type_name == "argument" and each.required for each in node.params)
+    if corrected is not None and len(corrected.arguments) >= required:
+        written = [option.name for option in line.options if option.spelled in ignored]
+        if written:
+            verb = "is an option" if len(written) == 1 else "are options"
+            hints.append(f"{', '.join(written)} {verb} of trtllm-build; on this machine the engine is for CPUs.")
+        hints.append(f"Corrected: {corrected.printed(command)}")
+    return UsageError(message, hint="\n".join(hints))
 
 
-def _explain_group(
+def _named(option: str, advice: str | None) -> str:
+    if advice is None:
+        return f"{option} is unknown."
+    return advice if advice.lstrip("-").startswith(option.lstrip("-")) else f"{option}: {advice}"
+
+
+def _explain_before_command(
     group: Any, names: tuple[str, ...], option: str, typed: Sequence[str], owners: Mapping[str, Sequence[str]]
 ) -> UsageError:
-    """The error for `option` before the command of a group, or without one: it belongs behind the command."""
-    from trtserve.cli.corrections import corrected, in_one_line, take_apart
+    """The error for an option between a group and its command, or without a command: it belongs behind the command."""
+    from trtserve.cli.corrections import UnknownOption, parse_words
 
     path = " ".join(("trtserve", *names))
     place = next((at for at, word in enumerate(typed) if word.replace("_", "-") in group.commands), None)
     below = next(iter(group.commands)) if place is None else typed[place].replace("_", "-")
     node, words = group.commands[below], [word for at, word in enumerate(typed) if at != place]
-    line = take_apart(words, node.params, required=0)
-    instead = corrected(line, {}, _options(node), embedded=False)
-    if line.unknown or instead is None:
-        error = _explain_all(node, (*names, below), line.unknown[0].name, words, owners)
+    line = parse_words(words, node.params, lambda _: UnknownOption())
+    if line.unknown:
+        error = explain_unknown_options(node, (*names, below), words, owners)
     else:
-        whole = f"As a whole: {in_one_line(f'{path} {below}', instead)}"
-        error = UsageError(f"{option} stands before {below}, and is an option of `{path} {below}`.", hint=whole)
+        error = UsageError(
+            f"{option} is an option of `{path} {below}`: write it behind {below}.",
+            hint=f"Corrected: {line.printed(f'{path} {below}')}",
+        )
     if place is None:
-        return UsageError(f"`{path}` needs a command before {option}: {' or '.join(group.commands)}.", hint=error.hint)
+        *others, last = group.commands
+        named = f"{', '.join(others)} or {last}" if others else last
+        return UsageError(f"`{path}` needs a command before {option}: {named}.", hint=error.hint)
     return error
 
 
-def _about(name: str, answer: str | None) -> str:
-    """An answer that stands among others."""
-    if answer is None:
-        return f"{name} is not known."
-    return answer if answer.lstrip("-").startswith(name.lstrip("-")) else f"{name}: {answer}"
-
-
-def _builds_for_cpus(names: tuple[str, ...], line: CommandLine) -> tuple[bool, list[str]]:
-    """Whether the engine is for CPUs, where options of trtllm-build mean nothing; and what to say of those."""
-    from trtserve.cli.corrections import builder_options
-    from trtserve.runtimes import choose_runtime, openvino
+def _ignored_builder_options(names: tuple[str, ...], line: CommandLine) -> Sequence[str]:
+    """The options for trtllm-build where this command line builds an engine for CPUs, which takes none of them."""
+    from trtserve.runtimes import choose_runtime
+    from trtserve.specs import BUILDER_FIELDS, BuildSpec
+    from trtserve.specs.options import options_of
 
     if names[:1] not in (("build",), ("import",)):
-        return False, []
+        return ()
     with suppress(TrtserveError, ValueError):
-        runtime = cast(Any, line.value_of("--runtime") or "auto")
-        if choose_runtime(runtime, container=line.value_of("--container")).NAME == openvino.NAME:
-            typed = list(builder_options(line))
-            verb = "is" if len(typed) == 1 else "are"
-            return True, [f"{', '.join(typed)} {verb} for trtllm-build, and the engine for CPUs here."] if typed else []
-    return False, []
+        values = line.values()
+        runtime = cast(Any, values.get("--runtime") or "auto")
+        if choose_runtime(runtime, container=values.get("--container")).EMBEDDED:
+            options = options_of(BuildSpec)
+            return [flag for name in BUILDER_FIELDS for flag in options[name].flags]
+    return ()
 
 
-def _is_complete(node: Any, words: Sequence[str]) -> bool:
-    """Whether the command takes these words, as far as it can tell from them alone."""
-    from trtserve.cli.corrections import take_apart
-
-    required = sum(each.param_type_name == "argument" and each.required for each in node.params)
-    line = take_apart(words, node.params, required=required)
-    return not line.unknown and len(line.positional) >= required
-
-
-def explain(
+def _explain(
     names: tuple[str, ...], option: str, known: Sequence[str], owners: Mapping[str, Sequence[str]]
-) -> UsageError:
-    """The error for `option` of the command `names`, which has the options `known`; `owners` are those of all."""
-    command = " ".join(("trtserve", *names))
-    message = f"`{command}` has no option {option}."
-    return UsageError(message, hint=_hint(names, option, known, owners) or f"`{command} -h` lists its options.")
-
-
-def _hint(names: tuple[str, ...], option: str, known: Sequence[str], owners: Mapping[str, Sequence[str]]) -> str | None:
+) -> UnknownOption:
+    """Find out what `option`, which the command `names` does not have, stands for."""
+    from trtserve.cli.corrections import UnknownOption
     from trtserve.releases import NEWEST
     from trtserve.releases.build_flags import build_flags
-    from trtserve.releases.retired import retired_elsewhere, retired_in
+    from trtserve.releases.old_options import old_option_of, old_option_of_any_tool
     from trtserve.triton.settings import settable
 
-    old = retired_in(names[0] if names else "", option)
+    command = names[0] if names else ""
+    old = old_option_of(command, option)
     if old is not None:
-        return old.answer
-    key = settable(option.lstrip("-").replace("-", "_")) if names[:1] in (("repo",), ("import",)) else None
+        return UnknownOption(advice=old.answer, old=old)
+    key = settable(option.lstrip("-").replace("-", "_")) if command in ("repo", "import") else None
     if key is not None:
-        return f"{option} is a key of fill_template.py: `trtserve {names[0]} … --set {key}=VALUE`."
-    spelled = option.replace("_", "-")
+        advice = f"{option} is a key of fill_template.py: `trtserve {command} … --set {key}=VALUE`."
+        return UnknownOption(advice=advice, setting=key)
     flag = build_flags(NEWEST).get("--" + option.lstrip("-").replace("-", "_"))
-    if names[:1] in (("build",), ("import",)) and flag is not None:
-        return _behind(flag)
-    if flag is not None and flag.deprecated:
-        return _behind(flag)
-    if (gone := retired_elsewhere(option)) is not None and spelled not in owners:
-        return gone
+    if command in ("build", "import") and flag is not None:
+        advice = f"{flag.name} is an option of trtllm-build: write it behind `--`: `trtserve build … -- {flag.name} …`."
+        return UnknownOption(advice=advice, flag=flag)
+    spelled = option.replace("_", "-")
     if spelled in owners:
         tail = next((name for name in known if spelled.endswith(name[1:])), None)
         here = f" Here it may be {tail}." if tail else ""
-        return f"{option} is an option of {', '.join(f'`{owner}`' for owner in owners[spelled])}.{here}"
-    close = difflib.get_close_matches(spelled, known, n=3, cutoff=0.6)
-    return f"Did you mean {' or '.join(close)}?" if close else None
-
-
-def _behind(flag: BuildFlag) -> str:
-    """What to do with a flag of trtllm-build that is no option of ours."""
-    if flag.deprecated:
-        return f"{flag.name} is an option of trtllm-build, and deprecated: {flag.deprecated}."
-    there = f"`trtserve build … -- {flag.name} …`"
-    return f"{flag.name} is an option of trtllm-build; what stands behind `--` goes there: {there}."
+        if not names:
+            return UnknownOption(advice=f"Write {option} behind a command: `trtserve COMMAND … {option}`.")
+        commands = ", ".join(f"`{owner}`" for owner in owners[spelled])
+        return UnknownOption(advice=f"{option} is an option of {commands}.{here}")
+    old = old_option_of_any_tool(option)
+    if old is not None:
+        return UnknownOption(advice=f"{old.answer} `trtserve {old.command}` does that tool's work.")
+    close = difflib.get_close_matches(spelled, known, n=3, cutoff=0.65)
+    return UnknownOption(advice=f"Did you mean {' or '.join(close)}?" if close else None)

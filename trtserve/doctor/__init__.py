@@ -1,4 +1,4 @@
-"""What this machine must have before a server starts; `examination` looks at everything else that it has, too."""
+"""Check what this machine must have before a server starts; `examination` has all checks of `trtserve doctor`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtserve.doctor.findings import Finding, failed, raise_failed
 from trtserve.doctor.host import MINIMUM_SHARED_MEMORY, check_shared_memory
 from trtserve.progress import SILENT, Progress
 from trtserve.store import Store
-from trtserve.triton.server import SHARED_MEMORY
+from trtserve.triton.tritonserver import SHARED_MEMORY
 
 __all__ = [
     "MINIMUM_SHARED_MEMORY",
@@ -23,13 +23,13 @@ __all__ = [
 
 
 def require_machine(store: Store, *, progress: Progress = SILENT) -> None:
-    """The checks of `start`: all cheap ones, and the round trip once per environment.
+    """Run the checks of `start`: all cheap ones, and the round trip through Triton once per environment.
 
-    MachineError with every failed check and its fix; warnings go to `progress`.
+    Raises MachineError with every failed check and its fix; warnings go to `progress`.
     """
     findings = [*quick_checks(), stub.check_store(store)]
     if not failed(findings) and not stub.passed_before(store):
-        progress.step("First start in this environment: one round trip through Triton …")
+        progress.step("First start in this environment: testing Triton with a small model …")
         findings.append(stub.check_round_trip(store))
     for finding in findings:
         if finding.state == "warning":
@@ -38,7 +38,7 @@ def require_machine(store: Store, *, progress: Progress = SILENT) -> None:
 
 
 def quick_checks() -> list[Finding]:
-    """Everything that a start with the wheel's Triton needs and that needs no server: a fraction of a second."""
+    """Check what a start with the wheel's Triton needs, without starting a server, in a fraction of a second."""
     return [
         host.check_glibc(platform.libc_ver()),
         *stub.quick_checks(),

@@ -1,4 +1,4 @@
-"""Everything that `trtserve doctor` looks at, judged for the runtime that is to work here."""
+"""All checks of `trtserve doctor`, judged for the runtime that should work here."""
 
 from __future__ import annotations
 
@@ -8,51 +8,54 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from trtserve import machine
-from trtserve.doctor import gpus, host, mpi, packages, stub, tensorrt_llm, token, tools
-from trtserve.doctor.findings import GPU, GROUPS, OPENVINO, Finding, failed, look
-from trtserve.doctor.nvidia import Gpus, find_gpus
+from trtserve.doctor import gpus, host, mpi, packages, pytorch, stub, tensorrt_llm, token, tools
+from trtserve.doctor.findings import GROUPS, TENSORRT_LLM, Finding, failed, look
 from trtserve.errors import MachineError
+from trtserve.host import machine
+from trtserve.host.nvidia import Gpus, find_gpus
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, RELEASES
 from trtserve.releases.installed import Installed, installed
 from trtserve.releases.launcher import launcher_facts
-from trtserve.runtimes import automatic_runtime
+from trtserve.runtimes import RUNTIMES, automatic_runtime
 from trtserve.specs import RuntimeName
 from trtserve.store import Store
-from trtserve.triton.server import SHARED_MEMORY, Address
+from trtserve.triton.tritonserver import SHARED_MEMORY, Address
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What was found on this machine, judged for one runtime; `reason` says why that one."""
+    """The findings on this machine, judged for one runtime."""
 
     runtime: str
     reason: str
+    """Why this runtime was chosen."""
     findings: tuple[Finding, ...]
 
     @property
     def works(self) -> bool:
-        """Whether nothing that the runtime needs has failed."""
+        """Whether everything that the runtime needs works."""
         return not failed(self.findings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Machine:
-    """What several checks go by: `here` is the installed TensorRT-LLM, `wanted` the one that is to run here."""
+    """Facts that several checks need."""
 
     gpus: Gpus | None
     here: Installed | None
+    """The installed TensorRT-LLM."""
     wanted: Installed | None
+    """The TensorRT-LLM that should run here."""
 
     @property
     def count(self) -> int:
-        """GPUs."""
+        """Number of GPUs."""
         return len(self.gpus.devices) if self.gpus else 0
 
     @property
     def needs_mpirun(self) -> bool:
-        """Several ranks, and the launches of releases before --no-mpi, begin with mpirun."""
+        """Whether launches use mpirun: for several ranks, and always in releases without --no-mpi."""
         release = self.wanted.release if self.wanted and self.wanted.release in RELEASES else NEWEST
         return self.count > 1 or not launcher_facts(release).no_mpi
 
@@ -66,16 +69,16 @@ def examine(
     online: bool = False,
     progress: Progress = SILENT,
 ) -> Examination:
-    """Every check, the round trip through a real Triton included (again, also when it passed before).
+    """Run every check, including the round trip through a real Triton, even if it passed before.
 
-    `address` has the ports of a server to be, `trtllm_version` is the TensorRT-LLM that is to run here instead of the
-    installed one, `online` allows to ask the hub. UsageError for a version that is none; whatever else goes wrong is
-    a finding.
+    `address` has the ports of a future server, `trtllm_version` is the TensorRT-LLM that should run here instead of the
+    installed one, `online` allows requests to the hub. Raises UsageError for an invalid version; everything else that
+    goes wrong is a finding.
     """
     asked = installed(trtllm_version) if trtllm_version else None
     chosen, reason = automatic_runtime() if runtime == "auto" else (runtime, "asked for")
     store, here = store or Store(), installed()
-    progress.step("Looking at the GPUs …")
+    progress.step("Checking the GPUs …")
     found_gpus, driver = _driver()
     facts = _Machine(gpus=found_gpus, here=here, wanted=asked or here)
     found = [
@@ -86,6 +89,7 @@ def examine(
         *_gpus(facts),
         *_tensorrt_llm(facts, asked),
         *_tools(facts, progress),
+        *_pytorch(facts, progress),
         *look("hub", "token", lambda: token.check_token(online=online)),
     ]
     judged = sorted((finding.judged(chosen) for finding in found), key=lambda finding: GROUPS.index(finding.group))
@@ -93,7 +97,7 @@ def examine(
 
 
 def _host(facts: _Machine, runtime: str, store: Store, address: Address) -> Iterator[Finding]:
-    several = host.SHARED_MEMORY_OF_RANKS if runtime in GPU and facts.count > 1 else 0
+    several = host.SHARED_MEMORY_OF_RANKS if runtime in TENSORRT_LLM and facts.count > 1 else 0
     yield from look("machine", "system", lambda: host.check_system(platform.system(), platform.machine()))
     yield from look("machine", "glibc", lambda: host.check_glibc(platform.libc_ver()))
     yield from look("machine", "CPU", lambda: host.check_cpu(machine.cpu_flags(), len(os.sched_getaffinity(0))))
@@ -105,20 +109,23 @@ def _host(facts: _Machine, runtime: str, store: Store, address: Address) -> Iter
 
 def _python(runtime: str) -> Iterator[Finding]:
     yield from look("python", "Python", host.check_python_version)
-    yield from look("python", "packages", lambda: packages.check_packages("cpu" if runtime in OPENVINO else ""))
+    yield from look("python", "packages", lambda: packages.check_packages(RUNTIMES[runtime].EXTRA))
     yield from look("python", "conflicts", packages.check_conflicts)
 
 
 def _triton(runtime: str, store: Store, progress: Progress) -> Iterator[Finding]:
-    """The stub's environment; the round trip where nothing of it has failed that the runtime needs."""
+    """Check the stub's environment, and then the round trip if nothing that the runtime needs has failed."""
     findings = [
         *look("triton", "stub", stub.quick_checks),
+        *look("triton", "known faults", stub.check_faults),
         *look("triton", "store", lambda: stub.check_store(store)),
     ]
     yield from findings
     if not failed(finding.judged(runtime) for finding in findings) and stub.has_triton():
         progress.step("Starting Triton with a model that returns its input …")
-        yield from look("triton", "round trip", lambda: stub.check_round_trip(store, system_first=runtime in GPU))
+        yield from look(
+            "triton", "round trip", lambda: stub.check_round_trip(store, system_first=runtime in TENSORRT_LLM)
+        )
 
 
 def _driver() -> tuple[Gpus | None, list[Finding]]:
@@ -157,6 +164,15 @@ def _tensorrt_llm(facts: _Machine, asked: Installed | None) -> Iterator[Finding]
     yield from look("tensorrt_llm", "trtllm-build", lambda: tensorrt_llm.check_builder(here))
     yield from look("tensorrt_llm", "tensorrtllm backend", tensorrt_llm.check_backend)
     yield from look("tensorrt_llm", "LLM API", lambda: tensorrt_llm.check_llmapi(here, facts.count))
+
+
+def _pytorch(facts: _Machine, progress: Progress) -> Iterator[Finding]:
+    if facts.gpus is None:
+        return
+    progress.step("Loading PyTorch …")
+    yield from look("gpu", "PyTorch", pytorch.check_pytorch)
+    if facts.count > 1:
+        yield from look("mpi", "NCCL", pytorch.check_ranks)
 
 
 def _tools(facts: _Machine, progress: Progress) -> Iterator[Finding]:

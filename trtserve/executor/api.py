@@ -1,6 +1,6 @@
-"""The names of `tensorrt_llm.bindings.executor`, implemented on OpenVINO; `for_release` gives one release's view.
+"""The names of `tensorrt_llm.bindings.executor`, implemented on OpenVINO.
 
-The classes here take the keywords of every release (the newest defaults, None for a bool accepted).
+These classes accept the keywords of every release, with the newest defaults; `for_release` returns one release's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a planned step becomes the flat arrays that the model takes, written into buffers that are made once."""
+"""Convert a planned step to the flat arrays of `Model.forward`, in buffers that are allocated once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtserve.executor.kv_cache import KvCache
 from trtserve.executor.limits import Limits
 from trtserve.executor.lora import AdapterBatch, AdapterCache
 from trtserve.executor.model import Int32s, Int64s, Logits
-from trtserve.executor.scheduler import Plan
+from trtserve.executor.scheduler import StepPlan
 from trtserve.executor.sequence import Sequence
 
 
@@ -34,45 +34,53 @@ class ModelInputs(TypedDict, total=False):
 
 @dataclass(slots=True)
 class Span:
-    """Rows `first` … `first + count` of a step's logits, which belong to `sequence`."""
+    """Rows `first` … `first + count` of a step's logits belong to `sequence`."""
 
     sequence: Sequence
     first: int
     count: int
+    past: int
+    """The sequence's tokens before the step."""
 
 
 @dataclass(slots=True)
 class Step:
-    """Row i of the logits gives the next token of `sampled[i]`; `spans` are the rows of beams and drafts behind them.
-
-    `contexts` are rows whose logits the request wants; they begin with token `sequence.computed` of the prompt.
-    """
+    """The inputs of a step, and the sequences that the rows of its logits belong to."""
 
     inputs: ModelInputs
     sampled: list[Sequence]
+    """Row i of the logits gives the next token of `sampled[i]`."""
+    begins: int
+    """The first of `sampled`, that have just computed their context."""
     spans: list[Span]
+    """The rows of beams and drafts, after those of `sampled`."""
     contexts: list[Span]
+    """Rows whose logits the request asked for, from token `past` of the prompt on."""
 
 
 @dataclass(slots=True)
 class _Cursor:
-    """What is written: sequences, tokens, the longest context; and which tokens' rows somebody wants."""
+    """What has been written so far."""
 
     sequences: int = 0
     tokens: int = 0
     longest: int = 0
+    """The longest context."""
     rows: list[int] = field(default_factory=list)
+    """Tokens whose logits are needed."""
     sampled: list[Sequence] = field(default_factory=list)
     groups: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    """(sequence, first token, tokens) of beams and drafts."""
     contexts: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    """(sequence, first token, tokens) of requested context logits."""
     tables: list[Logits] = field(default_factory=list)
     table_rows: int = 0
 
 
 class Batch:
-    """Buffers for one step of at most `max_batch_size` sequences of `max_beam_width` beams and `max_num_tokens` tokens.
+    """Buffers for a step of at most `max_batch_size` sequences of `max_beam_width` beams and `max_num_tokens` tokens.
 
-    `adapters` is the cache of LoRA adapters, None for an engine without them.
+    `adapters` is the cache of LoRA adapters, or None for an engine without them.
     """
 
     def __init__(self, limits: Limits, cache: KvCache, adapters: AdapterCache | None = None) -> None:
@@ -81,7 +89,7 @@ class Batch:
         self._cache = cache
         self._adapters = adapters
         self._vocab_size = limits.vocab_size
-        self._long_beyond = limits.long_beyond
+        self._long_rope_beyond = limits.long_rope_beyond
         self._token_ids = np.zeros(tokens, dtype=np.int64)
         self._positions = np.zeros(tokens, dtype=np.int64)
         self._ramp = np.arange(max(tokens, limits.max_seq_len) + 1, dtype=np.int64)
@@ -90,15 +98,15 @@ class Batch:
         self._block_begins = np.zeros(sequences + 1, dtype=np.int32)
         self._slots: npt.NDArray[np.intp] = np.zeros(sequences, dtype=np.intp)
 
-    def fill(self, plan: Plan) -> Step:
-        """The model's inputs and whose the rows of its logits are.
+    def fill(self, plan: StepPlan) -> Step:
+        """Return the model's inputs and the owners of its rows of logits; prompts come before generations.
 
-        Prompts stand before generations. Blocks are taken as the new tokens need them.
+        Takes new blocks where the new tokens need them.
         """
         cursor = _Cursor()
         for sequence, size in plan.chunks:
             self._write_chunk(cursor, sequence, size)
-        generations = plan.generations
+        generations, begins = plan.generations, len(cursor.sampled)
         if generations and generations[0].search is None:
             cursor.rows.extend(range(cursor.tokens, cursor.tokens + len(generations)))
             cursor.sampled.extend(generations)
@@ -112,39 +120,44 @@ class Batch:
             inputs["prompt_table"] = np.concatenate(cursor.tables)
         if self._adapters is not None:
             self._add_adapters(inputs, plan)
-        if self._long_beyond is not None:
-            inputs["long_sequences"] = _long_sequences(plan, self._long_beyond)
-        return Step(inputs, cursor.sampled, spans, contexts)
+        if self._long_rope_beyond is not None:
+            flags = [sequence.is_long(self._long_rope_beyond) for sequence, _ in plan.chunks]
+            for sequence in plan.generations:
+                beams = 1 if sequence.search is None else len(sequence.search.beams)
+                flags += [sequence.is_long(self._long_rope_beyond)] * beams
+            inputs["long_sequences"] = np.array(flags, dtype=np.bool_)
+        return Step(inputs, cursor.sampled, begins, spans, contexts)
 
     def _write_chunk(self, cursor: _Cursor, sequence: Sequence, size: int) -> None:
-        """Context tokens; behind the last of them the draft, if there is one."""
+        """Write context tokens; after the last of them the draft tokens, if there are any."""
         past, first, number = sequence.computed, cursor.tokens, cursor.sequences
         last = size == sequence.context_left
         tokens = sequence.context[past : past + size]
         if last and sequence.draft:
             tokens = np.concatenate([tokens, np.array(sequence.draft, dtype=np.int64)])
-        end, behind = past + len(tokens), first + len(tokens)
+        end, stop = past + len(tokens), first + len(tokens)
         sequence.capacity = self._cache.extend(sequence.slots[0], end)
-        self._token_ids[first:behind] = tokens
-        self._positions[first:behind] = self._ramp[past:end]
+        self._token_ids[first:stop] = tokens
+        self._positions[first:stop] = self._ramp[past:end]
         self._past[number] = past
-        self._begins[number + 1] = behind
+        self._begins[number + 1] = stop
         self._slots[number] = sequence.slots[0]
-        cursor.sequences, cursor.tokens, cursor.longest = number + 1, behind, max(cursor.longest, end)
+        cursor.sequences, cursor.tokens, cursor.longest = number + 1, stop, max(cursor.longest, end)
         if sequence.prompt_table is not None or sequence.positions is not None:
-            self._write_own_inputs(cursor, sequence, first, past)
-        if sequence.logits is not None and sequence.logits.context is not None and past < sequence.prompt_length:
-            self._want_context(cursor, sequence, first, min(size, sequence.prompt_length - past))
-        if last:
-            _want_rows(cursor, sequence, first + size - 1, behind)
+            self._write_request_inputs(cursor, sequence, first, past)
+        # After a pause or a new rotation the context is computed again, but its logits are already known.
+        wants_context = sequence.logits is not None and sequence.logits.context is not None
+        if wants_context and past < sequence.prompt_length and not sequence.generated:
+            cursor.contexts.append((sequence, first, min(size, sequence.prompt_length - past)))
+        if last:  # the tokens after which a token is chosen: the last of the context and those of the draft
+            if sequence.search is not None or sequence.single_step:
+                cursor.groups.append((sequence, first + size - 1, stop - first - size + 1))
+            else:
+                cursor.rows.append(first + size - 1)
+                cursor.sampled.append(sequence)
 
-    def _want_context(self, cursor: _Cursor, sequence: Sequence, first: int, count: int) -> None:
-        """The rows of the prompt; once something was generated they are known, whatever the rotation is now."""
-        if not sequence.generated:
-            cursor.contexts.append((sequence, first, count))
-
-    def _write_own_inputs(self, cursor: _Cursor, sequence: Sequence, first: int, past: int) -> None:
-        """The request's own positions and rows of its prompt table, which follow those of the sequences before it."""
+    def _write_request_inputs(self, cursor: _Cursor, sequence: Sequence, first: int, past: int) -> None:
+        """Write the request's position ids, and its prompt table after the tables of earlier sequences."""
         if sequence.positions is not None:
             own = sequence.positions[past : past + cursor.tokens - first]
             self._positions[first : first + len(own)] = own
@@ -160,7 +173,9 @@ class Batch:
             if sequence.computed >= sequence.capacity:
                 sequence.capacity = self._cache.extend(sequence.slots[0], sequence.computed + 1)
         past = [sequence.computed for sequence in sequences]
-        self._token_ids[first : first + count] = [sequence.generated[-1] for sequence in sequences]
+        self._token_ids[first : first + count] = [
+            -1 - sequence.place if sequence.ahead else sequence.generated[-1] for sequence in sequences
+        ]
         self._positions[first : first + count] = past
         self._past[number : number + count] = past
         self._begins[number + 1 : number + count + 1] = self._ramp[first + 1 : first + count + 1]
@@ -169,7 +184,7 @@ class Batch:
         cursor.longest = max(cursor.longest, max(past) + 1)
 
     def _write_beams(self, cursor: _Cursor, sequence: Sequence) -> None:
-        """One token of each beam that still grows; beam i has slot i."""
+        """Write one token of each growing beam; beam i has slot i."""
         assert sequence.search is not None
         beams, past = sequence.search.beams, sequence.computed
         count, first, number = len(beams), cursor.tokens, cursor.sequences
@@ -184,8 +199,8 @@ class Batch:
         cursor.longest = max(cursor.longest, past + 1)
         cursor.groups.append((sequence, first, count))
 
-    def _add_adapters(self, inputs: ModelInputs, plan: Plan) -> None:
-        """The LoRA adapters of the step's tokens, when any sequence has one."""
+    def _add_adapters(self, inputs: ModelInputs, plan: StepPlan) -> None:
+        """Add the LoRA adapters of the step's tokens if any sequence has one."""
         assert self._adapters is not None
         sequences = [sequence for sequence, _ in plan.chunks] + plan.generations
         if all(sequence.adapter is None for sequence in sequences):
@@ -216,28 +231,10 @@ class Batch:
         )
 
 
-def _long_sequences(plan: Plan, beyond: int) -> npt.NDArray[np.bool_]:
-    """Which of a step's sequences LongRoPE rotates as long ones, each beam counted."""
-    flags = [sequence.is_long(beyond) for sequence, _ in plan.chunks]
-    for sequence in plan.generations:
-        beams = 1 if sequence.search is None else len(sequence.search.beams)
-        flags += [sequence.is_long(beyond)] * beams
-    return np.array(flags, dtype=np.bool_)
-
-
-def _want_rows(cursor: _Cursor, sequence: Sequence, first: int, behind: int) -> None:
-    """The tokens after which something is chosen: the last of the context, and those of the draft."""
-    if sequence.search is not None or sequence.single_step:
-        cursor.groups.append((sequence, first, behind - first))
-    else:
-        cursor.rows.append(first)
-        cursor.sampled.append(sequence)
-
-
 def _spans(cursor: _Cursor, groups: list[tuple[Sequence, int, int]]) -> list[Span]:
-    """Append the rows of `groups` (sequence, first token, tokens) to those that are wanted."""
+    """Append the rows of `groups` (sequence, first token, tokens) to the needed rows."""
     spans = []
     for sequence, first, count in groups:
-        spans.append(Span(sequence, len(cursor.rows), count))
+        spans.append(Span(sequence, len(cursor.rows), count, sequence.computed))
         cursor.rows.extend(range(first, first + count))
     return spans

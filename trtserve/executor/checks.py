@@ -1,4 +1,4 @@
-"""The checks that belong to one request alone; a RuntimeError becomes its error Response (reference section 2.8)."""
+"""Checks of a single request; the RuntimeErrors become its error Response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtserve.executor.sequence import NO_END
 logger = logging.getLogger(__name__)
 
 MOST_SEQUENCES = 1024
-"""Sequences of one request at most, as many as TensorRT-LLM allows beams: each costs memory before it has a turn."""
+"""Most sequences of one request, the number of beams that TensorRT-LLM allows: each uses memory while it waits."""
 
 _FINITE = (
     "temperature",
@@ -30,19 +30,22 @@ _FINITE = (
 
 
 def sequence_count(request: Request) -> int:
-    """How many sequences a request becomes; beams of one sequence count once."""
+    """Return the number of sequences that a request needs; all beams of a sequence count as one."""
     if request.sampling_config.beam_width > 1:
         return 1
     return max(request.num_return_sequences, request.sampling_config.num_return_sequences or 1)
 
 
 def check_sampling(request: Request, limits: Limits) -> None:
-    """Values out of their ranges, in releases that do not look at them earlier, and beams."""
+    """Check values that some releases do not check earlier, and the number of sequences and beams."""
     config = request.sampling_config
     problems = config.problems()
     if problems:
         raise RuntimeError("; ".join(problems))
-    _check_finite(request)
+    # NaN or infinity would leave no valid logits, and no valid order of the queue.
+    for name, value in [("priority", request.priority), *((name, getattr(config, name)) for name in _FINITE)]:
+        if value is not None and not math.isfinite(value):
+            raise RuntimeError(f"{name} is {value}; expected a finite number")
     count = sequence_count(request)
     if count > MOST_SEQUENCES:
         raise RuntimeError(f"num_return_sequences ({count}) exceeds {MOST_SEQUENCES}, the most sequences of a request")
@@ -55,16 +58,8 @@ def check_sampling(request: Request, limits: Limits) -> None:
         _check_beams_alone(request, width)
 
 
-def _check_finite(request: Request) -> None:
-    """With NaN or infinity no logits would be left to choose from, and no order to the queue."""
-    config = request.sampling_config
-    for name, value in [("priority", request.priority), *((name, getattr(config, name)) for name in _FINITE)]:
-        if value is not None and not math.isfinite(value):
-            raise RuntimeError(f"{name} is {value}; expected a finite number")
-
-
 def _check_beams_alone(request: Request, width: int) -> None:
-    """Beams are several sequences already; from 0.16 on the sampling config's number limits what is returned."""
+    """Beams already are several sequences; since 0.16 the sampling config's number limits how many are returned."""
     counts = [request.num_return_sequences]
     if request.release in ("0.14", "0.15"):
         counts.append(request.sampling_config.num_return_sequences or 1)
@@ -76,7 +71,7 @@ def _check_beams_alone(request: Request, width: int) -> None:
 
 
 def check_prompt(request: Request, prompt: npt.NDArray[np.int64], model: Model, limits: Limits, *, reuse: bool) -> None:
-    """Length, token ids, positions, and the prompt table that stands behind ids above the vocabulary."""
+    """Check the length, the token ids, the positions, and the prompt table that ids above the vocabulary refer to."""
     length = len(prompt)
     if length > limits.max_input_len:
         raise RuntimeError(f"Prompt length ({length}) exceeds maximum input length ({limits.max_input_len}).")
@@ -89,11 +84,14 @@ def check_prompt(request: Request, prompt: npt.NDArray[np.int64], model: Model, 
         table = f" and the {rows} rows of the prompt table" if rows else ""
         raise RuntimeError(f"Token id {wrong} of the prompt is outside the vocabulary of {limits.vocab_size}{table}")
     if request.position_ids is not None:
-        _check_positions(request.position_ids, length, model.max_position)
+        if len(request.position_ids) != length:
+            raise RuntimeError(f"Got {len(request.position_ids)} position ids for a prompt of {length} tokens")
+        if min(request.position_ids) < 0 or max(request.position_ids) >= model.max_position:
+            raise RuntimeError(f"Position ids must be in 0 … {model.max_position - 1}")
 
 
 def _check_prompt_table(tuning: PromptTuningConfig, length: int, model: Model, limits: Limits, *, reuse: bool) -> int:
-    """How many rows the table has."""
+    """Check the prompt table and return its number of rows."""
     rows, hidden = tuning.embedding_table.shape
     most = limits.max_prompt_embedding_table_size
     if rows > most:
@@ -105,7 +103,7 @@ def _check_prompt_table(tuning: PromptTuningConfig, length: int, model: Model, l
     if hidden != model.hidden_size:
         raise RuntimeError(f"The prompt embedding table has hidden size {hidden}; the model has {model.hidden_size}")
     if not np.isfinite(tuning.embedding_table.astype(np.float32, copy=False)).all():
-        raise RuntimeError("The prompt embedding table has numbers that are not finite")
+        raise RuntimeError("The prompt embedding table has values that are not finite")
     extra_ids = tuning.input_token_extra_ids
     if reuse and extra_ids is None:
         raise RuntimeError("Input token extra ids must be provided when enabling kv cache reuse with prompt table")
@@ -116,15 +114,8 @@ def _check_prompt_table(tuning: PromptTuningConfig, length: int, model: Model, l
     return rows
 
 
-def _check_positions(positions: list[int], length: int, most: int) -> None:
-    if len(positions) != length:
-        raise RuntimeError(f"There are {len(positions)} position ids for a prompt of {length} tokens")
-    if min(positions) < 0 or max(positions) >= most:
-        raise RuntimeError(f"Position ids must lie in 0 … {most - 1}")
-
-
 def check_outputs(request: Request, limits: Limits, *, generation_logits: bool) -> None:
-    """Logits must have been asked for when the engine was built; guides and drafts know one beam."""
+    """Check that the engine was built to return the requested logits."""
     wanted = request.output_config
     if wanted.return_context_logits and not limits.gather_context_logits:
         raise RuntimeError("return_context_logits needs an engine that was built with gather_context_logits")
@@ -133,7 +124,7 @@ def check_outputs(request: Request, limits: Limits, *, generation_logits: bool) 
 
 
 def allowed_draft(request: Request, limits: Limits) -> tuple[int, ...]:
-    """The draft tokens, cut where the prompt leaves no room; empty without a draft."""
+    """Return the draft tokens that fit after the prompt, or empty without a draft."""
     config = request.external_draft_tokens_config
     if config is None:
         return ()
@@ -150,7 +141,7 @@ def allowed_draft(request: Request, limits: Limits) -> tuple[int, ...]:
     room = max(limits.max_input_len - length, 0)
     if len(tokens) > room:
         logger.warning(
-            "Prompt length + number of draft tokens (%d + %d) exceeds maximum input length (%d): %d draft tokens stay",
+            "Prompt length + number of draft tokens (%d + %d) exceeds maximum input length (%d): using %d draft tokens",
             length,
             len(tokens),
             limits.max_input_len,
@@ -165,14 +156,14 @@ def _check_draft(logits: npt.NDArray[Any] | None, tokens: list[int], vocab_size:
     if logits is None:
         return
     if logits.shape[1] != vocab_size:
-        raise RuntimeError(f"The draft logits are over {logits.shape[1]} tokens; the vocabulary has {vocab_size}")
-    # −∞ is a token that the draft model was not allowed; where it was allowed none, there is no distribution.
+        raise RuntimeError(f"The draft logits cover {logits.shape[1]} tokens; the vocabulary has {vocab_size}")
+    # −∞ marks a token that the draft model must not choose; if it could choose none, there is no distribution.
     if not np.isfinite(logits.max(axis=1)).all():
-        raise RuntimeError("The draft logits have NaN, +infinity, or a row without any finite number")
+        raise RuntimeError("The draft logits have NaN, +infinity, or a row without any finite value")
 
 
 def allowed_max_tokens(request: Request, prompt_length: int, draft_length: int, limits: Limits) -> int:
-    """`max_tokens`, reduced with a warning where the sequence would pass max_seq_len."""
+    """Return `max_tokens`, reduced with a warning if the sequence would exceed max_seq_len."""
     room = max(limits.max_seq_len - prompt_length - draft_length, 1)
     if request.max_tokens > room:
         logger.warning(
@@ -186,7 +177,7 @@ def allowed_max_tokens(request: Request, prompt_length: int, draft_length: int, 
 
 
 def allowed_end_id(end_id: int | None, limits: Limits) -> int:
-    """The end token, −1 for none."""
+    """Return the end token; −1 for none."""
     if end_id is None:
         return NO_END
     if not NO_END <= end_id < limits.vocab_size:
@@ -195,7 +186,7 @@ def allowed_end_id(end_id: int | None, limits: Limits) -> int:
 
 
 def allowed_bias(bias: npt.NDArray[Any] | None, limits: Limits) -> npt.NDArray[np.float32] | None:
-    """What is added to the logits, f32[vocab_size]; −∞ bans a token."""
+    """Return the bias to add to the logits, f32[vocab_size]; −∞ bans a token."""
     if bias is None or bias.size == 0:
         return None
     if bias.shape != (limits.vocab_size,):
@@ -203,7 +194,7 @@ def allowed_bias(bias: npt.NDArray[Any] | None, limits: Limits) -> npt.NDArray[n
             f"The embedding bias has {bias.size} entries; expected as many as the vocabulary has ({limits.vocab_size})"
         )
     if bias.dtype not in (np.float32, np.float16):
-        raise RuntimeError(f"The embedding bias is of type {bias.dtype}; the logits are float32")
+        raise RuntimeError(f"The embedding bias has type {bias.dtype}; expected float32 or float16")
     if np.isnan(bias).any() or np.isposinf(bias).any():
-        raise RuntimeError("The embedding bias has entries that are no numbers (NaN or +infinity)")
+        raise RuntimeError("The embedding bias has NaN or +infinity; use finite numbers, or -infinity to ban a token")
     return bias.astype(np.float32)

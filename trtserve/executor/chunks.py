@@ -1,7 +1,4 @@
-"""How much of each context runs in a step: whole ones, or chunks by the chunking policy.
-
-Reference: executor-api section 3.3.
-"""
+"""Divide a step's tokens among contexts: whole contexts, or chunks by TensorRT-LLM's chunking policies."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from trtserve.executor.limits import Limits
 from trtserve.executor.sequence import Sequence
 
 _WINDOW_UNIT = 256
-"""The least unit of a chunk where contexts may be longer than the attention window, in tokens."""
+"""Smallest chunk unit in tokens if contexts may be longer than the attention window."""
 
 
-class Chunks:
-    """Divides the tokens of a step among contexts; chunks end at multiples of the unit, but for the last one."""
+class ContextChunker:
+    """Divides the tokens of a step among contexts; all but the last chunk of a context end at multiples of the unit."""
 
     def __init__(self, limits: Limits, tokens_per_block: int, policy: ContextChunkingPolicy) -> None:
         self._limits = limits
@@ -25,9 +22,9 @@ class Chunks:
         self._unit = min(unit, limits.max_num_tokens)
 
     def cost(self, sequence: Sequence, left: int) -> int:
-        """Tokens that the context of `sequence` takes of the `left` ones before other sequences have their turn.
+        """Return the tokens that the context of `sequence` takes from the `left` ones before other sequences.
 
-        With chunking none. A context that a pause has made longer than a step takes all, and comes in chunks.
+        0 with chunking. A context that a pause has made longer than a step takes everything and comes in chunks.
         """
         if self._limits.chunked:
             return 0
@@ -35,7 +32,7 @@ class Chunks:
         return wanted if wanted <= self._limits.max_num_tokens else max(left, self._unit)
 
     def divide(self, contexts: list[Sequence], left: int) -> list[tuple[Sequence, int]]:
-        """The chunks of `contexts` in a step that has `left` tokens for them; drafts that do not fit are cut."""
+        """Return the chunks of `contexts` in a step with `left` tokens for them; drafts that do not fit are cut."""
         wanted = [sequence.context_left for sequence in contexts]
         if sum(wanted) <= left:
             sizes = wanted
@@ -54,7 +51,7 @@ class Chunks:
         return chunks
 
     def _first_sizes(self, contexts: list[Sequence], left: int) -> list[int]:
-        """The first contexts get all that is left."""
+        """First come, first served: the first contexts get everything."""
         sizes = []
         for sequence in contexts:
             size = sequence.context_left

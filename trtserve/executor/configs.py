@@ -1,4 +1,4 @@
-"""The configuration classes of TensorRT-LLM's executor: what is fixed when an executor is built."""
+"""The configuration classes of TensorRT-LLM's executor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trtserve.executor.enums import (
     CommunicationType,
     ContextChunkingPolicy,
     DecodingMode,
-    DecodingMode010,
 )
-from trtserve.executor.kinds import (
+from trtserve.executor.records import Field, Record
+from trtserve.executor.type_conversion import (
     ANY,
     BOOL,
     CALLABLE,
@@ -25,18 +25,17 @@ from trtserve.executor.kinds import (
     PATH,
     TEXT,
     UNSIGNED,
-    instance,
-    listed,
-    mapped,
+    dict_of,
+    instance_of,
+    list_of,
     not_negative,
     optional,
     positive,
 )
-from trtserve.executor.records import Field, Record
 
 OPT_INT = optional(INT)
 OPT_FLOAT = optional(FLOAT)
-OPT_INTS = optional(listed(INT))
+OPT_INTS = optional(list_of(INT))
 
 
 class DynamicBatchConfig(Record):
@@ -47,10 +46,10 @@ class DynamicBatchConfig(Record):
 
 class SchedulerConfig(Record):
     capacity_scheduler_policy = Field[CapacitySchedulerPolicy](
-        instance(CapacitySchedulerPolicy), CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+        instance_of(CapacitySchedulerPolicy), CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     )
-    context_chunking_policy = Field[ContextChunkingPolicy | None](optional(instance(ContextChunkingPolicy)), None)
-    dynamic_batch_config = Field[DynamicBatchConfig | None](optional(instance(DynamicBatchConfig)), None, "0.15-")
+    context_chunking_policy = Field[ContextChunkingPolicy | None](optional(instance_of(ContextChunkingPolicy)), None)
+    dynamic_batch_config = Field[DynamicBatchConfig | None](optional(instance_of(DynamicBatchConfig)), None, "0.15-")
 
 
 class RuntimeDefaults(Record):
@@ -59,7 +58,7 @@ class RuntimeDefaults(Record):
 
 
 def _window_list(value: Any, strict: bool) -> Any:
-    """To 0.12 one number, later a list; both pass, and a number means a list of one."""
+    """Convert max_attention_window: 0.12 has a number, later releases a list; both are accepted."""
     single = not isinstance(value, (list, tuple)) and value is not None
     return OPT_INTS.convert([value] if single else value, strict)
 
@@ -76,7 +75,7 @@ class KvCacheConfig(Record, writable="0.13-"):
     secondary_offload_min_priority = Field[int | None](OPT_INT, None, "0.15-")
     event_buffer_max_size = Field[int](LONG, 0, "0.15-")
     runtime_defaults = Field[RuntimeDefaults | None](
-        optional(instance(RuntimeDefaults)), None, "0.16-", keyword="0.10-"
+        optional(instance_of(RuntimeDefaults)), None, "0.16-", keyword="0.12-"
     )
     enable_partial_reuse = Field[bool](BOOL, True, "0.19-")
     copy_on_partial_reuse = Field[bool](BOOL, True, "0.19-")
@@ -89,7 +88,7 @@ class KvCacheConfig(Record, writable="0.13-"):
             self.fill_empty_fields_from_runtime_defaults(self.runtime_defaults)
 
     def fill_empty_fields_from_runtime_defaults(self, defaults: RuntimeDefaults) -> None:
-        """Take the window list and the sink length from `defaults` where they are unset (0.16 and later)."""
+        """Copy the windows and the sink length from `defaults` if they are unset (0.16 and later)."""
         for name in ("max_attention_window", "sink_token_length"):
             if self.__dict__[name] is None:
                 self.__dict__[name] = getattr(defaults, name)
@@ -110,19 +109,19 @@ class PeftCacheConfig(Record):
     lora_prefetch_dir = Field[str | None](optional(TEXT), None, "0.19-")
 
 
-class OrchestratorConfig(Record, writable="0.10-"):
+class OrchestratorConfig(Record, writable="0.12-"):
     is_orchestrator = Field[bool](BOOL, True)
     worker_executable_path = Field[str](PATH, "")
     orch_leader_comm = Field[Any](ANY, None, "0.15-")
     spawn_processes = Field[bool](BOOL, True, "0.15-")
 
 
-class ParallelConfig(Record, writable="0.10-"):
-    communication_type = Field[CommunicationType](instance(CommunicationType), CommunicationType.MPI)
-    communication_mode = Field[CommunicationMode](instance(CommunicationMode), CommunicationMode.LEADER)
+class ParallelConfig(Record, writable="0.12-"):
+    communication_type = Field[CommunicationType](instance_of(CommunicationType), CommunicationType.MPI)
+    communication_mode = Field[CommunicationMode](instance_of(CommunicationMode), CommunicationMode.LEADER)
     device_ids = Field[list[int] | None](OPT_INTS, None)
     participant_ids = Field[list[int] | None](OPT_INTS, None)
-    orchestrator_config = Field[OrchestratorConfig | None](optional(instance(OrchestratorConfig)), None)
+    orchestrator_config = Field[OrchestratorConfig | None](optional(instance_of(OrchestratorConfig)), None)
     num_nodes = Field[int | None](OPT_INT, None, "0.19-")
 
 
@@ -133,22 +132,24 @@ class LookaheadDecodingConfig(Record):
 
 
 class EagleConfig(Record):
-    eagle_choices = Field[list[list[int]] | None](optional(listed(listed(INT))), None)
+    eagle_choices = Field[list[list[int]] | None](optional(list_of(list_of(INT))), None)
     greedy_sampling = Field[bool](BOOL, True, "0.16-")
     posterior_threshold = Field[float | None](OPT_FLOAT, None, "0.16-")
     use_dynamic_tree = Field[bool](BOOL, False, "1.0-")
     dynamic_tree_max_topK = Field[int | None](OPT_INT, None, "1.0-")  # noqa: N815 - the interface's name
 
 
-class DecodingConfig(Record, writable="0.10-"):
-    decoding_mode = Field[DecodingMode | None](optional(instance(DecodingMode)), None)
-    lookahead_decoding_config = Field[LookaheadDecodingConfig | None](optional(instance(LookaheadDecodingConfig)), None)
-    medusa_choices = Field[list[list[int]] | None](optional(listed(listed(INT))), None)
-    eagle_config = Field[EagleConfig | None](optional(instance(EagleConfig)), None, "0.15-")
+class DecodingConfig(Record, writable="0.12-"):
+    decoding_mode = Field[DecodingMode | None](optional(instance_of(DecodingMode)), None)
+    lookahead_decoding_config = Field[LookaheadDecodingConfig | None](
+        optional(instance_of(LookaheadDecodingConfig)), None
+    )
+    medusa_choices = Field[list[list[int]] | None](optional(list_of(list_of(INT))), None)
+    eagle_config = Field[EagleConfig | None](optional(instance_of(EagleConfig)), None, "0.15-")
 
 
-class ExtendedRuntimePerfKnobConfig(Record, writable="0.10-"):
-    """The last two are no constructor keywords upstream although its own Triton model passes them: accepted here."""
+class ExtendedRuntimePerfKnobConfig(Record, writable="0.12-"):
+    """Upstream's constructor lacks the last two although its own Triton model passes them; accepted here."""
 
     multi_block_mode = Field[bool](BOOL, False, newer=("0.14", True))
     enable_context_fmha_fp32_acc = Field[bool](BOOL, False)
@@ -156,87 +157,85 @@ class ExtendedRuntimePerfKnobConfig(Record, writable="0.10-"):
     cuda_graph_cache_size = Field[int](INT, 0, "0.14-")
 
 
-class LogitsPostProcessorConfig(Record, writable="0.10-"):
-    processor_map = Field[dict[str, Callable[..., Any]] | None](optional(mapped(CALLABLE)), None)
+class LogitsPostProcessorConfig(Record, writable="0.12-"):
+    processor_map = Field[dict[str, Callable[..., Any]] | None](optional(dict_of(CALLABLE)), None)
     processor_batched = Field[Callable[..., Any] | None](optional(CALLABLE), None)
     replicate = Field[bool](BOOL, True)
 
 
-class DebugConfig(Record, writable="0.10-"):
+class DebugConfig(Record, writable="0.12-"):
     dump_input_tensors = Field[bool](BOOL, False, "0.13-0.13", alias="debug_input_tensors")
     dump_output_tensors = Field[bool](BOOL, False, "0.13-0.13", alias="debug_output_tensors")
-    dump_tensor_names = Field[list[str] | None](optional(listed(TEXT)), None, "0.13-0.13", alias="debug_tensor_names")
+    dump_tensor_names = Field[list[str] | None](optional(list_of(TEXT)), None, "0.13-0.13", alias="debug_tensor_names")
     debug_input_tensors = Field[bool](BOOL, False, "0.14-")
     debug_output_tensors = Field[bool](BOOL, False, "0.14-")
-    debug_tensor_names = Field[list[str] | None](optional(listed(TEXT)), None, "0.14-")
+    debug_tensor_names = Field[list[str] | None](optional(list_of(TEXT)), None, "0.14-")
     debug_tensors_max_iterations = Field[int](INT, 0, "0.14-")
 
 
-class SpeculativeDecodingConfig(Record, writable="0.10-"):
-    """The executor-wide class of 0.15 and later; the class of that name in 0.10 belongs to a request."""
-
+class SpeculativeDecodingConfig(Record, writable="0.12-"):
     fast_logits = Field[bool](BOOL, False)
 
 
-class GuidedDecodingConfig(Record, writable="0.10-"):
+class GuidedDecodingConfig(Record, writable="0.12-"):
     GuidedDecodingBackend = enums.GuidedDecodingBackend
 
-    backend = Field[enums.GuidedDecodingBackend](instance(enums.GuidedDecodingBackend))
-    encoded_vocab = Field[list[str] | None](optional(listed(TEXT)), None)
+    backend = Field[enums.GuidedDecodingBackend](instance_of(enums.GuidedDecodingBackend))
+    encoded_vocab = Field[list[str] | None](optional(list_of(TEXT)), None)
     tokenizer_str = Field[str | None](optional(TEXT), None)
     stop_token_ids = Field[list[int] | None](OPT_INTS, None)
 
 
-class CacheTransceiverConfig(Record, writable="0.10-"):
+class CacheTransceiverConfig(Record, writable="0.12-"):
     backend = Field[Any](ANY, None)
     max_tokens_in_buffer = Field[int | None](OPT_INT, None)
     kv_transfer_timeout_ms = Field[int | None](OPT_INT, None, "1.0-")
 
 
-class AdditionalModelOutput(Record, writable="0.10-"):
+class AdditionalModelOutput(Record, writable="0.12-"):
     name = Field[str](TEXT)
     gather_context = Field[bool](BOOL, False)
 
 
-class ExecutorConfig(Record, writable="0.10-", dynamic=True):
+class ExecutorConfig(Record, writable="0.12-", dynamic=True):
     max_beam_width = Field[int](INT, 1, check=positive)
-    scheduler_config = Field[SchedulerConfig](instance(SchedulerConfig), SchedulerConfig)
-    kv_cache_config = Field[KvCacheConfig](instance(KvCacheConfig), KvCacheConfig)
+    scheduler_config = Field[SchedulerConfig](instance_of(SchedulerConfig), SchedulerConfig)
+    kv_cache_config = Field[KvCacheConfig](instance_of(KvCacheConfig), KvCacheConfig)
     enable_chunked_context = Field[bool](BOOL, False)
     normalize_log_probs = Field[bool](BOOL, True)
     iter_stats_max_iterations = Field[int](INT, 1000, check=not_negative)
     request_stats_max_iterations = Field[int](INT, 0, check=not_negative)
-    batching_type = Field[BatchingType](instance(BatchingType), BatchingType.INFLIGHT)
-    max_batch_size = Field[int | None](OPT_INT, None, "0.11-", check=positive)
-    max_num_tokens = Field[int | None](OPT_INT, None, "0.11-", check=positive)
-    parallel_config = Field[ParallelConfig | None](optional(instance(ParallelConfig)), None)
-    peft_cache_config = Field[PeftCacheConfig | None](optional(instance(PeftCacheConfig)), PeftCacheConfig)
+    batching_type = Field[BatchingType](instance_of(BatchingType), BatchingType.INFLIGHT)
+    max_batch_size = Field[int | None](OPT_INT, None, check=positive)
+    max_num_tokens = Field[int | None](OPT_INT, None, check=positive)
+    parallel_config = Field[ParallelConfig | None](optional(instance_of(ParallelConfig)), None)
+    peft_cache_config = Field[PeftCacheConfig | None](optional(instance_of(PeftCacheConfig)), PeftCacheConfig)
     logits_post_processor_map = Field[dict[str, Callable[..., Any]] | None](
-        optional(mapped(CALLABLE)), None, "0.10-0.12"
+        optional(dict_of(CALLABLE)), None, "0.12-0.12"
     )
-    medusa_choices = Field[list[list[int]] | None](optional(listed(listed(INT))), None, "0.10-0.10")
-    decoding_mode = Field[DecodingMode010 | None](optional(instance(DecodingMode010)), None, "0.10-0.10")
-    logits_post_processor_batched = Field[Callable[..., Any] | None](optional(CALLABLE), None, "0.11-0.12")
+    logits_post_processor_batched = Field[Callable[..., Any] | None](optional(CALLABLE), None, "0.12-0.12")
     logits_post_processor_config = Field[LogitsPostProcessorConfig | None](
-        optional(instance(LogitsPostProcessorConfig)), None, "0.13-"
+        optional(instance_of(LogitsPostProcessorConfig)), None, "0.13-"
     )
-    decoding_config = Field[DecodingConfig | None](optional(instance(DecodingConfig)), None, "0.11-")
+    decoding_config = Field[DecodingConfig | None](optional(instance_of(DecodingConfig)), None)
     use_gpu_direct_storage = Field[bool](BOOL, False, "0.19-")
-    gpu_weights_percent = Field[float](FLOAT, 1.0, "0.11-")
-    max_queue_size = Field[int | None](OPT_INT, None, "0.12-", check=not_negative)
+    gpu_weights_percent = Field[float](FLOAT, 1.0)
+    max_queue_size = Field[int | None](OPT_INT, None, check=not_negative)
     extended_runtime_perf_knob_config = Field[ExtendedRuntimePerfKnobConfig](
-        instance(ExtendedRuntimePerfKnobConfig), ExtendedRuntimePerfKnobConfig, "0.12-"
+        instance_of(ExtendedRuntimePerfKnobConfig), ExtendedRuntimePerfKnobConfig
     )
-    debug_config = Field[DebugConfig | None](optional(instance(DebugConfig)), None, "0.13-")
+    debug_config = Field[DebugConfig | None](optional(instance_of(DebugConfig)), None, "0.13-")
     recv_poll_period_ms = Field[int](INT, 0, "0.13-")
     max_seq_idle_microseconds = Field[int](LONG, 180_000_000, "0.13-", check=positive)
     spec_dec_config = Field[SpeculativeDecodingConfig | None](
-        optional(instance(SpeculativeDecodingConfig)), None, "0.15-"
+        optional(instance_of(SpeculativeDecodingConfig)), None, "0.15-"
     )
-    guided_decoding_config = Field[GuidedDecodingConfig | None](optional(instance(GuidedDecodingConfig)), None, "0.16-")
-    additional_model_outputs = Field[list[Any] | None](optional(listed(ANY)), None, "0.17-")
+    guided_decoding_config = Field[GuidedDecodingConfig | None](
+        optional(instance_of(GuidedDecodingConfig)), None, "0.16-"
+    )
+    additional_model_outputs = Field[list[Any] | None](optional(list_of(ANY)), None, "0.17-")
     cache_transceiver_config = Field[CacheTransceiverConfig | None](
-        optional(instance(CacheTransceiverConfig)), None, "0.19-"
+        optional(instance_of(CacheTransceiverConfig)), None, "0.19-"
     )
     gather_generation_logits = Field[bool](BOOL, False, "0.19-")
     use_variable_beam_width_search = Field[bool](BOOL, False, "0.19-0.19")

@@ -1,9 +1,9 @@
-"""Draft tokens that come with a request: how many of them the model agrees with, and the token that follows.
+"""Verify draft tokens of a request: how many the model accepts, and the token after them.
 
-By tokens: each is chosen as without a draft and compared, so that the output is the one of plain decoding. By logits:
-speculative sampling (Chen et al., Accelerating large language model decoding with speculative sampling, 2023) as
-TensorRT-LLM's kernel does it: draft token t is taken when p(t) > threshold · q(t), with p the target's and q the
-draft's probability; the first token refused is replaced by one that follows max(p − q, 0).
+Without draft logits each token is chosen as usual and compared, so that the output equals that of plain decoding. With
+draft logits: speculative sampling (Chen et al., Accelerating large language model decoding with speculative sampling,
+2023) as in TensorRT-LLM's kernel: draft token t is accepted when p(t) > threshold * q(t), with p the target's and q the
+draft's probability; the first rejected token is replaced by a sample from max(p - q, 0).
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ from trtserve.executor.sampling import UNDEFINED, Choice, Row, choose_tokens, lo
 Doubles = npt.NDArray[np.float64]
 
 _ACCEPTANCE_STREAM = 0x5DEECE66D
-"""Added to a seed: whether a token is taken must not depend on the number that would choose it."""
+"""Added to a seed, because accepting a token must not depend on the random number that would choose it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftLogits:
-    """The draft model's `logits` f32[k, V], and the acceptance `threshold`; None draws one for each token."""
+    """The logits of the draft model."""
 
     logits: npt.NDArray[np.float32]
+    """f32[k, V]"""
     threshold: float | None = None
+    """Acceptance threshold; None draws one for each token."""
 
 
 @dataclass(slots=True)
-class Verdict:
-    """How the verification ended: `accepted` draft tokens; the last `token` is negative when there was none."""
+class Verification:
+    """Result of verifying draft tokens."""
 
     reason: FinishReason
     accepted: int
+    """Number of accepted draft tokens."""
     token: int
+    """The last token; negative if none could be chosen."""
 
 
 def verify_draft(
@@ -50,12 +54,12 @@ def verify_draft(
     accept: Callable[[Choice], FinishReason],
     *,
     normalize_log_probs: bool = True,
-) -> Verdict:
-    """Let `accept` have the tokens that follow from `logits` f32[k + 1, V] over the last context token and the draft.
+) -> Verification:
+    """Verify `draft` with `logits` f32[k + 1, V], those of the last context token and of the draft tokens.
 
-    Those are the draft tokens up to the first that is refused, and one more.
+    Calls `accept` with the draft tokens up to the first rejected one, and with one more token.
     """
-    at_once = choose_tokens(logits, [row] * len(logits)) if row.plain else None
+    at_once = choose_tokens(logits, [row] * len(logits)) if row.argmax_only else None
     accepted = 0
     for number in range(len(draft) + 1):
         given = draft[number] if number < len(draft) else None
@@ -66,16 +70,16 @@ def verify_draft(
         else:
             (choice,) = choose_tokens(logits[number : number + 1], [row], normalize_log_probs=normalize_log_probs)
         if choice.token < 0:
-            return Verdict(FinishReason.NOT_FINISHED, accepted, choice.token)
+            return Verification(FinishReason.NOT_FINISHED, accepted, choice.token)
         reason = accept(choice)
         accepted += choice.token == given
         if choice.token != given or reason is not FinishReason.NOT_FINISHED:
-            return Verdict(reason, accepted, choice.token)
-    raise AssertionError("the token behind the draft ends the loop")
+            return Verification(reason, accepted, choice.token)
+    raise AssertionError("the token after the draft ends the loop")
 
 
 def _choose_by_logits(logits: npt.NDArray[Any], row: Row, given: int, draft: DraftLogits, number: int) -> Choice:
-    """The draft token where it is accepted, another one where not."""
+    """Return the draft token if it is accepted, else another one."""
     processed = row.processor.process(logits, row.generated)
     if not np.isfinite(processed.max()):
         return Choice(UNDEFINED)
@@ -90,14 +94,14 @@ def _choose_by_logits(logits: npt.NDArray[Any], row: Row, given: int, draft: Dra
 
 
 def _choose_other(target: Doubles, proposal: Doubles, row: Row) -> int:
-    """A token from what the draft's distribution lacks of the target's."""
+    """Sample from the positive part of target - proposal."""
     rest = np.maximum(target - proposal, 0.0)
     sums = np.cumsum(rest if rest.any() else target)
     return int(np.searchsorted(sums, _random(row) * sums[-1], side="right"))
 
 
 def distribution(processed: npt.NDArray[Any], row: Row) -> Doubles:
-    """The probabilities f64[V] with which the sampler chooses each token of a processed row."""
+    """Return the probabilities f64[V] with which the sampler chooses each token of a processed row."""
     result = np.zeros(len(processed))
     if row.parameters.greedy:
         result[processed.argmax()] = 1.0
@@ -111,7 +115,7 @@ def distribution(processed: npt.NDArray[Any], row: Row) -> Doubles:
 
 
 def _random(row: Row, stream: int = 0) -> float:
-    """The random number of the row's seed and position."""
+    """Return the random number of the row's seed and position."""
     seed = (row.parameters.seed + stream) % 2**64
     numbers = uniform(np.array([seed], dtype=np.uint64), np.array([len(row.generated)], dtype=np.uint64))
     return float(numbers[0])

@@ -81,7 +81,7 @@ class KvCacheTransferMode(Enum):
 
 @dataclass(frozen=True)
 class DecodingMode:
-    """How tokens are chosen (0.11 and later); equal modes compare equal, which upstream's do not."""
+    """How tokens are chosen. Unlike upstream, equal modes compare equal."""
 
     name: str
 
@@ -150,14 +150,3 @@ class DecodingMode:
 
     def isEagle(self) -> bool:  # noqa: N802
         return self.name == "Eagle"
-
-
-class DecodingMode010(Enum):
-    """The decoding mode as release 0.10 has it."""
-
-    NONE = 0
-    TOP_K = 1
-    TOP_P = 2
-    BEAM_SEARCH = 3
-    MEDUSA = 4
-    TOP_K_TOP_P = 5

@@ -1,4 +1,4 @@
-"""Experts as parts of a graph: how much each of them counts for a token, and their matrices side by side."""
+"""The mixture-of-experts parts of a graph: the weight of each expert for a token, and the experts' matrices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy.typing as npt
 from openvino import opset13 as ops
 
 from trtserve.architectures.base import Experts
-from trtserve.architectures.quantized import Int4Weight
+from trtserve.checkpoint.quantized import Int4Weight
 from trtserve.executor.graph_operations import integers
 
 Array = npt.NDArray[Any]
 
 
 def token_weights(hidden: Any, router: Any, experts: Experts) -> Any:
-    """Weights [b, l, experts] of the experts' outputs: the probability of each that a token takes, 0 of the others.
+    """Return the weights [b, l, experts] of the experts' outputs: the probability of each chosen expert, 0 for others.
 
     The probabilities are the softmax over all experts (transformers' MixtralTopKRouter and Qwen2MoeTopKRouter).
-    Dividing those of the chosen by their sum is the same as a softmax over the chosen (TensorRT-LLM's RENORMALIZE).
+    Dividing those of the chosen experts by their sum equals a softmax over these (TensorRT-LLM's RENORMALIZE).
     """
     probabilities = ops.softmax(ops.matmul(hidden, router, False, True), -1)
     best = ops.topk(probabilities, ops.constant(np.int64(experts.chosen)), -1, "max", "value", index_element_type="i64")
@@ -43,16 +43,16 @@ def columns_of_experts(weight: Array) -> Array:
 
 
 def stacked_int4(weight: Int4Weight, experts: int, arranged: Callable[[Array], Array]) -> Int4Weight:
-    """The matrices [experts · out, in] of experts as `arranged` puts those of floats; groups stay whole in both."""
+    """Arrange the experts' matrices [experts · out, in] like `arranged` does for floats; groups stay whole."""
 
-    def turned(values: Array) -> Array:
+    def rearrange(values: Array) -> Array:
         rows = arranged(values.reshape(experts, -1, values.shape[-1]))
         return rows.reshape(len(rows), -1)
 
     zeros = weight.zero_points
     return replace(
         weight,
-        codes=turned(weight.codes),
-        scales=turned(weight.scales),
-        zero_points=None if zeros is None else turned(zeros),
+        codes=rearrange(weight.codes),
+        scales=rearrange(weight.scales),
+        zero_points=None if zeros is None else rearrange(zeros),
     )

@@ -1,4 +1,4 @@
-"""Operations that a decoder's graph is put together from, and constants that keep their width."""
+"""Operations for building a decoder's graph, and constants that keep their width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 
 def parameter(name: str, element_type: ov.Type, shape: list[int]) -> Any:
-    """An input of the graph."""
+    """Return an input of the graph."""
     made = ops.parameter(ov.PartialShape(shape), element_type)
     made.set_friendly_name(name)
     made.get_output_tensor(0).set_names({name})
@@ -22,9 +22,9 @@ def parameter(name: str, element_type: ov.Type, shape: list[int]) -> Any:
 
 
 def constant(array: Array, name: str) -> Any:
-    """A constant that owns a copy of `array`: a shared NumPy buffer would be freed behind OpenVINO's back."""
+    """Return a constant with a copy of `array`; OpenVINO does not keep a shared NumPy buffer alive."""
     if array.dtype.name == "bfloat16":
-        # NumPy has no type of its own for it, so the bits are copied.
+        # NumPy has no bfloat16, so the bits are copied.
         tensor = ov.Tensor(ov.Type.bf16, ov.Shape(list(array.shape)))
         tensor.data.view(np.uint16)[...] = array.view(np.uint16)
     else:
@@ -36,11 +36,11 @@ def constant(array: Array, name: str) -> Any:
 
 
 def decompressed(narrow: Any) -> Any:
-    """The constant `narrow` as float32, by a Convert that carries OpenVINO's decompression mark.
+    """Return the constant `narrow` as float32, by a Convert with OpenVINO's decompression mark.
 
-    Without the mark the plugin widens the weights to float32 when it compiles and keeps them beside its own packed
-    copy: 2.3 instead of 0.9 × the file in memory. Python cannot set the mark, so a Convert that the compression pass
-    made is taken over.
+    Without the mark the plugin widens the weights to float32 when it compiles and keeps them in addition to its own
+    packed copy: 2.3 instead of 0.9 times the file in memory. Python cannot set the mark, so this takes a Convert that
+    the compression pass made.
     """
     source = ops.parameter(ov.PartialShape([1]), ov.Type.f32)
     model = ov.Model([ops.result(ops.add(source, ops.constant(np.ones(1, dtype=np.float32))))], [source])
@@ -52,20 +52,20 @@ def decompressed(narrow: Any) -> Any:
 
 
 def integers(*values: int) -> Any:
-    """A constant i64 vector."""
+    """Return a constant i64 vector."""
     return ops.constant(np.array(values, dtype=np.int64))
 
 
 def add(left: Any, right: Any) -> Any:
-    """left + right."""
+    """Return left + right."""
     return ops.add(left, right).output(0)
 
 
 def gather(table: Any, indices: Any) -> Any:
-    """The rows of `table` that `indices` number."""
+    """Return the rows `indices` of `table`."""
     return ops.gather(table, indices, ops.constant(np.int64(0))).output(0)
 
 
 def dimension(node: Any, axis: int) -> Any:
-    """One dimension of the shape of `node`, as a scalar."""
+    """Return one dimension of the shape of `node`, as a scalar."""
     return ops.gather(ops.shape_of(node), ops.constant(np.int64(axis)), ops.constant(np.int64(0)))

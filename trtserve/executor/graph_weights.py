@@ -1,4 +1,4 @@
-"""Matrices as constants of a graph that stay packed in the plugin: floats, int8 per channel, int4 in groups."""
+"""Constants for matrices that stay packed in the plugin: floats, int8 per channel, int4 in groups."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy.typing as npt
 import openvino as ov
 from openvino import opset13 as ops
 
-from trtserve.architectures.quantized import Int4Weight, group_size
+from trtserve.checkpoint.quantized import Int4Weight, group_size
 from trtserve.executor.graph_operations import constant, decompressed, integers
-from trtserve.executor.int4 import Packing, quantize_in_groups, quantize_per_channel
+from trtserve.executor.weight_quantization import Packing, quantize_in_groups, quantize_per_channel
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -21,9 +21,9 @@ _LARGEST_U4 = 15
 
 
 def packed(values: Array, name: str, packing: Packing) -> Any:
-    """The matrix `values` [..., in] as float32 [first dimension, rest]; the constant `name` is packed as told.
+    """Return the matrix `values` [..., in] as float32 [first dimension, rest], from a constant `name` with `packing`.
 
-    int8 has a scale for each row [in], also where there are three dimensions; int4 one for each group of its inputs.
+    int8 has a scale for each row [in], also with three dimensions; int4 one for each group of its inputs.
     """
     if packing == "int4":
         flat = values.reshape(len(values), -1)
@@ -37,22 +37,22 @@ def packed(values: Array, name: str, packing: Packing) -> Any:
 
 
 def float_tensor(values: Array, name: str) -> Any:
-    """The constant `name` in the type of `values`, widened to float32."""
+    """Return the constant `name` in the type of `values`, widened to float32."""
     stored = constant(values, name)
     return decompressed(stored) if stored.get_element_type() != ov.Type.f32 else stored
 
 
 def int4_matrix(weight: Int4Weight, name: str) -> Any:
-    """The matrix [out, in] without its `input_scales`: (codes − zero points) × scales, a group of inputs at a time.
+    """Return the matrix [out, in] without its `input_scales`: (codes − zero points) × scales per group of inputs.
 
-    This order of operations is what the CPU plugin takes for one packed weight. Without zero points the codes are
-    signed (i4), which needs no subtraction.
+    The CPU plugin recognises this order of operations as one packed weight. Without zero points the codes are signed
+    (i4), which needs no subtraction.
     """
     outputs, inputs = weight.codes.shape
     groups = [outputs, inputs // weight.group_size]
     grouped = [*groups, weight.group_size]
     if weight.zero_points is None:
-        # 0 … 15 less 8 in two's complement: the highest of the four bits changes.
+        # 0 … 15 minus 8 in two's complement: the highest of the four bits flips.
         widened = ops.convert(_nibbles(weight.codes ^ np.uint8(_ZERO), grouped, ov.Type.i4, name), "f32")
     else:
         codes = _nibbles(weight.codes, grouped, ov.Type.u4, name)
@@ -63,14 +63,14 @@ def int4_matrix(weight: Int4Weight, name: str) -> Any:
 
 
 def _zero_points(points: Bytes, name: str) -> Any:
-    """16, which GPTQ has, does not fit into four bits."""
+    """Return the zero points as u4 if they fit; GPTQ's 16 does not."""
     if points.max() > _LARGEST_U4 or points.size % 2:
         return constant(points, name)
     return _nibbles(points, list(points.shape), ov.Type.u4, name)
 
 
 def _nibbles(values: Bytes, shape: list[int], kind: ov.Type, name: str) -> Any:
-    """The constant `name` of four-bit `values`, two in a byte, the first one low."""
+    """Return the constant `name` of four-bit `values`, two per byte, the first one in the low bits."""
     flat = values.reshape(-1)
     tensor = ov.Tensor(kind, ov.Shape(shape))
     memory = tensor.data.view(np.uint8).reshape(-1)

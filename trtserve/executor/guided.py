@@ -1,7 +1,7 @@
-"""Guided decoding: which tokens a JSON schema, a regular expression or a grammar allows next, found by llguidance.
+"""Guided decoding with llguidance: restrict tokens to a JSON schema, a regular expression or a grammar.
 
-TensorRT-LLM's LLGUIDANCE backend is the model: the same library with the same meaning of the guide types. Guides for
-xgrammar mean the same here, its EBNF included.
+Follows TensorRT-LLM's LLGUIDANCE backend, which uses the same library. Guides written for xgrammar, including its EBNF,
+have the same meaning here.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _CACHED_GRAMMARS = 64
 
 
 class GuideFactory:
-    """Makes guides for the vocabulary of one engine; it may be called from any thread.
+    """Compiles guides for the vocabulary of one engine. Thread-safe.
 
-    The tokenizer is read when the first guide is asked for; compiled guides are kept, the latest 64.
+    The tokenizer is read for the first guide; the latest 64 compiled guides are cached.
     """
 
     def __init__(self, config: GuidedDecodingConfig | None, vocab_size: int) -> None:
@@ -47,9 +47,10 @@ class GuideFactory:
         self._compiled: OrderedDict[tuple[GuideType, str | None], LLMatcher] = OrderedDict()
 
     def guide(self, params: GuidedDecodingParams, *, end_id: int = -1) -> Guide:
-        """The guide that `params` describe, for a sequence that ends with `end_id` (−1: with the tokenizer's own end).
+        """Return the guide of `params` for a sequence that ends with `end_id` (-1: the tokenizer's end token).
 
-        RuntimeError when the executor has no GuidedDecodingConfig, its tokenizer cannot be read, or the guide is wrong.
+        Raises RuntimeError if the executor has no GuidedDecodingConfig, its tokenizer cannot be read, or the guide is
+        invalid.
         """
         if self._config is None:
             raise RuntimeError(_NOT_SET_UP)
@@ -68,7 +69,7 @@ class GuideFactory:
 
 
 class Guide:
-    """Where one sequence stands in its guide; `failure` says why it cannot go on, when it cannot."""
+    """The state of one sequence in its guide; `failure` says why it cannot continue."""
 
     def __init__(self, matcher: LLMatcher, ends: list[int], vocab_size: int, end_id: int) -> None:
         self.failure: str | None = None
@@ -77,9 +78,9 @@ class Guide:
         self._end_id = end_id
 
     def mask(self, row: Floats) -> None:
-        """Set the logits f32[V] of tokens that cannot come next to −∞; of all tokens when the guide has failed.
+        """Set the logits f32[V] of tokens that cannot come next to −∞; all of them if the guide has failed.
 
-        Where the guide may end, `end_id` stands for the end; ids beyond the tokenizer's vocabulary are never allowed.
+        Where the guide may end, `end_id` is allowed. Ids outside the tokenizer's vocabulary are never allowed.
         """
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         if self.matcher.is_error():
@@ -96,13 +97,13 @@ class Guide:
         row[~allowed] = -np.inf
 
     def accept(self, token: int) -> None:
-        """Go on to the state after `token`; `end_id`, and what follows the end of the guide, changes nothing."""
+        """Advance to the state after `token`; `end_id` and tokens after the end of the guide change nothing."""
         ended = token == self._end_id or self.matcher.is_stopped()
         if not ended and self.matcher.try_consume_tokens([token]) != 1:
             self._fail(f"token {token} does not fit it")
 
     def fork(self) -> Guide:
-        """An independent guide in the same state."""
+        """Return an independent guide in the same state."""
         twin = copy.copy(self)
         twin.matcher = self.matcher.deep_copy()
         return twin
@@ -113,7 +114,7 @@ class Guide:
 
 
 def _read_tokenizer(config: GuidedDecodingConfig) -> LLTokenizer:
-    """The tokenizer of `tokenizer_str`, the text of a tokenizer.json, else the plain tokens of `encoded_vocab`."""
+    """Read the tokenizer from `tokenizer_str` (a tokenizer.json), else from the plain tokens of `encoded_vocab`."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     ends = config.stop_token_ids or None
@@ -128,7 +129,7 @@ def _read_tokenizer(config: GuidedDecodingConfig) -> LLTokenizer:
 
 
 class PlainVocabulary:
-    """A vocabulary whose tokens are the text they stand for, as llguidance asks for it."""
+    """A vocabulary of plain text tokens, with the interface that llguidance expects."""
 
     def __init__(self, vocabulary: list[str], ends: list[int]) -> None:
         self.eos_token_id = ends[0]
@@ -139,7 +140,7 @@ class PlainVocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """The longest token at each place; bytes that no token begins with are left out."""
+        """Encode with the longest token at each position; bytes that start no token are skipped."""
         ids: list[int] = []
         start = 0
         while start < len(text):
@@ -152,25 +153,25 @@ class PlainVocabulary:
 
 
 def _compile(tokenizer: LLTokenizer, params: GuidedDecodingParams) -> LLMatcher:
-    """The first state of the guide of `params`; RuntimeError when it is wrong."""
+    """Compile the guide of `params`. Raises RuntimeError if it is invalid."""
     from llguidance import LLMatcher
 
     try:
         matcher = LLMatcher(tokenizer, _grammar(params), log_level=0)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise _wrong(params, str(error)) from error
+        raise _invalid_guide(params, str(error)) from error
     if matcher.is_error():
-        raise _wrong(params, matcher.get_error())
+        raise _invalid_guide(params, matcher.get_error())
     trial = matcher.deep_copy()
     trial.compute_bitmask()
     if trial.is_error():
         reason = trial.get_error()
-        raise _wrong(params, "no text fits it" if reason.startswith("NoExtension") else reason)
+        raise _invalid_guide(params, "no text matches it" if reason.startswith("NoExtension") else reason)
     return matcher
 
 
 def _grammar(params: GuidedDecodingParams) -> str:
-    """The guide in llguidance's own words; ValueError when it cannot be read."""
+    """Convert the guide to llguidance's notation. Raises ValueError if it cannot be read."""
     from llguidance import LLMatcher, grammar_from
 
     guide = params.guide or ""
@@ -183,18 +184,18 @@ def _grammar(params: GuidedDecodingParams) -> str:
     elif params.guide_type is GuideType.REGEX:
         grammar = LLMatcher.grammar_from_regex(guide)
     elif params.guide_type is GuideType.EBNF_GRAMMAR:
-        grammar = grammar_from("ebnf", _one_rule_a_line(guide) if "::=" in guide else guide)
+        grammar = grammar_from("ebnf", _join_rule_lines(guide) if "::=" in guide else guide)
     else:
         raise ValueError("this type of guide is not supported")
     return grammar
 
 
-def _wrong(params: GuidedDecodingParams, reason: str) -> RuntimeError:
-    return RuntimeError(f"The guide of type {params.guide_type.name} is wrong: {_sentence(reason)}")
+def _invalid_guide(params: GuidedDecodingParams, reason: str) -> RuntimeError:
+    return RuntimeError(f"The guide of type {params.guide_type.name} is invalid: {_sentence(reason)}")
 
 
 def _sentence(text: str) -> str:
-    """A message of llguidance on one line: its first line, and what the regular expression's drawing is about."""
+    """Shorten a message of llguidance to one line: its first line and the errors of a regular expression."""
     lines = [line.strip() for line in text.strip().splitlines()] or ["no reason given"]
     errors = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
     return " ".join([lines[0], *errors])
@@ -205,10 +206,10 @@ _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}
 _RULE_START = re.compile(r"\s*[\w-]+\s*::=")
 
 
-def _one_rule_a_line(grammar: str) -> str:
-    """EBNF as xgrammar reads it in the narrower form that llguidance converts.
+def _join_rule_lines(grammar: str) -> str:
+    """Convert EBNF as xgrammar reads it to the narrower form that llguidance converts.
 
-    There rules end at a line's end, comments do not go between the lines of a rule, and fewer escapes are known.
+    llguidance expects one rule per line, no comments inside a rule, and fewer escapes.
     """
     rules: list[str] = []
     for line in _EBNF_PARTS.sub(_plain_part, grammar).splitlines():
@@ -228,7 +229,7 @@ def _plain_part(match: re.Match[str]) -> str:
 
 
 def _plain_escape(escape: re.Match[str], special: str) -> str:
-    """An escape sequence as one of those that both notations know, or as the character itself."""
+    """Return an escape that both notations have, or the character itself."""
     *codes, letter = escape.groups()
     code = next((each for each in codes if each), None)
     if code is None and letter in "nrt":

@@ -1,7 +1,7 @@
-"""Adapters in memory: which are cached, which leave, and how those of one step become the graph's inputs.
+"""LoRA adapters in memory: which are cached or evicted, and how those of a step become inputs of the graph.
 
-The rules are those of TensorRT-LLM's PeftCacheManager and LoraCache. `resolve` and `release` are for one thread at a
-time, `batch` for the one that runs the steps.
+The rules are those of TensorRT-LLM's PeftCacheManager and LoraCache. `resolve` and `release` need a lock against each
+other; `batch` is for the thread that runs the steps.
 """
 
 from __future__ import annotations
@@ -29,51 +29,54 @@ logger = logging.getLogger(__name__)
 DEFAULT_HOST_BYTES = 2**30
 DEFAULT_DEVICE_FRACTION = 0.05
 
-# A stack is used on when adapters leave the batch, until it is this many times as wide as needed.
+# A stack is kept when adapters leave the batch, until it has this many times the adapters needed.
 _SLACK = 4
 
 
 class NotCachedError(RuntimeError):
-    """A task id came without weights and is not in the cache; the client sends them again."""
+    """A task id came without weights and is not in the cache; the client must send the weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterStack:
-    """The weights of several adapters side by side, as the graph takes them; the same stack means the same arrays.
-
-    `owners` gives for every matrix the adapter (its place in `adapters`) that each of its columns belongs to, i64[w];
-    `weights` maps (layer, matrix) to in-weights [w, inputs] and out-weights [w, outputs of the whole matrix].
-    """
+    """The weights of several adapters side by side, as inputs of the graph. The same stack means the same arrays."""
 
     adapters: tuple[Adapter, ...]
     owners: Mapping[str, npt.NDArray[np.int64]]
+    """For every matrix the adapter (its index in `adapters`) of each column, i64[w]."""
     weights: Mapping[tuple[int, str], tuple[Array, Array]]
+    """(layer, matrix) → in-weights [w, inputs] and out-weights [w, outputs of the whole matrix]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterBatch:
-    """Adapters of one step; `masks` gives for every matrix which columns of `stack` a token uses, bool[tokens, w]."""
+    """The adapters of one step."""
 
     stack: AdapterStack
     masks: Mapping[str, npt.NDArray[np.bool_]]
+    """For every matrix the columns of `stack` that each token uses, bool[tokens, w]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pages:
-    """Sizes of a cache in pages, as upstream counts them.
+    """Sizes of the cache in pages, as upstream counts them.
 
-    A slot is one row and column of the smallest module; a page holds an adapter of the optimal rank in all modules.
+    A slot is one row and column of the smallest module.
     """
 
     slot_numbers: int
     slots_per_page: int
+    """A page holds an adapter of the optimal rank in all modules."""
     host: int
     device: int
     max_rank: int
 
     @classmethod
     def of(cls, shape: LoraShape, config: PeftCacheConfig, free_memory: int) -> _Pages:
-        """Pages of `config` for adapters of `shape`; RuntimeError where a given size cannot hold the largest one."""
+        """Return the pages of `config` for adapters of `shape`.
+
+        Raises RuntimeError if a given size is too small for one.
+        """
         best, most = min(config.optimal_adapter_size, shape.max_rank), min(config.max_adapter_size, shape.max_rank)
         numbers = [module.numbers(1) for module in shape.modules]
         slot, widest = min(numbers), -(-max(numbers) // min(numbers))
@@ -99,8 +102,8 @@ class _Pages:
             max_rank=most,
         )
 
-    def taken_by(self, sizes: Iterable[int]) -> int:
-        """Pages of an adapter whose rows have `sizes` numbers; a row does not span pages."""
+    def pages_for(self, sizes: Iterable[int]) -> int:
+        """Return the pages of an adapter whose rows have `sizes` numbers; a row does not span pages."""
         pages, filled = 0, self.slots_per_page
         for size in sizes:
             slots = -(-size // self.slot_numbers)
@@ -111,9 +114,10 @@ class _Pages:
 
 
 class AdapterCache:
-    """The adapters that an executor knows. `shape` is the engine's (None: built without adapters).
+    """The adapters that an executor knows.
 
-    `free_memory` counts the bytes that a fraction in `config` is taken of.
+    shape: that of the engine, or None if it was built without adapters.
+    free_memory: the bytes to which a fraction in `config` applies.
     """
 
     def __init__(self, shape: LoraShape | None, config: PeftCacheConfig, *, free_memory: int) -> None:
@@ -126,10 +130,11 @@ class AdapterCache:
             self._prefetch(Path(config.lora_prefetch_dir))
 
     def resolve(self, config: LoraConfig) -> Adapter:
-        """The adapter that a request asks for; it stays cached until `release`.
+        """Return the adapter of a request; it stays cached until `release`.
 
-        Weights that come with a known task id are not looked at, as upstream. RuntimeError when the engine takes no
-        adapters, the tensors do not fit it, or no room can be made; NotCachedError for an unknown id without weights.
+        Weights sent with a known task id are ignored, as upstream does. Raises RuntimeError if the engine has no
+        adapters, the tensors do not fit it, or the cache is full. Raises NotCachedError for an unknown id without
+        weights.
         """
         if self._shape is None:
             raise RuntimeError(
@@ -147,23 +152,26 @@ class AdapterCache:
         return adapter
 
     def release(self, adapter: Adapter) -> None:
-        """A request that resolved `adapter` has ended."""
+        """Note that a request that resolved `adapter` has ended."""
         adapter.holders -= 1
         if adapter.holders == 0 and self._adapters.get(adapter.task_id) is adapter:
             self._adapters.move_to_end(adapter.task_id)
 
     def fits(self, adapters: Iterable[Adapter | None]) -> bool:
-        """Whether these adapters may work in one step: upstream's device cache must hold all of them."""
+        """Return whether these adapters can be used in one step: upstream's device cache must hold all of them."""
         if self._pages is None:
             return True
         return sum(adapter.pages for adapter in {*adapters} if adapter is not None) <= self._pages.device
 
     def batch(self, spans: Sequence[tuple[Adapter | None, int]]) -> AdapterBatch | None:
-        """The graph's inputs for tokens that belong to `spans` = (adapter, tokens) one after another; None for none."""
+        """Return the graph's inputs for tokens in `spans` = (adapter, tokens), in order, or None without adapters."""
         active = list(dict.fromkeys(adapter for adapter, _ in spans if adapter is not None))
         if not active:
             return None
-        stack = self._stack_of(active)
+        stack = self._stack  # kept while it has all active adapters and is not much wider than needed
+        if stack is None or not set(active) <= set(stack.adapters) or len(stack.adapters) > _SLACK * len(active):
+            assert self._shape is not None
+            self._stack = stack = _build_stack(tuple(active), self._shape)
         places: dict[Adapter | None, int] = {adapter: place for place, adapter in enumerate(stack.adapters)}
         owner = np.repeat([places.get(adapter, -1) for adapter, _ in spans], [tokens for _, tokens in spans])
         masks = {linear: owner[:, None] == columns for linear, columns in stack.owners.items()}
@@ -173,12 +181,12 @@ class AdapterCache:
         assert self._shape is not None
         assert self._pages is not None
         adapter = read_adapter(task, weights, config, self._shape, max_rank=self._pages.max_rank)
-        adapter.pages = self._pages.taken_by(a.size + b.size for a, b in adapter.matrices.values())
-        self._make_room(adapter)
+        adapter.pages = self._pages.pages_for(a.size + b.size for a, b in adapter.matrices.values())
+        self._evict_for(adapter)
         self._adapters[task] = adapter
         return adapter
 
-    def _make_room(self, adapter: Adapter) -> None:
+    def _evict_for(self, adapter: Adapter) -> None:
         assert self._pages is not None
         missing = sum(other.pages for other in self._adapters.values()) + adapter.pages - self._pages.host
         leaving = []
@@ -197,28 +205,20 @@ class AdapterCache:
             del self._adapters[task]
 
     def _prefetch(self, folder: Path) -> None:
-        """Read the adapters in `folder`: one folder of `hf_lora_convert` per task id, called by its number."""
+        """Read the adapters in `folder`: one folder of `hf_lora_convert` per task id, named by its number."""
         if not folder.is_dir():
             logger.warning("lora_prefetch_dir %s is not a folder; no adapter was read", folder)
             return
         for path in sorted(folder.iterdir()):
             if not path.name.isdecimal():
-                logger.warning("lora_prefetch_dir: %s is not called by a task id and was not read", path.name)
+                logger.warning("lora_prefetch_dir: %s is not named by a task id and was not read", path.name)
                 continue
             arrays = [np.load(path / f"model.lora_{kind}.npy", allow_pickle=False) for kind in ("weights", "config")]
             self._put(int(path.name), arrays[0], arrays[1])
 
-    def _stack_of(self, active: list[Adapter]) -> AdapterStack:
-        """A stack that holds `active`: the last one where it does, without being much too wide."""
-        last = self._stack
-        if last is None or not set(active) <= set(last.adapters) or len(last.adapters) > _SLACK * len(active):
-            assert self._shape is not None
-            self._stack = last = _stacked(tuple(active), self._shape)
-        return last
 
-
-def _stacked(adapters: tuple[Adapter, ...], shape: LoraShape) -> AdapterStack:
-    """Put adapters side by side: column by column adapter after adapter, in each of them module after module."""
+def _build_stack(adapters: tuple[Adapter, ...], shape: LoraShape) -> AdapterStack:
+    """Put adapters side by side: adapter by adapter, and within an adapter module by module."""
     places: dict[tuple[int, int], int] = {}  # (adapter, module id) → its first column
     owners: dict[str, list[int]] = {linear: [] for linear in shape.linears}
     for place, adapter in enumerate(adapters):

@@ -1,10 +1,12 @@
-"""Where adapters act: TensorRT-LLM's LoRA modules, their numbers, and the matrices of a decoder that they belong to."""
+"""TensorRT-LLM's LoRA modules: their ids, and the matrices of a decoder that they change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from trtserve.executor.sizes import Sizes
 
 MODULE_IDS: Mapping[str, int] = {
     "attn_qkv": 0,
@@ -16,7 +18,7 @@ MODULE_IDS: Mapping[str, int] = {
     "mlp_4h_to_h": 6,
     "mlp_gate": 7,
 }
-"""Numbers in `lora_config` of the modules that a decoder without experts and without an encoder has."""
+"""Ids in `lora_config` of the modules that a decoder without experts and without an encoder has."""
 
 OTHER_MODULES = (
     "cross_attn_qkv",
@@ -31,7 +33,7 @@ OTHER_MODULES = (
     "mlp_router",
     "mlp_gate_up",
 )
-"""Words of `--lora-target-modules` that belong to other kinds of models."""
+"""Names of `--lora-target-modules` for other kinds of models."""
 
 HF_MODULES: Mapping[str, str] = {
     "attn_qkv": "qkv_proj",
@@ -43,47 +45,48 @@ HF_MODULES: Mapping[str, str] = {
     "mlp_4h_to_h": "down_proj",
     "mlp_gate": "up_proj",
 }
-"""Names of the same modules in Hugging Face's Llama."""
+"""Hugging Face's names of the same modules in Llama."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraModule:
-    """One module: it adds to outputs `first` … `first + outputs` of the matrix `linear`, which has `width` of them.
-
-    `linear` is the matrix' name inside a layer of the checkpoint; `inputs` and `outputs` are the widths of the
-    adapter's in- and out-weights.
-    """
+    """One module: it changes outputs `first` … `first + outputs` of the matrix `linear`."""
 
     id: int
     name: str
     linear: str
+    """Name of the matrix inside a layer of the checkpoint."""
     inputs: int
+    """Width of the adapter's in-weights."""
     outputs: int
+    """Width of the adapter's out-weights."""
     width: int
+    """Outputs of the whole matrix."""
     first: int = 0
 
     def numbers(self, rank: int) -> int:
-        """How many numbers the weights of an adapter of `rank` have here, in- and out-weights together."""
+        """Return how many numbers the weights of an adapter of `rank` have, in- and out-weights together."""
         return rank * (self.inputs + self.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraShape:
-    """What the adapters of an engine may look like; `bfloat16` tells in which type the engine calculates with them."""
+    """The shape of the adapters that an engine accepts."""
 
     modules: tuple[LoraModule, ...]
     layers: int
     max_rank: int
     bfloat16: bool = False
+    """Whether the engine computes with adapters in bfloat16 instead of float32."""
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of every matrix that has a module, by its name inside a layer."""
+        """(inputs, outputs) of every matrix with a module, by its name inside a layer."""
         return {module.linear: (module.inputs, module.width) for module in self.modules}
 
 
 def lora_modules(config: Mapping[str, Any], names: Iterable[str], *, fused_mlp: bool = False) -> tuple[LoraModule, ...]:
-    """The modules called `names` of a decoder, by their numbers; `config` is the checkpoint's, KeyError for others.
+    """Return the modules `names` of a decoder, sorted by id; `config` is the checkpoint's, KeyError for unknown names.
 
     `fused_mlp`: the first matrix of the MLP holds the activated part and the gate (Phi-3), and so does its module.
     """
@@ -106,4 +109,18 @@ def lora_modules(config: Mapping[str, Any], names: Iterable[str], *, fused_mlp: 
         LoraModule(id=MODULE_IDS[name], name=name, linear=linear, inputs=inputs, outputs=outputs, width=width, first=at)
         for name in sorted(names, key=MODULE_IDS.__getitem__)
         for linear, inputs, outputs, width, at in [parts[name]]
+    )
+
+
+def lora_shape(config: Mapping[str, Any]) -> LoraShape | None:
+    """Return the shape of the adapters of an engine with this `config.json`, or None if it takes none."""
+    build, model = config["build_config"], config["pretrained_config"]
+    if not build.get("plugin_config", {}).get("lora_plugin"):
+        return None
+    lora = build["lora_config"]
+    return LoraShape(
+        modules=lora_modules(model, lora["lora_target_modules"], fused_mlp=config["trtserve"].get("mlp") == "fused"),
+        layers=Sizes.of(model).layers,
+        max_rank=int(lora["max_lora_rank"]),
+        bfloat16=config["trtserve"]["compute_precision"] == "bf16",
     )

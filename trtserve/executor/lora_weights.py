@@ -1,9 +1,9 @@
-"""What a client sends as an adapter: `lora_weights` and `lora_config`, checked and taken apart into matrices."""
+"""Check an adapter that a client sends as `lora_weights` and `lora_config`, and split it into matrices."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,25 +16,25 @@ from trtserve.executor.lora_modules import MODULE_IDS, LoraModule, LoraShape
 Array = npt.NDArray[Any]
 
 _NAMES = {number: name for name, number in MODULE_IDS.items()}
-# module id, layer, rank; a fourth number tells DoRA (TensorRT-LLM 1.x).
+# Module id, layer, rank; a fourth number marks DoRA (TensorRT-LLM 1.x).
 _COLUMNS = (3, 4)
 
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One adapter in the type that the engine calculates with; `holders` counts the requests that use it.
-
-    `matrices` maps (layer, module id) to in-weights [rank, inputs] and out-weights [rank, outputs]; `ranks` is the
-    largest rank of each module over the layers; `pages` is what it takes in the cache. `content` is a digest of the
-    weights: a task id may come back with others, and keys and values of the former ones are not its own then.
-    """
+    """One adapter in the type that the engine computes with."""
 
     task_id: int
     matrices: Mapping[tuple[int, int], tuple[Array, Array]]
+    """(layer, module id) → in-weights [rank, inputs] and out-weights [rank, outputs]."""
     content: int = 0
+    """Digest of the weights: if a task id comes back with other weights, old keys and values must not be reused."""
     pages: int = 0
+    """Pages in the cache."""
     holders: int = 0
+    """Number of requests that use it."""
     ranks: Mapping[int, int] = field(init=False)
+    """Largest rank of each module over the layers."""
 
     def __post_init__(self) -> None:
         ranks: dict[int, int] = {}
@@ -44,17 +44,22 @@ class Adapter:
 
 
 def read_adapter(task_id: int, weights: Array, config: Array, shape: LoraShape, *, max_rank: int) -> Adapter:
-    """Take an adapter apart.
+    """Split an adapter into matrices.
 
-    `weights` float[(1,) rows, most] holds in each row the in-weights [rank, inputs] and after them the out-weights
-    [outputs, rank], already scaled; `config` int32[(1,) rows, 3] their module id, layer and rank (section 6 of
-    TensorRT-LLM's conversion, `hf_lora_convert`). RuntimeError when they do not fit each other or the engine.
+    `weights` float[(1,) rows, most] holds in each row the in-weights [rank, inputs] followed by the out-weights
+    [outputs, rank], already scaled; `config` int32[(1,) rows, 3] their module id, layer and rank, as written by
+    `hf_lora_convert`. Raises RuntimeError if they do not match each other or the engine.
     """
     rows, numbers = _two_dimensional(weights, "lora_weights"), _two_dimensional(config, "lora_config")
     _check_types(rows, numbers)
     modules = {module.id: module for module in shape.modules}
     matrices: dict[tuple[int, int], tuple[Array, Array]] = {}
-    for row, (number, layer, rank) in zip(rows, _described(numbers), strict=True):
+    digest = hashlib.blake2b(digest_size=8)
+    for array in (rows, numbers):
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    for row, (number, layer, rank, *dora) in zip(rows, numbers.tolist(), strict=True):
+        if any(dora):
+            raise RuntimeError("The adapter is a DoRA adapter; this engine accepts LoRA adapters only")
         module = _checked_module(modules, shape, number=number, layer=layer, rank=rank, most=max_rank)
         if module.numbers(rank) > len(row):
             raise RuntimeError(
@@ -62,18 +67,11 @@ def read_adapter(task_id: int, weights: Array, config: Array, shape: LoraShape, 
                 f"a row has {len(row)}"
             )
         matrices[layer, number] = _matrices(row, module, rank, bfloat16=shape.bfloat16)
-    return Adapter(task_id=task_id, matrices=matrices, content=_digest(rows, numbers))
-
-
-def _digest(*arrays: Array) -> int:
-    digest = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
-    return int.from_bytes(digest.digest(), "little")
+    return Adapter(task_id=task_id, matrices=matrices, content=int.from_bytes(digest.digest(), "little"))
 
 
 def _two_dimensional(values: Array, name: str) -> Array:
-    """The rows of a tensor that may have the batch's axis in front."""
+    """Return the rows of a tensor that may have a batch axis."""
     array = np.asarray(values)
     if array.ndim == 3 and len(array) != 1:
         raise RuntimeError(f"Expected batch dimension to be 1 for each lora request; {name} has {len(array)}")
@@ -96,13 +94,6 @@ def _check_types(weights: Array, config: Array) -> None:
         raise RuntimeError(f"Expected rows of lora_config to have 3 numbers; they have {config.shape[1]}")
 
 
-def _described(config: Array) -> Iterator[tuple[int, int, int]]:
-    for row in config.tolist():
-        if any(row[3:]):
-            raise RuntimeError("The adapter is a DoRA adapter; this engine takes LoRA adapters only")
-        yield row[0], row[1], row[2]
-
-
 def _checked_module(
     modules: Mapping[int, LoraModule], shape: LoraShape, *, number: int, layer: int, rank: int, most: int
 ) -> LoraModule:
@@ -118,12 +109,12 @@ def _checked_module(
 
 
 def _matrices(row: Array, module: LoraModule, rank: int, *, bfloat16: bool) -> tuple[Array, Array]:
-    """In-weights [rank, inputs] and out-weights [rank, outputs] of one row, whose padding is dropped."""
+    """Return in-weights [rank, inputs] and out-weights [rank, outputs] of one row without its padding."""
     target = ml_dtypes.bfloat16 if bfloat16 else np.float32
     values = row[: module.numbers(rank)].astype(target)
     # An infinite number would reach the other requests of a step: 0 × ∞ is not 0.
     if not np.isfinite(values.astype(np.float32, copy=False)).all():
-        raise RuntimeError(f"lora_weights has numbers for {module.name} that are not finite")
+        raise RuntimeError(f"lora_weights has values for {module.name} that are not finite")
     middle = rank * module.inputs
     outputs = values[middle:].reshape(module.outputs, rank)
     return values[:middle].reshape(rank, module.inputs), np.ascontiguousarray(outputs.T)

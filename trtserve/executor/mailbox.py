@@ -1,4 +1,4 @@
-"""Responses that wait to be fetched, and the three ways to wait for them."""
+"""Responses that are ready to be fetched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trtserve.executor.results import Response
 
 
 class Mailbox:
-    """Responses by request id; a request is open until its last response was fetched. Safe for many threads."""
+    """Responses by request id; a request is open until its last response was fetched. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -21,28 +21,28 @@ class Mailbox:
         self._failure: str | None = None
 
     def expect(self, clients: Mapping[int, int | None]) -> None:
-        """Open ids (with their clients' ids), which count upwards: only their responses are fetched by id."""
+        """Open request ids (ascending), with the client's ids; only their responses can be fetched by id."""
         with self._changed:
             self._open.update(clients)
             self._highest = max(self._highest, *clients, 0)
 
     def deliver(self, responses: list[Response]) -> None:
-        """Make `responses` ready, waking whoever waits."""
+        """Make `responses` ready and wake all waiting threads."""
         with self._changed:
             for response in responses:
                 self._ready.setdefault(response.request_id, []).append(response)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wake every waiter; fetching never blocks again."""
+        """Wake all waiting threads; fetching never blocks again."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def fail(self, message: str) -> None:
-        """End every request that is open with an error, and let fetching raise RuntimeError when those are handed out.
+        """Answer every open request with an error; after those, fetching raises RuntimeError.
 
-        The ids come from here and not from who failed, whose lists may be in any state.
+        Uses the ids known here, because the worker's own lists may be in any state after a failure.
         """
         with self._changed:
             for number, client in self._open.items():
@@ -53,28 +53,28 @@ class Mailbox:
         self.close()
 
     def count(self, number: int | None) -> int:
-        """Responses that are ready: of request `number`, or of all."""
+        """Return the number of ready responses, of request `number` or of all."""
         with self._changed:
             if number is None:
                 return sum(map(len, self._ready.values()))
             return len(self._ready.get(number, ()))
 
     def fetch(self, number: int | None, timeout: float | None) -> list[Response]:
-        """What is ready of request `number` (None: of all), waiting up to `timeout` seconds (None: for ever).
+        """Return the ready responses of request `number` (None: all), waiting up to `timeout` seconds (None: no limit).
 
-        RuntimeError with the cause when nothing can become ready any more.
+        Raises RuntimeError with the cause when no response can become ready any more.
         """
         with self._changed:
             if number is None:
                 self._wait(lambda: bool(self._ready), timeout)
                 return [response for each in list(self._ready) for response in self._take(each)]
-            if self._has_ended(number):
-                return [_already_processed(number)]
+            if number <= self._highest and number not in self._open:  # its last response was fetched before
+                return [Response(number, f"Request id {number} has already been processed and terminated")]
             self._wait(lambda: number in self._ready, timeout)
             return self._take(number)
 
     def fetch_each(self, numbers: list[int], timeout: float | None) -> list[list[Response]]:
-        """What is ready of each request, one after another within one time budget."""
+        """Return the ready responses of each request; the timeout is for all of them together."""
         deadline = None if timeout is None else time.monotonic() + timeout
         return [
             self.fetch(number, None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -86,10 +86,6 @@ class Mailbox:
         if self._failure is not None and not ready():
             raise RuntimeError(self._failure)
 
-    def _has_ended(self, number: int) -> bool:
-        """True when the last response was handed out; an id never given is not ended, it is waited for."""
-        return number <= self._highest and number not in self._open
-
     def _take(self, number: int) -> list[Response]:
         responses = self._ready.pop(number, [])
         if responses and _is_last(responses[-1]):
@@ -99,7 +95,3 @@ class Mailbox:
 
 def _is_last(response: Response) -> bool:
     return bool(response.has_error() or response.result.is_final)
-
-
-def _already_processed(number: int) -> Response:
-    return Response(number, f"Request id {number} has already been processed and terminated")

@@ -1,8 +1,13 @@
-"""What the executor asks of a model: logits of chosen tokens, given where the sequences' KV blocks are."""
+"""The interface between the executor and a model: paged attention over a KV cache that the executor manages.
+
+`Model` is all that the scheduler, the sampler and the KV block manager know of a model, so that another framework can
+implement it. The model owns the memory of the KV cache; the executor decides which block belongs to which sequence.
+All calls after construction come from one thread, the executor's worker.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,26 +20,44 @@ Int64s = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
 
 
-class Model(Protocol):
-    """A paged-attention model; `PagedModel` is the real one.
+@runtime_checkable
+class Follower(Protocol):
+    """A rank that computes its part of what another process, rank 0, asks its own `Model`."""
 
-    `max_prompt_table` counts the rows of prompt tables that the engine was built for, 0 for none; `lora` says what
-    its adapters may look like, None for none.
-    """
+    def follow(self) -> None:
+        """Compute until rank 0 ends."""
+
+
+class Model(Protocol):
+    """A model with paged attention. `paged_model.PagedModel` implements it with OpenVINO;
+    `loaders.MODELS` lists all."""
 
     vocab_size: int
-    max_position: int
-    tokens_per_block: int
-    bytes_per_block: int
+    """Width of the logits; larger token ids refer to rows of a prompt table."""
     hidden_size: int
+    """Width of a prompt table's rows."""
+    max_position: int
+    """Position ids must be below this."""
+    tokens_per_block: int
+    """Tokens in a block of the KV cache."""
+    bytes_per_block: int
+    """Memory of a block: keys and values of all layers."""
+    kv_memory_fraction: float
+    """Largest part of `free_memory` for the KV cache, unless the configuration says otherwise."""
     max_prompt_table: int
+    """Rows of the largest prompt table, or 0 if the engine was built without prompt tables."""
     lora: LoraShape | None
+    """Modules and ranks that LoRA adapters may have, or None if the engine was built without LoRA."""
+
+    def free_memory(self) -> int:
+        """Return the free bytes of the memory that will hold the KV cache; with ranks, of the one with least."""
+        ...
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache."""
+        """Allocate the KV cache, blocks 0 … num_blocks - 1. Called once, before all other methods."""
 
     def warm_up(self) -> None:
-        """Do, once there is a cache, what the first step would have to do before it could be fast."""
+        """Do one-time work (compile, pack weights, tune), so that the first step is as fast as any other."""
 
     def forward(
         self,
@@ -51,11 +74,30 @@ class Model(Protocol):
         adapters: AdapterBatch | None = None,
         long_sequences: npt.NDArray[np.bool_] | None = None,
     ) -> npt.NDArray[Any]:
-        """Logits f32[r, vocab_size] of the token rows `rows`; a view that is valid until the next call.
+        """Write the keys and values of the new tokens to the cache and return the logits of some of the tokens.
 
-        Token ids from vocab_size on are rows of `prompt_table` f32[n, hidden_size]; `adapters` are the LoRA adapters
-        of the tokens, None when no token has one. `long_sequences` boolean[s] tells which sequences LongRoPE rotates
-        as long ones, from their first token on.
+        A step has t new tokens of s sequences, one sequence after another; prompts and generations may be mixed. The
+        arrays are only valid during the call.
+
+        Args:
+            token_ids: i64[t]. An id of vocab_size + n is row n of `prompt_table`.
+            positions: i64[t], the position of each token in its sequence.
+            past_lens: i32[s], the number of each sequence's tokens that are already in the cache.
+            subsequence_begins: i32[s + 1]. Sequence i owns tokens subsequence_begins[i] … subsequence_begins[i + 1].
+            block_indices: i32[b], the cache blocks of all sequences, one sequence after another. Block n of a sequence
+                holds its tokens n * tokens_per_block … (n + 1) * tokens_per_block. Sequences may share full blocks.
+            block_indices_begins: i32[s + 1]. Sequence i owns block_indices[block_indices_begins[i] …
+                block_indices_begins[i + 1]].
+            max_context_len: the largest number of past plus new tokens of a sequence.
+            rows: [r], the numbers (0 … t - 1) of the tokens whose logits are needed, in the order of the result.
+            prompt_table: f32[n, hidden_size], the embeddings of ids from vocab_size on.
+            adapters: the LoRA adapters of the tokens, or None if no token has one.
+            long_sequences: boolean[s], the sequences that LongRoPE rotates with its long factors; None means none.
+
+        Returns:
+            Logits f32[r, vocab_size]. The array may be a view that is valid until the next call; the executor writes
+            to it.
+
         """
         ...
 

@@ -1,6 +1,6 @@
-"""What happens to an engine's graph at load: paged attention, and the inputs of prompt tables and adapters.
+"""Transform an engine's graph at load: paged attention, and inputs for prompt tables and adapters.
 
-The stored graph has none of this: OpenVINO 2026.4 writes a transformed graph but does not read it back.
+Engines store the graph before this, because OpenVINO 2026.4 can write a transformed graph but not read it back.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-# Private in OpenVINO: tests/unit/test_paged_model.py pins the inputs that the transformation makes.
+# Private in OpenVINO: tests/unit/test_paged_model.py checks the inputs that the transformation creates.
 from openvino._offline_transformations import paged_attention_transformation
 
 from trtserve.executor.graph import ALIBI_SLOPES, LAST_ATTENTION, LAST_PARALLEL_MLP, LONG_ROPE_BEYOND
 from trtserve.executor.lora_modules import LoraShape
 
-# Input 10 of PagedAttentionExtension is its sliding window in tokens, 0 for none.
+# Input 10 of PagedAttentionExtension is the sliding window in tokens, 0 for none.
 _WINDOW_INPUT = 10
-# Input 11 holds the slopes of alibi, one per head, or nothing.
+# Input 11 holds the ALiBi slopes, one per head, or is empty.
 _ALIBI_INPUT = 11
 
 
 def to_paged_attention(graph: ov.Model, *, windows: Sequence[int | None] = ()) -> None:
-    """Turn the stateful `graph` into one over flat tokens and cache blocks that computes only the `rows` asked for.
+    """Turn the stateful `graph` into one over flat tokens and cache blocks that computes only the requested `rows`.
 
     `windows` are the sliding windows of the layers in tokens, None for none; a shorter list is repeated.
     """
@@ -48,10 +48,10 @@ def to_paged_attention(graph: ov.Model, *, windows: Sequence[int | None] = ()) -
 
 
 def add_long_sequences(graph: ov.Model, longest: int) -> int | None:
-    """Let a new input `long_sequences` boolean[t] say which tokens belong to sequences that are long for LongRoPE.
+    """Add an input `long_sequences` boolean[t]: the tokens of sequences that LongRoPE rotates with its long factors.
 
-    Before the graph is turned into one with paged attention. Comes back with the number of tokens beyond which a
-    sequence is long; None, and no input, for a model that has no such or sequences of at most `longest` tokens.
+    Must be called before `to_paged_attention`. Returns the number of tokens beyond which a sequence is long, or None
+    without an input, for a model without LongRoPE or with sequences of at most `longest` tokens.
     """
     beyond = _constants(graph).get(LONG_ROPE_BEYOND)
     if beyond is None:
@@ -70,7 +70,7 @@ def add_long_sequences(graph: ov.Model, longest: int) -> int | None:
 
 
 def add_prompt_table(graph: ov.Model, *, vocab_size: int, hidden_size: int) -> None:
-    """Let ids from `vocab_size` on take their embeddings from a new input `prompt_table` f32[n, hidden], n ≥ 1."""
+    """Add an input `prompt_table` f32[n, hidden], n ≥ 1, with the embeddings of ids from `vocab_size` on."""
     weights = _constants(graph)["transformer.vocab_embedding.weight"]
     embed = _consumer(weights, "Gather")
     ids = embed.input_value(1)
@@ -88,11 +88,11 @@ def add_prompt_table(graph: ov.Model, *, vocab_size: int, hidden_size: int) -> N
 
 
 def add_adapters(graph: ov.Model, shape: LoraShape) -> None:
-    """Let adapters change the outputs of the matrices in `shape`; `graph` has paged attention already.
+    """Let adapters change the outputs of the matrices in `shape`; `graph` must have paged attention already.
 
     New inputs: `lora.mask.LINEAR` boolean[t, w] (see AdapterBatch; [1, 0] for none), and `lora.a.LAYER.LINEAR`
     [w, inputs], `lora.b.LAYER.LINEAR` [w, outputs] per layer. Each matrix gets one product for all of its modules and
-    adapters: output + select(mask, x·aᵀ)·b. Columns of other adapters become 0, whatever is in them.
+    adapters: output + select(mask, x·aᵀ)·b. Columns of other adapters become 0, whatever their values.
     """
     constants = _constants(graph)
     rows = next(parameter for parameter in graph.get_parameters() if parameter.get_friendly_name() == "rows")
@@ -106,7 +106,7 @@ def add_adapters(graph: ov.Model, shape: LoraShape) -> None:
             parameters += [a, b]
             mask = masks[linear]
             if layer == shape.layers - 1 and linear.startswith("mlp."):
-                # Behind the last attention there are only the rows that were asked for.
+                # After the last attention there are only the requested rows.
                 mask = ops.gather(mask, rows, ops.constant(np.int64(0)))
             _add_product(constants[f"transformer.layers.{layer}.{linear}.weight"], mask, a, b)
     graph.add_parameters(parameters)
@@ -114,29 +114,29 @@ def add_adapters(graph: ov.Model, shape: LoraShape) -> None:
 
 
 def _add_product(weight: Any, mask: Any, a: Any, b: Any) -> None:
-    """Add the adapters' part to the product with the matrix `weight`, behind its bias."""
+    """Add the adapters' part to the product with the matrix `weight`, after its bias."""
     product = _consumer(weight, "MatMul")
-    # As [t, inputs]: a product [t, 1, inputs] would be calculated token by token.
+    # As [t, inputs]: a product [t, 1, inputs] would be computed token by token.
     width = int(list(a.get_output_partial_shape(0))[1].get_length())
     flat = ops.reshape(product.input_value(0), ops.constant(np.array([-1, width])), False)
     inner = ops.matmul(flat, _wide(a), False, True)
     inner = ops.select(mask, inner, ops.constant(np.float32(0)))
     delta = ops.unsqueeze(ops.matmul(inner, _wide(b), False, False), ops.constant(np.int64(1)))
-    end = _behind_bias(product)
+    end = _after_bias(product)
     consumers = list(end.output(0).get_target_inputs())
     total = ops.add(end, delta)
-    # LAST_ATTENTION and the like are never the product itself, so no name is lost.
+    # LAST_ATTENTION and similar names are never on the product itself, so no name is lost.
     for consumer in consumers:
         consumer.replace_source_output(total.output(0))
 
 
 def _wide(parameter: Any) -> Any:
-    """The input as float32 in the graph's types; the plugin calculates in the input's own where it may."""
+    """Return the input as float32; the plugin may still compute in the input's own type."""
     return parameter if parameter.get_element_type() == ov.Type.f32 else ops.convert(parameter, "f32")
 
 
-def _behind_bias(product: Any) -> Any:
-    """The sum of `product` and its bias, or `product` itself where it has none."""
+def _after_bias(product: Any) -> Any:
+    """Return the sum of `product` and its bias, or `product` itself without a bias."""
     consumers = list(product.output(0).get_target_inputs())
     if len(consumers) != 1:
         return product
@@ -150,12 +150,12 @@ def _behind_bias(product: Any) -> Any:
 
 
 def _consumer(node: Any, kind: str) -> Any:
-    """The first operation of `kind` on the way from a weight, past what widens it."""
+    """Return the first operation of `kind` after a weight, skipping conversions."""
     for _ in range(6):
         if node.get_type_name() == kind:
             return node
         node = next(iter(node.output(0).get_target_inputs())).get_node()
-    raise AssertionError(f"no {kind} behind a weight; found {node.get_type_name()}")
+    raise AssertionError(f"no {kind} after a weight; found {node.get_type_name()}")
 
 
 def _constants(graph: ov.Model) -> Mapping[str, Any]:
@@ -174,7 +174,7 @@ def _scalar(value: int, like: Any) -> Any:
 
 
 def _gather_rows(graph: ov.Model, nodes: Mapping[str, Any]) -> None:
-    """Let everything behind the last attention see only the tokens numbered by a new input `rows` i32[r]."""
+    """Let everything after the last attention see only the tokens in a new input `rows` i32[r]."""
     rows = _parameter("rows", [-1], ov.Type.i32)
     ends = [list(nodes[LAST_ATTENTION].output(0).get_target_inputs())]
     if LAST_PARALLEL_MLP in nodes:

@@ -1,12 +1,11 @@
-"""How an engine folder becomes a running model: paged attention over a KV cache in blocks, on the CPU with OpenVINO.
+"""Run an engine folder on the CPU with OpenVINO: paged attention over a KV cache in blocks.
 
-The engine holds the stateful graph; what makes it a paged one, with the inputs of what was built in, happens at load.
+The engine contains the stateful graph. It is turned into a paged one at load, with inputs for what was built in.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,12 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
-from trtserve.errors import ArtifactError, BuildError, CorruptFileError
-from trtserve.executor.companions import SIZES, StepInputs, fastest, in_company, lone_token
-from trtserve.executor.graph import Sizes
+from trtserve.errors import BuildError, CorruptFileError
+from trtserve.executor.attention_limits import layer_windows
+from trtserve.executor.configs import ExecutorConfig
+from trtserve.executor.decode_padding import SIZES, StepInputs, fastest_step_size, pad_decode_step, single_token_step
+from trtserve.executor.limits import DEFAULT_FREE_FRACTION
+from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.lora import AdapterBatch, AdapterStack
-from trtserve.executor.lora_modules import LoraShape, lora_modules
+from trtserve.executor.lora_modules import lora_shape
 from trtserve.executor.paged_graph import add_adapters, add_long_sequences, add_prompt_table, to_paged_attention
+from trtserve.host.machine import free_memory
 
 Array = npt.NDArray[Any]
 Int32s = npt.NDArray[np.int32]
@@ -30,7 +33,7 @@ Int64s = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
-# Inputs of the transformed graph in the order in which `forward` fills them; `rows` is ours.
+# Inputs of the transformed graph in the order of `StepInputs`; `rows` is added by paged_graph.
 _STEP_INPUTS: tuple[tuple[str, type[np.generic]], ...] = (
     ("input_ids", np.int64),
     ("position_ids", np.int64),
@@ -42,46 +45,42 @@ _STEP_INPUTS: tuple[tuple[str, type[np.generic]], ...] = (
     ("rows", np.int32),
 )
 _CACHE_LINE = 64
-# The plugin keeps the kernels of every shape it has met, 5000 by default, each with memory of its own: a server whose
-# steps differ in size grew by hundreds of megabytes for minutes. The layers share kernels, so that a few dozen are
-# those of the last handful of shapes; steps of equal size look nothing up.
+# The plugin caches the kernels of every shape it has seen, 5000 by default, each with memory of its own: a server with
+# steps of different sizes grew by hundreds of megabytes for minutes. The layers share kernels, so that a few dozen
+# cover the last handful of shapes; steps of equal size need no lookup.
 _KERNELS_KEPT = 64
-# oneDNN below it keeps 1024 primitives of its own, some for every number of tokens that a step ever had (0.7 MB each
-# with the demo model): memory grew for minutes of random load. With 256 it is flat after a thousand requests, and no
-# request costs more CPU time.
+# oneDNN, which the plugin uses, caches 1024 primitives, some for every number of tokens in a step (0.7 MB each with the
+# demo model): memory grew for minutes of random load. With 256 it stops growing after a thousand requests, and no
+# request needs more CPU time.
 _PRIMITIVES_KEPT = 256
 _ACTIVATION_GROUP = 256
 _LEAST_ACTIVATION_GROUP = 32
 _INT4 = (ov.Type.i4, ov.Type.u4)
-# Bytes of weights from which a step waits for memory, larger than what caches of a CPU hold for one model.
+# From this many bytes of weights on, a step waits for memory: more than CPU caches hold.
 _BOUND_BY_MEMORY = 256 << 20
 
 
 @functools.cache
 def openvino_core() -> ov.Core:
-    """The one Core of this process.
+    """Return the one Core of this process.
 
-    The CPU plugin of each Core moves the thread's signal stack and puts the former one back at its end. When two Cores
-    end in another order than they began, that is freed memory, and the next Python signal handler crashes.
+    The CPU plugin of each Core moves the thread's signal stack and restores the former one at its end. If two Cores end
+    in another order than they began, that is freed memory, and the next Python signal handler crashes.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_PRIMITIVES_KEPT))  # read at its first use
     return ov.Core()
 
 
 class PagedModel:
-    """A compiled paged-attention graph with its KV cache.
+    """A compiled paged-attention graph with its KV cache: `Model` on OpenVINO. Not thread-safe."""
 
-    `bytes_per_block` counts keys and values of all layers. `max_prompt_table` counts the rows of prompt tables that
-    the engine was built for, 0 for none; `lora` says what its adapters may look like, None for none. `long_beyond` is
-    the number of tokens beyond which a sequence is long for LongRoPE, None when it makes no difference here. Not for
-    use by several threads at once.
-    """
+    kv_memory_fraction = DEFAULT_FREE_FRACTION
 
     def __init__(self, engine: Path, *, threads: int | None = None, windows: Sequence[int] | None = None) -> None:
         """Read, transform and compile the engine in `engine`; `threads` limits OpenVINO's threads.
 
-        `windows` are max_attention_window: how many tokens back the layers see, repeated over the layers; the
-        model's own windows stay where they are shorter.
+        `windows` are max_attention_window: the number of tokens that the layers see, repeated over the layers. Shorter
+        windows of the model itself stay.
         """
         config = read_engine_config(engine)
         own = config["trtserve"]
@@ -94,8 +93,9 @@ class PagedModel:
         self.lora = lora_shape(config)
         core = openvino_core()
         graph = _read_graph(core, engine / "rank0.xml")
-        self.long_beyond = add_long_sequences(graph, self.max_position)
-        to_paged_attention(graph, windows=_windows(own["windows"], windows, self.max_position))
+        # None: no sequence of this engine can be long for LongRoPE.
+        self.long_rope_beyond = add_long_sequences(graph, self.max_position)
+        to_paged_attention(graph, windows=layer_windows(own["windows"], windows, self.max_position))
         if self.max_prompt_table:
             add_prompt_table(graph, vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         if self.lora:
@@ -108,39 +108,41 @@ class PagedModel:
         self._cache_ports = [
             (index, compiled.inputs[index]) for name, index in ports.items() if name.startswith(("key_", "value_"))
         ]
-        self.tokens_per_block = _tokens_per_block(compiled, ports)
+        # The plugin chooses the block size; value caches are [blocks, kv_heads, tokens, head].
+        self.tokens_per_block = int(list(compiled.inputs[ports["value_cache.0"]].get_partial_shape())[2].get_length())
         self.bytes_per_block = sum(_block_bytes(port) for _, port in self._cache_ports)
         self._reads_memory = (engine / "rank0.bin").stat().st_size >= _BOUND_BY_MEMORY
-        self._lone_size = 1
+        self._decode_size = 1
         self._spare_block = 0
         self._caches: list[Array] = []
-        self._held: list[Any] = []
+        self._held: list[Any] = []  # arrays that OpenVINO reads without a copy
         self._stack: AdapterStack | None = None
         self._stack_held: list[Any] = []
         self._set_prompt_table(None)
         self._set_stack(None)
 
     def _properties(self, threads: int | None, group: int) -> dict[str, Any]:
-        """Properties of the CPU plugin for this engine's precisions."""
+        """Return the properties of the CPU plugin for this engine's precisions."""
         properties: dict[str, Any] = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_PRECISION_HINT": self.compute_precision,
             "KV_CACHE_PRECISION": self.kv_precision,
             "CPU_RUNTIME_CACHE_CAPACITY": _KERNELS_KEPT,
-            # A core that others take time of gets less to do; the plugin's own is to divide all work evenly.
+            # A core that is shared with other programs gets less work; by default all get the same.
             "TBB_PARTITIONER": "AUTO",
-            # The plugin rounds activations to int8 in front of packed weights; in exact arithmetic it must not.
+            # The plugin rounds activations to int8 before packed weights; exact arithmetic must not.
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0 if self.compute_precision == "f32" else group,
         }
         if threads is not None:
             properties["INFERENCE_NUM_THREADS"] = threads
         return properties
 
-    def allocate(self, num_blocks: int) -> None:
-        """Make the KV cache of `num_blocks` blocks; memory is taken when a block is first written.
+    def free_memory(self) -> int:
+        """Return the free bytes of this machine's memory."""
+        return free_memory()
 
-        One more belongs to the model itself.
-        """
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV cache; memory is used when a block is first written. One more block is the model's own."""
         self._caches, self._spare_block = [], num_blocks
         for index, port in self._cache_ports:
             shape = [num_blocks + 1, *(int(size.get_length()) for size in list(port.get_partial_shape())[1:])]
@@ -149,16 +151,16 @@ class PagedModel:
             self._caches.append(cache)
 
     def warm_up(self) -> None:
-        """Compute a step, in which OpenVINO packs the weights, and find how one token is computed fastest here.
+        """Run a step, in which OpenVINO packs the weights, and measure whether padding makes decode steps faster.
 
-        Not in exact arithmetic, whose last bits must not depend on that.
+        Padding is not used with exact arithmetic, because results would differ in the last bits.
         """
-        self._lone_step(1)
+        self._run_decode_step(1)
         if self._reads_memory and self.compute_precision != "f32" and self.max_position >= max(SIZES):
-            self._lone_size = fastest(self._lone_step)
+            self._decode_size = fastest_step_size(self._run_decode_step)
 
-    def _lone_step(self, size: int) -> None:
-        self._set_step(in_company(lone_token(self._spare_block), size, self._spare_block))
+    def _run_decode_step(self, size: int) -> None:
+        self._set_step(pad_decode_step(single_token_step(self._spare_block), size, self._spare_block))
         self._infer()
 
     def forward(
@@ -176,17 +178,7 @@ class PagedModel:
         adapters: AdapterBatch | None = None,
         long_sequences: Bools | None = None,
     ) -> Logits:
-        """Logits f32[r, vocab] of the tokens numbered `rows`; the tokens' keys and values enter the cache.
-
-        token_ids and positions i64[t] hold the new tokens of all sequences one after another; sequence s owns
-        tokens subsequence_begins[s] … subsequence_begins[s + 1] and the cache blocks
-        block_indices[block_indices_begins[s] … block_indices_begins[s + 1]]; past_lens i32[s] counts its tokens
-        that are in the cache already. `max_context_len` is the longest past plus new. `prompt_table`
-        f32[n, hidden] holds the embeddings of the ids vocab_size … vocab_size + n − 1; an engine built without one
-        takes None only, likewise with `adapters`. `long_sequences` boolean[s] tells which sequences are to be rotated
-        as long ones, from their first token on; None when none is. The result is a view that is valid until the next
-        call. The GIL is released while OpenVINO computes.
-        """
+        """See `Model.forward`. The GIL is released while OpenVINO computes."""
         step = StepInputs(
             token_ids,
             positions,
@@ -198,13 +190,17 @@ class PagedModel:
             rows,
         )
         if len(token_ids) == 1 and adapters is None:
-            step = in_company(step, self._lone_size, self._spare_block)
+            step = pad_decode_step(step, self._decode_size, self._spare_block)
         self._set_step(step, long_sequences)
         if prompt_table is not None or self._prompt_table is not None:
             self._set_prompt_table(prompt_table)
         if adapters is not None or self._stack is not None:
-            self._set_adapters(adapters)
-        return self._infer()[: len(rows)]  # without those of company
+            if adapters is None or adapters.stack is not self._stack:
+                self._set_stack(None if adapters is None else adapters.stack)
+            if adapters is not None:
+                for linear, mask in adapters.masks.items():
+                    self._set_mask(linear, mask)
+        return self._infer()[: len(rows)]  # without the rows of padding
 
     def _set_step(self, step: StepInputs, long_sequences: Bools | None = None) -> None:
         values: tuple[Any, ...] = step
@@ -214,7 +210,7 @@ class PagedModel:
         ]
         for array, (index, _) in zip(self._held, self._step_inputs, strict=True):
             self._request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
-        if self.long_beyond is not None:
+        if self.long_rope_beyond is not None:
             self._set_long_sequences(self._held[3], long_sequences)
 
     def _infer(self) -> Logits:
@@ -224,7 +220,7 @@ class PagedModel:
         return logits.reshape(-1, self.vocab_size)
 
     def _set_long_sequences(self, begins: Array, long: Bools | None) -> None:
-        """The flag of its sequence for every token."""
+        """Set the flag of its sequence for every token."""
         flags = np.zeros(len(begins) - 1, np.bool_)
         if long is not None:
             flags[: len(long)] = long
@@ -233,7 +229,7 @@ class PagedModel:
         self._request.set_input_tensor(self._ports["long_sequences"], tensor)
 
     def _set_prompt_table(self, table: Logits | None) -> None:
-        """Without a table the graph needs a row that nobody asks for."""
+        """Set the prompt table; without one the graph needs a single unused row."""
         self._prompt_table = table
         if self.max_prompt_table:
             rows = np.zeros((1, self.hidden_size), np.float32) if table is None else table
@@ -241,16 +237,8 @@ class PagedModel:
             tensor = ov.Tensor(self._table_held, shared_memory=True)
             self._request.set_input_tensor(self._ports["prompt_table"], tensor)
 
-    def _set_adapters(self, adapters: AdapterBatch | None) -> None:
-        """Set the masks of this step, and the weights only when they are not those of the last one."""
-        if adapters is None or adapters.stack is not self._stack:
-            self._set_stack(None if adapters is None else adapters.stack)
-        if adapters is not None:
-            for linear, mask in adapters.masks.items():
-                self._set_mask(linear, mask)
-
     def _set_stack(self, stack: AdapterStack | None) -> None:
-        """Set the weights of `stack`; without one they are no columns wide, and so is the mask."""
+        """Set the weights of `stack`; without one they and the masks are 0 columns wide."""
         self._stack, self._stack_held = stack, []
         if self.lora is None:
             return
@@ -285,10 +273,10 @@ class PagedModel:
 
 
 def activation_group(graph: ov.Model) -> int:
-    """How many activations share a scale when the plugin rounds them to int8 in front of packed weights; 0: none are.
+    """Return how many activations share a scale when the plugin rounds them to int8, or 0 if each has its own.
 
-    The kernels leave their fast way when a group of activations is wider than a group of int4 weights. Beside that,
-    256 multiply up to 1.3 times as fast as the plugin's own 32 at one stream, and 1.6 times at eight.
+    The kernels become slow if a group of activations is wider than a group of int4 weights. Apart from that, groups of
+    256 are up to 1.3 times as fast as the plugin's default of 32 with one stream, and 1.6 times with eight.
     """
     constants = (node for node in graph.get_ops() if node.get_type_name() == "Constant")
     groups = {int(node.shape[-1]) for node in constants if node.get_element_type() in _INT4 and node.shape[-1] > 1}
@@ -296,48 +284,9 @@ def activation_group(graph: ov.Model) -> int:
     return common if common >= _LEAST_ACTIVATION_GROUP else 0
 
 
-def lora_shape(config: Mapping[str, Any]) -> LoraShape | None:
-    """What the adapters of an engine with this `config.json` look like; None when it takes none."""
-    build, model = config["build_config"], config["pretrained_config"]
-    if not build.get("plugin_config", {}).get("lora_plugin"):
-        return None
-    lora = build["lora_config"]
-    return LoraShape(
-        modules=lora_modules(model, lora["lora_target_modules"], fused_mlp=config["trtserve"].get("mlp") == "fused"),
-        layers=Sizes.of(model).layers,
-        max_rank=int(lora["max_lora_rank"]),
-        bfloat16=config["trtserve"]["compute_precision"] == "bf16",
-    )
-
-
-def _windows(own: Sequence[int | None], asked: Sequence[int] | None, longest: int) -> list[int | None]:
-    """The windows of the layers, to be repeated over them: the shorter one of the model's own and what was asked for.
-
-    None where it is as long as the longest sequence, so that the graph stays as it is.
-    """
-    both: tuple[Sequence[int | None], ...] = (own or (None,), asked or (None,))
-    repeated = [[turn[layer % len(turn)] for turn in both] for layer in range(math.lcm(*map(len, both)))]
-    shortest = [min((window for window in pair if window is not None), default=longest) for pair in repeated]
-    return [window if window < longest else None for window in shortest]
-
-
-def read_engine_config(engine: Path) -> Mapping[str, Any]:
-    """The `config.json` of an engine of the openvino runtime."""
-    path = engine / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ArtifactError(
-            f"{engine} has no config.json: it is not an engine folder.", hint="Give the path that `build` printed."
-        ) from None
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not valid JSON: {error}.", hint="Build the engine again.") from error
-    if config.get("trtserve", {}).get("runtime") != "openvino":
-        raise ArtifactError(
-            f"{engine} is not an engine of the openvino runtime.",
-            hint="Engines of TensorRT-LLM run on NVIDIA GPUs; `trtserve build --runtime openvino` makes one for CPUs.",
-        )
-    return config
+def load_model(engine: Path, config: ExecutorConfig) -> PagedModel:
+    """Load the engine; `loaders.MODELS` names this module."""
+    return PagedModel(engine, windows=config.kv_cache_config.max_attention_window)
 
 
 def _read_graph(core: ov.Core, path: Path) -> ov.Model:
@@ -357,11 +306,6 @@ def _compile(core: ov.Core, graph: ov.Model, properties: Mapping[str, Any]) -> o
         ) from error
 
 
-def _tokens_per_block(compiled: ov.CompiledModel, ports: Mapping[str, int]) -> int:
-    """The plugin chooses the block size; value caches are [blocks, kv_heads, tokens, head] in every precision."""
-    return int(list(compiled.inputs[ports["value_cache.0"]].get_partial_shape())[2].get_length())
-
-
 def _block_bytes(port: Any) -> int:
     numbers = 1
     for size in list(port.get_partial_shape())[1:]:
@@ -370,9 +314,9 @@ def _block_bytes(port: Any) -> int:
 
 
 def _zeros(shape: list[int], element_type: ov.Type) -> tuple[Array, ov.Tensor]:
-    """Zeros at a cache line's start, as an array and as the tensor over the same memory.
+    """Return zeros aligned to a cache line, as an array and as a tensor on the same memory.
 
-    NumPy asks the system for zeroed pages, which cost nothing until they are written.
+    NumPy asks the system for zeroed pages, which use no memory until they are written.
     """
     storage = {1: np.uint8, 2: np.uint16, 4: np.float32}[element_type.size]
     count = int(np.prod(shape)) * element_type.size

@@ -1,4 +1,4 @@
-"""Callables of the user that change logits before anything else does, by name, for all at once, or of one request."""
+"""The user's logits post-processors: callables that change logits first, named, batched, or given with a request."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ Logits = npt.NDArray[np.float32]
 
 
 class PostProcessors:
-    """The post-processors of one executor.
+    """The logits post-processors of one executor.
 
-    One is called with (request id, logits f32[n, beams, V] to change in place, tokens per beam, None for the stream,
-    client id), the batched one with lists of these. The client id is known from 0.13 on, n is 1 but for draft tokens.
+    A post-processor is called with (request id, logits f32[n, beams, V] to change in place, tokens per beam, None as
+    the stream, client id), the batched one with lists of these. Since 0.13 the client id is passed; n is 1 except for
+    draft tokens.
     """
 
     def __init__(self, config: ExecutorConfig) -> None:
         own = config.logits_post_processor_config
         self._named = (own.processor_map if own else config.logits_post_processor_map) or {}
         self._batched = own.processor_batched if own else config.logits_post_processor_batched
-        self._with_client = config.release not in ("0.10", "0.11", "0.12")
+        self._with_client = config.release != "0.12"
 
     def of(self, request: Request) -> PostProcessor | None:
-        """The post-processor that `request` names or brings; RuntimeError for a name that is not known."""
+        """Return the post-processor that `request` names or contains. Raises RuntimeError for an unknown name."""
         name = request.logits_post_processor_name
         if not name:
             return request.logits_post_processor
         found = self._batched if name == Request.BATCHED_POST_PROCESSOR_NAME else self._named.get(name)
         if found is None:
-            raise RuntimeError(f"The logits post-processor {name!r} is not known to this executor")
+            raise RuntimeError(f"The logits post-processor {name!r} is unknown to this executor")
         return found
 
     def apply(self, rows: list[tuple[Sequence, Logits]]) -> dict[Sequence, str]:
-        """Let the post-processors of the sequences change their rows f32[r, V].
+        """Let the post-processors of the sequences change their rows f32[r, V]; return error messages by sequence.
 
-        Where one raises, the rows become NaN; returned is what it said, by sequence.
+        The rows of a post-processor that raises become NaN.
         """
         failures: dict[Sequence, str] = {}
         batched: list[tuple[Sequence, Logits]] = []
@@ -73,13 +74,7 @@ class PostProcessors:
 
 
 def _arguments(sequence: Sequence, logits: Logits) -> tuple[Any, ...]:
-    beams = len(logits) if sequence.search is not None else 1
-    return sequence.id, logits.reshape(-1, beams, logits.shape[1]), _tokens(sequence), None, sequence.client_id
-
-
-def _tokens(sequence: Sequence) -> list[list[int]]:
-    """All tokens so far, per beam."""
-    prompt = sequence.prompt.tolist()
-    if sequence.search is None:
-        return [[*prompt, *sequence.generated]]
-    return [[*prompt, *beam.tokens] for beam in sequence.search.beams]
+    prompt, search = sequence.prompt.tolist(), sequence.search
+    answers = [sequence.generated] if search is None else [beam.tokens for beam in search.beams]
+    rows = logits.reshape(-1, 1 if search is None else len(logits), logits.shape[1])
+    return sequence.id, rows, [[*prompt, *answer] for answer in answers], None, sequence.client_id

@@ -1,4 +1,4 @@
-"""Statistics of the executor's iterations, kept in bounded buffers until somebody asks (reference section 1.12)."""
+"""Record statistics of the executor's iterations in bounded buffers until they are fetched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 from trtserve.executor.configs import ExecutorConfig
 from trtserve.executor.enums import BatchingType, RequestStage
-from trtserve.executor.scheduler import Plan, Scheduler
+from trtserve.executor.scheduler import Scheduler, StepPlan
 from trtserve.executor.sequence import Sequence
 from trtserve.executor.statistics import (
     InflightBatchingStats,
@@ -27,7 +27,7 @@ _MEMORY_PERIOD = 1.0
 class Recorder:
     """Writes one record per iteration with active requests, and a closing one when the last request has ended.
 
-    Unlike upstream's it also writes one at the start, so that a server's gauges show the KV cache before any request.
+    Unlike upstream it also writes one at the start, so that a server's metrics show the KV cache before any request.
     `iteration` is the number of the next record.
     """
 
@@ -44,21 +44,21 @@ class Recorder:
         self._memory = 0
         self._memory_read = float("-inf")
         if self._iterations.maxlen:
-            self._iterations.append(self._iteration_record(Plan(), 0.0, 0))
+            self._iterations.append(self._iteration_record(StepPlan(), 0.0, 0))
             self._drafts = SpecDecodingStats()  # the record keeps the other
 
     def became_active(self, sequence: Sequence) -> None:
-        """Note a request that left the queue."""
+        """Note that a request has left the queue."""
         self._started.append(time.monotonic() - sequence.arrival)
 
     def completed(self, sequences: list[Sequence]) -> None:
-        """Note requests that ended; the next record counts them."""
+        """Note that requests have ended; the next record counts them."""
         self._completed.extend(sequences)
 
     def verified(self, drafted: int, accepted: int) -> None:
-        """Note that `accepted` of the `drafted` tokens that a request came with were right; the next record counts it.
+        """Note that `accepted` of the `drafted` tokens of a request were correct; the next record counts them.
 
-        The acceptance length is the mean number of tokens that such a request got: the accepted ones and one more.
+        The acceptance length is the mean number of tokens that such a request got: the accepted ones plus one.
         """
         drafts = self._drafts
         drafts.num_draft_tokens += drafted
@@ -66,8 +66,8 @@ class Recorder:
         drafts.num_requests_with_draft_tokens += 1
         drafts.acceptance_length = 1 + drafts.num_accepted_tokens / drafts.num_requests_with_draft_tokens
 
-    def record(self, plan: Plan, *, seconds: float, queue: deque[Sequence]) -> None:
-        """Write the record of one iteration that took `seconds`; `queue` holds the requests that still wait."""
+    def record(self, plan: StepPlan, *, seconds: float, queue: deque[Sequence]) -> None:
+        """Write the record of one iteration that took `seconds`; `queue` holds the waiting requests."""
         if self._requests.maxlen:
             self._requests.append(self._request_records(plan, list(queue)))
         if self._iterations.maxlen:
@@ -79,14 +79,14 @@ class Recorder:
             self._drafts = SpecDecodingStats()
 
     def drain_iterations(self) -> list[IterationStats]:
-        """All iteration records since the last call."""
+        """Return all iteration records since the last call."""
         return _drain(self._iterations)
 
     def drain_requests(self) -> list[RequestStatsPerIteration]:
-        """All request records since the last call."""
+        """Return all request records since the last call."""
         return _drain(self._requests)
 
-    def _iteration_record(self, plan: Plan, seconds: float, queued: int) -> IterationStats:
+    def _iteration_record(self, plan: StepPlan, seconds: float, queued: int) -> IterationStats:
         limits = self._scheduler.limits
         return IterationStats(
             timestamp=format_timestamp(time.time()),
@@ -109,7 +109,7 @@ class Recorder:
             max_num_tokens_runtime=limits.max_num_tokens,
         )
 
-    def _static_stats(self, plan: Plan) -> StaticBatchingStats:
+    def _static_stats(self, plan: StepPlan) -> StaticBatchingStats:
         """Empty slots are those of sequences of the batch that have ended while others still generate."""
         contexts, generations = len(plan.chunks), len(plan.generations)
         if not generations:
@@ -137,7 +137,7 @@ class Recorder:
         )
 
     def _resident_memory(self) -> int:
-        """Bytes of memory of this process, read once per second."""
+        """Return the memory of this process in bytes, read once per second."""
         now = time.monotonic()
         if now - self._memory_read > _MEMORY_PERIOD:
             import psutil
@@ -145,9 +145,15 @@ class Recorder:
             self._memory, self._memory_read = int(psutil.Process().memory_info().rss), now
         return self._memory
 
-    def _request_records(self, plan: Plan, waiting: list[Sequence]) -> RequestStatsPerIteration:
+    def _request_records(self, plan: StepPlan, waiting: list[Sequence]) -> RequestStatsPerIteration:
         scheduled = {sequence for sequence, _ in plan.chunks} | set(plan.generations)
-        stages = [(sequence, _stage(sequence)) for sequence in self._scheduler.active]
+        stages = [
+            (
+                sequence,
+                RequestStage.GENERATION_IN_PROGRESS if sequence.generating else RequestStage.CONTEXT_IN_PROGRESS,
+            )
+            for sequence in self._scheduler.active
+        ]
         stages += [(sequence, RequestStage.QUEUED) for sequence in waiting]
         stages += [(sequence, RequestStage.GENERATION_COMPLETE) for sequence in self._completed]
         records = [
@@ -158,7 +164,7 @@ class Recorder:
 
 
 def _request_record(sequence: Sequence, stage: RequestStage, *, scheduled: bool, paused: bool) -> RequestStats:
-    """Blocks are those of the whole life so far; a beam has as many tokens as there were iterations."""
+    """Blocks count since the request started; a beam has as many tokens as there were iterations."""
     use, iterations = sequence.use, sequence.iterations
     generated = len(sequence.generated) if sequence.width == 1 else iterations
     return RequestStats(
@@ -177,7 +183,7 @@ def _request_record(sequence: Sequence, stage: RequestStage, *, scheduled: bool,
     )
 
 
-def _inflight_stats(plan: Plan) -> InflightBatchingStats:
+def _inflight_stats(plan: StepPlan) -> InflightBatchingStats:
     contexts, generations = len(plan.chunks), len(plan.generations)
     return InflightBatchingStats(
         num_scheduled_requests=contexts + generations,
@@ -189,10 +195,6 @@ def _inflight_stats(plan: Plan) -> InflightBatchingStats:
     )
 
 
-def _stage(sequence: Sequence) -> RequestStage:
-    return RequestStage.GENERATION_IN_PROGRESS if sequence.generating else RequestStage.CONTEXT_IN_PROGRESS
-
-
 def _drain(records: deque[IterationStats] | deque[RequestStatsPerIteration]) -> list:  # type: ignore[type-arg]
-    """Take what is there; the worker may append meanwhile."""
+    """Remove and return all records; the worker may append meanwhile."""
     return [records.popleft() for _ in range(len(records))]

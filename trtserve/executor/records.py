@@ -1,22 +1,17 @@
-"""How one declared table of parameters becomes constructors and properties like those of TensorRT-LLM's bindings.
+"""Base class of the parameter classes, with constructors and properties like those of TensorRT-LLM's bindings.
 
-Every parameter is declared once with the releases that know it. `Record.of(release)` gives the class as that release
-has it: other releases' keywords are refused, and values convert as its binding tool does (pybind11, from 1.0 on
-nanobind).
+Every parameter is declared once, with the releases that have it. `Record.of(release)` returns the class of one release:
+it refuses the keywords of other releases, and converts values as that release's bindings do (pybind11; nanobind since
+1.0).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
-from trtserve.executor.kinds import Kind
-
-RELEASES = (
-    *("0.10", "0.11", "0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20", "0.21"),
-    *("1.0", "1.1", "1.2"),
-)
-"""Releases of TensorRT-LLM whose Python surface is known, oldest first."""
+from trtserve.executor.type_conversion import Converter
+from trtserve.releases import NEWEST, RELEASES
 
 NANOBIND_SINCE = "1.0"
 
@@ -32,9 +27,9 @@ REQUIRED: Any = _Required()
 
 
 def in_span(release: str | None, span: str) -> bool:
-    """True when `release` lies in `span`: comma-separated `first-last`, `last` empty for "still there".
+    """True when `release` is in `span`: comma-separated `first-last`; an empty `last` means up to the newest release.
 
-    `release` None stands for the union of all releases.
+    `release` None stands for all releases together.
     """
     if release is None:
         return span != ""
@@ -47,18 +42,22 @@ def in_span(release: str | None, span: str) -> bool:
 
 
 class Field(Generic[T]):
-    """One parameter: the kind that converts it, its default, its check, and the releases that know it.
+    """One parameter.
 
-    `keyword` is the span in which it cannot be given by position; `newer` gives a default that changed with a
-    release; `alias` names the field that holds the value of a deprecated name. A default that is a Record class is
-    built anew.
+    converter: converts and checks the type of a value.
+    default: a Record class stands for a new object of it.
+    span: the releases that have it.
+    check: returns what a wrong value must be, None for a right one.
+    keyword: the releases in which it cannot be given by position.
+    newer: (release, default) if the default changed with a release.
+    alias: for a deprecated name, the field that holds the value.
     """
 
     def __init__(
         self,
-        kind: Kind,
+        kind: Converter,
         default: Any = REQUIRED,
-        span: str = "0.10-",
+        span: str = "0.12-",
         *,
         check: Check | None = None,
         keyword: str = "",
@@ -66,7 +65,7 @@ class Field(Generic[T]):
         readonly: bool = False,
         alias: str | None = None,
     ) -> None:
-        self.kind = kind
+        self.converter = kind
         self.default = default
         self.span = span
         self.check = check
@@ -87,7 +86,7 @@ class Field(Generic[T]):
         if instance is None:
             return self
         value = instance.__dict__[self.alias or self.name]
-        return self.kind.fresh(value)  # type: ignore[no-any-return]
+        return self.converter.fresh(value)  # type: ignore[no-any-return]
 
     def __set__(self, instance: Record, value: T) -> None:
         if self.readonly or self.alias or not in_span(instance.release, instance.writable):
@@ -95,10 +94,10 @@ class Field(Generic[T]):
         instance.__dict__[self.name] = self.converted(value, type(instance))
 
     def converted(self, value: Any, owner: type[Record]) -> Any:
-        """`value` as this parameter keeps it; TypeError for a wrong type, the owner's error for a wrong value."""
+        """Convert `value`. Raises TypeError for a wrong type, the owner's exception for a wrong value."""
         strict = in_span(owner.release, f"{NANOBIND_SINCE}-") and owner.release is not None
         try:
-            result = self.kind.convert(value, strict)
+            result = self.converter.convert(value, strict)
         except (TypeError, OverflowError) as error:
             raise TypeError(f"{owner.__name__}(): incompatible argument {self.name}: {error}") from None
         problem = self.problem(result, owner) if in_span(owner.release, owner.checked) else None
@@ -107,12 +106,12 @@ class Field(Generic[T]):
         return result
 
     def problem(self, value: Any, owner: type[Record]) -> str | None:
-        """What is wrong with a converted value; None when nothing is."""
+        """Return what is wrong with a converted value, or None."""
         expected = self.check(value) if self.check and value is not None else None
         return expected and f"{owner.__name__}.{self.name} is {value!r}; it must be {expected}"
 
     def initial(self, release: str | None) -> Any:
-        """The default in `release`."""
+        """Return the default in `release`."""
         default = self.default
         if self.newer and in_span(release, f"{self.newer[0]}-"):
             default = self.newer[1]
@@ -122,25 +121,25 @@ class Field(Generic[T]):
 
 
 class Record:
-    """Base of the interface's parameter classes; subclasses declare `Field`s in positional order.
-
-    `fields` are all of them, `parameters` those that the constructor of the class's release takes.
-    """
+    """Base of the interface's parameter classes; subclasses declare `Field`s in positional order."""
 
     release: ClassVar[str | None] = None
     fields: ClassVar[tuple[Field[Any], ...]] = ()
     parameters: ClassVar[tuple[Field[Any], ...]] = ()
+    """The fields that the constructor of this release accepts."""
+
     writable: ClassVar[str] = ""
-    checked: ClassVar[str] = "0.10-"
+    checked: ClassVar[str] = "0.12-"
     dynamic: ClassVar[bool] = False
     invalid: ClassVar[type[Exception]] = RuntimeError
 
     def __init_subclass__(
         cls, *, writable: str | None = None, checked: str | None = None, dynamic: bool | None = None
     ) -> None:
-        """`writable` is the span of releases whose properties can be set, `checked` that of checks at construction.
+        """Configure a subclass.
 
-        `dynamic` allows arbitrary attributes.
+        writable: the releases in which properties can be set. checked: the releases that check values at construction.
+        dynamic: whether any attribute can be set.
         """
         super().__init_subclass__()
         cls.writable = cls.writable if writable is None else writable
@@ -161,7 +160,7 @@ class Record:
         self.validate()
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by the name of the field that keeps them; TypeError for what the release does not take."""
+        """Return the arguments by field name. Raises TypeError for arguments that the release does not accept."""
         cls = type(self)
         positional = [f for f in cls.parameters if is_positional(f, cls.release)]
         if len(args) > len(positional):
@@ -170,11 +169,18 @@ class Record:
         known = {f.name: f for f in cls.parameters}
         for name, value in kwargs.items():
             if name not in known:
-                raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}{_of(cls.release)}")
+                where = "" if cls.release is None else f" in release {cls.release}"
+                raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {name!r}{where}")
             if name in named:
                 raise TypeError(f"{cls.__name__}() got two values for {name!r}")
             named[name] = value
-        given = _unalias(named, known)
+        given: dict[str, Any] = {}
+        for name, value in named.items():
+            alias = known[name].alias
+            if alias is None:
+                given[name] = value
+            elif named.get(alias) is None:  # the newer name wins when both are given
+                given[alias] = value
         for field in known.values():
             if field.default is REQUIRED and not field.alias and field.name not in given:
                 self.refuse_missing(field.name)
@@ -185,10 +191,10 @@ class Record:
         raise TypeError(f"{type(self).__name__}() missing required argument {name!r}")
 
     def validate(self) -> None:
-        """Check what several parameters say together; subclasses raise."""
+        """Check combinations of parameters; subclasses raise."""
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, for releases that do not check them at construction."""
+        """Return what is wrong with the values, for releases that do not check them at construction."""
         cls = type(self)
         found = (field.problem(self.__dict__[field.name], cls) for field in cls.fields if not field.alias)
         return [problem for problem in found if problem]
@@ -207,7 +213,7 @@ class Record:
 
     @classmethod
     def of(cls, release: str) -> type[Record]:
-        """This class as `release` has it."""
+        """Return this class as `release` has it."""
         plain = plain_class(cls)
         if (plain, release) not in _VIEWS:
             members = {"release": release, "__doc__": plain.__doc__, "__module__": plain.__module__}
@@ -219,13 +225,13 @@ _VIEWS: dict[tuple[type[Record], str], type[Record]] = {}
 
 
 def plain_class(cls: type[Record]) -> type[Record]:
-    """The class that knows all releases, of which `cls` may be one release's view."""
+    """Return the class of all releases that `cls` is a view of."""
     return cls if cls.release is None else plain_class(cls.__mro__[1])
 
 
 def is_positional(field: Field[Any], release: str | None) -> bool:
-    """True when `field` can be given by position; the union of the releases follows the newest."""
-    release = release or RELEASES[-1]
+    """True when `field` can be given by position; without a release, as in the newest one."""
+    release = release or NEWEST
     return in_span(release, field.span) and not in_span(release, field.keyword)
 
 
@@ -234,21 +240,3 @@ def _restore(cls: type[Record], release: str | None, state: dict[str, Any]) -> R
     record = kind.__new__(kind)
     record.__dict__.update(state)
     return record
-
-
-def _of(release: str | None) -> str:
-    return "" if release is None else f" in release {release}"
-
-
-def _unalias(named: dict[str, Any], known: dict[str, Field[Any]]) -> dict[str, Any]:
-    """Values under the names that keep them; the newer name wins when both were given."""
-
-    def pairs() -> Iterator[tuple[str, Any]]:
-        for name, value in named.items():
-            alias = known[name].alias
-            if alias is None:
-                yield name, value
-            elif named.get(alias) is None:
-                yield alias, value
-
-    return dict(pairs())

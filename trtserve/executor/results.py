@@ -1,4 +1,4 @@
-"""What comes back for a request: responses, results and performance metrics of TensorRT-LLM's executor interface."""
+"""Results of a request: responses, results and performance metrics of TensorRT-LLM's executor interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtserve.executor.enums import FinishReason
 
 @dataclass(slots=True)
 class TimingMetrics:
-    """Points on the steady clock."""
+    """Times of the steady clock."""
 
     arrival_time: timedelta = timedelta()
     first_scheduled_time: timedelta = timedelta()
@@ -52,7 +52,7 @@ class RequestPerfMetrics:
 
 @dataclass(slots=True)
 class Result:
-    """Tokens of one response, per beam; what a field holds in which mode: executor reference, sections 1.11 and 2.1."""
+    """The content of one response: tokens per beam, and what the request's OutputConfig asks for."""
 
     is_final: bool = False
     output_token_ids: list[list[int]] = field(default_factory=list)
@@ -94,27 +94,27 @@ class Response:
         self._result = given[0] if isinstance(given[0], Result) else None
 
     def has_error(self) -> bool:
-        """True when the request failed; there is no result then."""
+        """True if the request failed; then there is no result."""
         return self._error is not None
 
     @property
     def error_msg(self) -> str:
-        """Why the request failed; RuntimeError when it did not."""
+        """Why the request failed. Raises RuntimeError if it did not."""
         if self._error is None:
             raise RuntimeError("The response holds a result, not an error")
         return self._error
 
     @property
     def result(self) -> Result:
-        """The tokens; RuntimeError when the request failed."""
+        """The tokens. Raises RuntimeError if the request failed."""
         if self._result is None:
             raise RuntimeError(f"The response holds an error, not a result: {self._error}")
         return self._result
 
     def clear_context_logits(self) -> None:
-        """Drop the context logits, which are large."""
+        """Drop the context logits to save memory."""
         self.result.context_logits = None
 
     def clear_generation_logits(self) -> None:
-        """Drop the generation logits, which are large."""
+        """Drop the generation logits to save memory."""
         self.result.generation_logits = None

@@ -1,7 +1,4 @@
-"""What the blocks of the KV cache hold: a tree of known blocks, and which of the free ones is given up first.
-
-Reference: executor-api section 3.4.
-"""
+"""The contents of KV cache blocks: a tree of known blocks, and the order in which free ones are evicted."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import numpy.typing as npt
 from trtserve.executor.requests import KvCacheRetentionConfig
 
 DEFAULT_PRIORITY = 35
-"""Priority of a block for which nobody asked another."""
+"""Priority of a block without a retention config, as in TensorRT-LLM."""
 
 _TOKEN = np.dtype([("token", ">i4"), ("extra", ">u8")])
 _UNIT = _TOKEN.itemsize
@@ -28,10 +25,12 @@ _E = TypeVar("_E", bound="tuple[float, int, int]")
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long a free block is kept: lowest priority (0 … 100) goes first; after `duration` seconds it is 35."""
+    """How long a free block is kept."""
 
     priority: int = DEFAULT_PRIORITY
+    """0 … 100; the lowest is evicted first."""
     duration: float | None = None
+    """Seconds after which the priority becomes the default one."""
 
 
 DEFAULT_RETENTION = Retention()
@@ -39,33 +38,34 @@ DEFAULT_RETENTION = Retention()
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One known block: the `tokens` tokens in it follow those of its parent; a root stands for no tokens.
-
-    `order` holds the children's keys sorted, where the longest common beginning is next to the place of a key.
-    `used` is the moment (a count) at which the block became free last.
-    """
+    """A block with known contents; a root stands for no tokens."""
 
     block: int
     key: bytes
+    """Its encoded tokens, which follow those of the parent."""
     parent: Node | None
     retention: Retention = DEFAULT_RETENTION
     children: dict[bytes, Node] = field(default_factory=dict)
     order: list[bytes] = field(default_factory=list)
+    """Sorted keys of the children; the longest common beginning is next to a key's place."""
     free: bool = False
     used: int = 0
+    """Counter value when the block became free."""
 
     @property
     def free_leaf(self) -> bool:
-        """True when neither a sequence nor a known block needs it."""
+        """True when neither a sequence nor another known block needs it."""
         return self.free and not self.children
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The known beginning of a context: whole blocks, and the block whose first `partial_tokens` tokens come next."""
+    """The known beginning of a context."""
 
     nodes: list[Node]
+    """Whole blocks."""
     partial: Node | None = None
+    """A block that begins with the next `partial_tokens` tokens."""
     partial_tokens: int = 0
 
 
@@ -73,10 +73,10 @@ NO_MATCH = Match([])
 
 
 class BlockTree:
-    """Known blocks by what is in them, and those among them that nobody references.
+    """Blocks by their contents, including those without references.
 
-    Whoever references a block references the blocks before it too: so a free block has free blocks behind it only,
-    and every free block can be given up, leaves first.
+    Who references a block also references the blocks before it. So only free blocks follow a free block, and every
+    free block can be evicted, leaves first.
     """
 
     def __init__(self, tokens_per_block: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,8 +86,8 @@ class BlockTree:
         self._roots: dict[bytes, Node] = {}
         self._nodes: dict[int, Node] = {}
         self._moment = 0
-        # Entries that no longer hold are skipped when they come up.
-        self._leaving: list[tuple[int, int, int]] = []  # priority, moment, block
+        # Outdated entries are skipped when they come up.
+        self._evictable: list[tuple[int, int, int]] = []  # priority, moment, block
         self._expiring: list[tuple[float, int, int]] = []  # time, moment, block
 
     def __contains__(self, block: int) -> bool:
@@ -97,12 +97,12 @@ class BlockTree:
         return len(self._nodes)
 
     def root(self, adapter: int | None, salt: int | None) -> Node:
-        """Where the contexts of an adapter and a salt begin; it is kept while something is behind it."""
+        """Return the node at which the contexts of an adapter and a salt begin; it is kept while it has children."""
         key = f"{adapter} {salt} ".encode()
         return self._roots.get(key) or Node(-1, key, None)
 
     def match(self, root: Node, content: bytes, *, partial: bool) -> Match:
-        """The longest known beginning of `content`; with `partial` also of the block that is not known whole."""
+        """Return the longest known beginning of `content`; with `partial` also of the first block that differs."""
         nodes: list[Node] = []
         node, size = root, self.block_bytes
         for first in range(0, len(content), size):
@@ -115,7 +115,7 @@ class BlockTree:
         return Match(nodes)
 
     def insert(self, parent: Node, key: bytes, block: int, retention: Retention) -> Node:
-        """Make `block`, which is referenced, known with the tokens `key` behind `parent`; what is known stays."""
+        """Store the referenced `block` as `key` after `parent`, unless there is a node already; return the node."""
         if parent.parent is None:
             parent = self._roots.setdefault(parent.key, parent)
         known = parent.children.get(key)
@@ -128,12 +128,12 @@ class BlockTree:
         return node
 
     def claim(self, block: int) -> None:
-        """The known and free `block` is referenced from now on."""
+        """Mark the free `block` as referenced."""
         self._nodes[block].free = False
         self.free -= 1
 
     def retire(self, block: int) -> None:
-        """Nobody references the known `block` any more."""
+        """Mark `block` as free."""
         node = self._nodes[block]
         node.free = True
         self.free += 1
@@ -141,11 +141,13 @@ class BlockTree:
         node.used = self._moment
         if node.retention.duration is not None:
             heapq.heappush(self._expiring, (self._clock() + node.retention.duration, node.used, block))
-            self._expiring = self._compact(self._expiring, lambda entry: self._freed(entry[1], entry[2]) is not None)
-        self._offer(node)
+            self._expiring = self._compact(
+                self._expiring, lambda entry: self._free_since(entry[1], entry[2]) is not None
+            )
+        self._add_evictable(node)
 
     def forget(self, node: Node) -> None:
-        """The free block of the leaf `node` will hold something else."""
+        """Remove the free leaf `node`, whose block will be overwritten."""
         assert node.parent is not None  # roots have no block
         self.claim(node.block)
         del self._nodes[node.block]
@@ -154,54 +156,54 @@ class BlockTree:
         del parent.order[bisect_left(parent.order, node.key)]
         if parent.parent is None and not parent.children:
             self._roots.pop(parent.key, None)
-        self._offer(parent)
+        self._add_evictable(parent)
 
     def evict(self) -> int:
-        """Give up the free leaf of the lowest priority that was used least recently; IndexError when none is free."""
+        """Remove the least recently used free leaf of the lowest priority. Raises IndexError when none is free."""
         self._expire()
         while True:
-            node = self._offered(heapq.heappop(self._leaving))
+            node = self._evictable_node(heapq.heappop(self._evictable))
             if node is not None:
                 self.forget(node)
                 return node.block
 
-    def _offer(self, node: Node) -> None:
-        """Let `node` be given up when it is free and a leaf."""
+    def _add_evictable(self, node: Node) -> None:
+        """Add `node` to the eviction order if it is free and a leaf."""
         if node.free_leaf:
-            heapq.heappush(self._leaving, (node.retention.priority, node.used, node.block))
-            self._leaving = self._compact(self._leaving, lambda entry: self._offered(entry) is not None)
+            heapq.heappush(self._evictable, (node.retention.priority, node.used, node.block))
+            self._evictable = self._compact(self._evictable, lambda entry: self._evictable_node(entry) is not None)
 
     def _compact(self, entries: list[_E], holds: Callable[[_E], bool]) -> list[_E]:
-        """The heap `entries`, without those that no longer hold when they have become too many."""
+        """Return the heap `entries`, without outdated ones if there are too many of those."""
         if len(entries) <= 2 * len(self._nodes) + _SPARE_ENTRIES:
             return entries
         kept = [entry for entry in set(entries) if holds(entry)]
         heapq.heapify(kept)
         return kept
 
-    def _freed(self, moment: int, block: int) -> Node | None:
-        """The node of `block` when it has been free since `moment`."""
+    def _free_since(self, moment: int, block: int) -> Node | None:
+        """Return the node of `block` if it has been free since `moment`."""
         node = self._nodes.get(block)
         return node if node is not None and node.free and node.used == moment else None
 
-    def _offered(self, entry: tuple[int, int, int]) -> Node | None:
-        """The node of an entry of `_leaving` that still holds."""
+    def _evictable_node(self, entry: tuple[int, int, int]) -> Node | None:
+        """Return the node of an entry of `_evictable`, or None for an outdated entry."""
         priority, moment, block = entry
-        node = self._freed(moment, block)
+        node = self._free_since(moment, block)
         return node if node and not node.children and node.retention.priority == priority else None
 
     def _expire(self) -> None:
-        """Blocks whose duration is over have the default priority."""
+        """Give blocks whose retention is over the default priority."""
         while self._expiring and self._expiring[0][0] <= self._clock():
             _, moment, block = heapq.heappop(self._expiring)
-            node = self._freed(moment, block)
+            node = self._free_since(moment, block)
             if node is not None:
                 node.retention = DEFAULT_RETENTION
-                self._offer(node)
+                self._add_evictable(node)
 
 
 def encode(tokens: npt.NDArray[np.int64] | Sequence[int], extra_ids: Sequence[int] | None, first: int) -> bytes:
-    """`tokens`, of which the first is token `first` of its context, each with its extra id (0 without), as bytes."""
+    """Encode `tokens`, the first of which is token `first` of its context, each with its extra id (default 0)."""
     content = np.zeros(len(tokens), dtype=_TOKEN)
     content["token"] = tokens
     if extra_ids is not None:
@@ -211,7 +213,7 @@ def encode(tokens: npt.NDArray[np.int64] | Sequence[int], extra_ids: Sequence[in
 
 
 def retention_of(config: KvCacheRetentionConfig | None, first: int, *, generated: bool) -> Retention:
-    """Retention of the block whose first token is token `first` of its sequence."""
+    """Return the retention of the block that begins with token `first` of its sequence."""
     if config is None:
         return DEFAULT_RETENTION
     if generated:
@@ -225,17 +227,13 @@ def retention_of(config: KvCacheRetentionConfig | None, first: int, *, generated
 
 
 def _closest(node: Node, wanted: bytes) -> tuple[Node | None, int]:
-    """The child that begins with the most tokens of `wanted`, and how many; None when none has the first."""
+    """Return the child with the most leading tokens of `wanted` and their number, or None if none shares the first."""
     place = bisect_left(node.order, wanted)
     best, most = None, 0
     for key in node.order[max(place - 1, 0) : place + 1]:
-        common = _common_tokens(key, wanted)
+        size = min(len(key), len(wanted))
+        equal = np.frombuffer(key[:size], np.uint8) == np.frombuffer(wanted[:size], np.uint8)
+        common = (size if equal.all() else int(equal.argmin())) // _UNIT
         if common > most:
             best, most = node.children[key], common
     return best, most
-
-
-def _common_tokens(first: bytes, second: bytes) -> int:
-    size = min(len(first), len(second))
-    equal = np.frombuffer(first[:size], np.uint8) == np.frombuffer(second[:size], np.uint8)
-    return (size if equal.all() else int(equal.argmin())) // _UNIT

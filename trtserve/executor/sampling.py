@@ -1,7 +1,7 @@
-"""How the next token is chosen from logits: greedy, top-k and nucleus, and its log-probability.
+"""Choose the next token from logits: greedy, top-k and nucleus sampling, and log-probabilities.
 
-Reference: executor-api sections 2.3 and 2.4. All rows of a step are handled together; what a row yields depends
-on its own logits, its parameters and its position alone, never on its neighbours.
+All rows of a step are processed together. The result of a row depends only on its own logits, its parameters and its
+position, never on other rows.
 """
 
 from __future__ import annotations
@@ -24,28 +24,26 @@ Indices = npt.NDArray[np.intp]
 
 MAX_TOP_K = 1024
 UNDEFINED = -1
-"""The token of a row whose logits are not numbers."""
+"""Token of a row whose logits are not finite."""
 EXHAUSTED = -2
-"""The token of a row in which bans, bias or guide leave none."""
+"""Token of a row in which every token is banned by bans, bias or guide."""
 _DISTANCES = (4, 8, 16)
 _TINY = np.finfo(np.float64).tiny
 
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """The choice of one sequence with every default resolved (reference section 2.3).
-
-    `top_k` 0 is the whole vocabulary, `top_p_reset_ids` −1 matches no token, `num_return_sequences` counts beams when
-    there are several.
-    """
+    """The sampling parameters of one sequence with all defaults resolved."""
 
     greedy: bool = True
     temperature: float = 1.0
     top_k: int = 0
+    """0: the whole vocabulary."""
     top_p: float = 1.0
     top_p_min: float = 1e-6
     top_p_decay: float = 1.0
     top_p_reset_ids: int = -1
+    """-1: no token."""
     min_p: float = 0.0
     seed: int = 0
     min_tokens: int = 0
@@ -56,25 +54,26 @@ class SamplingParameters:
     no_repeat_ngram_size: int = 0
     beam_width: int = 1
     num_return_sequences: int = 1
+    """Number of beams to return, if there are several."""
     beam_search_diversity_rate: float = 0.0
     length_penalty: float = 0.0
     early_stopping: int = 1
 
     @property
     def penalised(self) -> bool:
-        """True when tokens that have occurred lose weight."""
+        """True when tokens that have occurred are penalised."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @classmethod
     def of(cls, config: SamplingConfig, *, index: int = 0) -> SamplingParameters:
-        """Resolve defaults and combinations for sub-sequence `index`, whose seed is the request's plus its index."""
+        """Resolve defaults and combinations for sequence `index` of a request, whose seed is increased by `index`."""
         names = [each.name for each in fields(cls) if each.name != "greedy"]
         given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
         seed = (given.pop("seed", 0) + index) % 2**64
         top_k = min(given.pop("top_k", 0), MAX_TOP_K)
         temperature = given.pop("temperature", 1.0)
         greedy = temperature == 0 or top_k == 1 or (top_k == 0 and "top_p" not in given)
-        if top_k:  # TensorRT-LLM's top-k sampler knows no decay
+        if top_k:  # TensorRT-LLM's top-k sampler has no decay
             given.pop("top_p_decay", None)
         given.setdefault("num_return_sequences", config.beam_width)
         return cls(greedy=greedy, temperature=temperature or 1.0, top_k=top_k, seed=seed, **given)
@@ -82,41 +81,40 @@ class SamplingParameters:
 
 @dataclass(slots=True)
 class Row:
-    """A row of logits and whose it is; `generated` tokens came before it, `log_prob` tells that it is asked for.
-
-    `plain` tells that the largest logit is the whole answer.
-    """
+    """The sampling state of a row of logits."""
 
     parameters: SamplingParameters
     processor: LogitsProcessor
     generated: SequenceOf[int]
+    """The tokens generated so far."""
     log_prob: bool = False
-    plain: bool = field(init=False)
+    """Whether the log-probability is needed."""
+    argmax_only: bool = field(init=False)
+    """Whether the token with the largest logit is the whole result."""
 
     def __post_init__(self) -> None:
-        self.plain = self.parameters.greedy and self.processor.keeps_order and not self.log_prob
+        self.argmax_only = self.parameters.greedy and self.processor.keeps_order and not self.log_prob
 
 
 @dataclass(slots=True)
 class Choice:
-    """The token of a row, or UNDEFINED or EXHAUSTED.
-
-    `full_log_prob` is the logarithm of its share of the whole vocabulary, what cum_log_probs sums up; `log_prob` that
-    of the tokens it was chosen from, which are fewer when top-k log-probs are normalised. NaN when not asked for.
-    """
+    """The chosen token of a row."""
 
     token: int
+    """A token id, UNDEFINED or EXHAUSTED."""
     log_prob: float = math.nan
+    """Among the tokens it was chosen from, which are fewer when top-k log-probs are normalised; NaN if not needed."""
     full_log_prob: float = math.nan
+    """Among the whole vocabulary; summed up in cum_log_probs. NaN if not needed."""
 
 
 def choose_tokens(logits: npt.NDArray[Any], rows: SequenceOf[Row], *, normalize_log_probs: bool = True) -> list[Choice]:
-    """The next token of each row of `logits` f32[r, V].
+    """Choose the next token of each row of `logits` f32[r, V].
 
-    A row with NaN or +∞, or with −∞ alone, yields UNDEFINED; one in which every token is banned EXHAUSTED.
+    A row with NaN or +∞, or with only −∞, yields UNDEFINED; a row in which every token is banned yields EXHAUSTED.
     """
     choices = [Choice(token) for token in _largest(logits)]
-    busy = [number for number, row in enumerate(rows) if not row.plain and choices[number].token != UNDEFINED]
+    busy = [number for number, row in enumerate(rows) if not row.argmax_only and choices[number].token != UNDEFINED]
     if busy:
         randoms = _randoms([rows[number] for number in busy])
         for number, random in zip(busy, randoms, strict=True):
@@ -125,7 +123,7 @@ def choose_tokens(logits: npt.NDArray[Any], rows: SequenceOf[Row], *, normalize_
 
 
 def log_softmax(rows: npt.NDArray[Any]) -> Floats:
-    """Natural logarithms of the probabilities of each row, f32[r, V]; −∞ alone stays so, NaN and +∞ give NaN."""
+    """Return the natural logarithms of each row's probabilities, f32[r, V]; rows of −∞ stay so, NaN and +∞ give NaN."""
     highest = rows.max(axis=1, keepdims=True)
     with np.errstate(invalid="ignore"):
         shifted = rows - np.where(np.isfinite(highest), highest, 0)
@@ -135,7 +133,7 @@ def log_softmax(rows: npt.NDArray[Any]) -> Floats:
 
 
 def _largest(logits: npt.NDArray[Any]) -> list[int]:
-    """The index of each row's largest logit. NumPy takes the first NaN for the largest, so that one look finds it."""
+    """Return the index of each row's largest logit. NumPy treats the first NaN as the largest, so one look finds it."""
     indices = logits.argmax(axis=1)
     tokens: list[int] = indices.tolist()
     finite = np.isfinite(logits[np.arange(len(tokens)), indices])
@@ -145,7 +143,7 @@ def _largest(logits: npt.NDArray[Any]) -> list[int]:
 
 
 def _randoms(rows: list[Row]) -> list[float]:
-    """The random number of each row: by its seed and its position, and by nothing else."""
+    """Return a random number for each row, which depends only on its seed and position."""
     if all(row.parameters.greedy for row in rows):
         return [0.0] * len(rows)
     seeds = np.array([row.parameters.seed for row in rows], dtype=np.uint64)
@@ -171,9 +169,9 @@ def _choose(logits: Floats, row: Row, random: float, normalize: bool) -> Choice:
 
 
 def _pick(logits: Floats, row: Row, u: float) -> tuple[int, float | None]:
-    """Sort by probability and take the first token whose running sum reaches u · p, of the `top_k` best if given.
+    """Sort by probability and take the first token whose cumulative sum reaches u * p, among the `top_k` best if given.
 
-    Gives the token and for top-k the mass of the k best, in units of the best one's.
+    Returns the token and, for top-k, the mass of the k best relative to the best one.
     """
     top_k, top_p = row.parameters.top_k, row.processor.top_p
     if top_k:
@@ -192,12 +190,12 @@ def _running_sums(descending: Floats) -> Doubles:
 
 
 def _first_to_reach(order: Indices, sums: Doubles, target: float) -> int:
-    """The first token whose sum is at least `target`; tokens of weight zero are never reached."""
+    """Return the first token whose sum is at least `target`; tokens of weight zero are never reached."""
     return int(order[np.searchsorted(sums, min(target, float(sums[-1])))])
 
 
 def _best(logits: Floats, count: int) -> Indices:
-    """The `count` largest logits, largest first, the lower index first among equals."""
+    """Return the `count` largest logits, largest first; the lower index comes first among equals."""
     candidates = _nearest(logits, lambda found: len(found) >= count)
     if len(candidates) > 4 * count:
         values = logits[candidates]
@@ -206,7 +204,7 @@ def _best(logits: Floats, count: int) -> Indices:
 
 
 def _nearest(logits: Floats, enough: Callable[[Indices], bool]) -> Indices:
-    """All tokens within a distance of the largest logit, at which there are enough: nearly always few."""
+    """Return all tokens within some distance of the largest logit, such that there are enough: usually few."""
     highest = logits.max()
     for distance in _DISTANCES:
         candidates = np.flatnonzero(logits >= highest - distance)
@@ -216,13 +214,13 @@ def _nearest(logits: Floats, enough: Callable[[Indices], bool]) -> Indices:
 
 
 def _sorted(logits: Floats, candidates: Indices) -> Indices:
-    """The candidates, largest logit first, the lower index first among equals."""
+    """Sort the candidates, largest logit first; the lower index comes first among equals."""
     order: Indices = candidates[np.argsort(-logits[candidates], kind="stable")]
     return order
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> Doubles:
-    """Numbers in [0, 1) that depend on seed and position alone: SplitMix64 from mix(seed), counted by position."""
+    """Return numbers in [0, 1) that depend only on seed and position: SplitMix64 started at mix(seed)."""
     with np.errstate(over="ignore"):
         state = _mix(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53

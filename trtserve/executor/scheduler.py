@@ -1,6 +1,6 @@
-"""Which sequences run in the next step and how many tokens of each: capacity first, then the step's budgets.
+"""Choose which sequences run in the next step, by capacity first and token budget second.
 
-Reference: executor-api sections 2.9 and 3.1 to 3.3.
+The policies are those of TensorRT-LLM's capacity scheduler and micro-batch scheduler.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trtserve.executor.chunks import Chunks
+from trtserve.executor.chunks import ContextChunker
 from trtserve.executor.enums import CapacitySchedulerPolicy, ContextChunkingPolicy
 from trtserve.executor.kv_cache import KvCache
 from trtserve.executor.limits import Limits
@@ -21,32 +21,32 @@ Fits = Callable[[set[Any]], bool]
 
 
 @dataclass(slots=True)
-class Plan:
-    """One step: context chunks (sequence, tokens), sequences that generate a token per beam, and those put on hold.
-
-    The draft of a sequence rides with its last chunk and is not in the chunk's size.
-    """
+class StepPlan:
+    """The work of one step."""
 
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    """(sequence, context tokens); draft tokens follow the last chunk and are not counted."""
     generations: list[Sequence] = field(default_factory=list)
+    """Sequences that generate one token per beam."""
     paused: list[Sequence] = field(default_factory=list)
+    """Sequences that were put on hold."""
 
     def __bool__(self) -> bool:
         return bool(self.chunks or self.generations)
 
     @property
     def context_tokens(self) -> int:
-        """Context tokens of this step."""
+        """Number of context tokens in this step."""
         return sum(size for _, size in self.chunks)
 
 
 class Scheduler:
-    """The active sequences, those of higher priority first: some hold blocks (`slots`), the others wait for them.
+    """The active sequences by descending priority: those that run hold blocks (`slots`), the others wait for blocks.
 
-    guaranteed_no_evict: a sequence starts when its blocks to the end can be set aside; nobody is paused and nobody
-    overtakes. static_batch takes new sequences only when nothing runs. max_utilization sets aside one step's blocks
-    and pauses the last started sequence when they are short. `fits` says whether a set of adapters can be in use at
-    the same time.
+    guaranteed_no_evict: a sequence starts when all blocks it may ever need can be reserved; it is never paused, and no
+    sequence overtakes another. static_batch: new sequences start only when nothing runs. max_utilization: reserves the
+    blocks of one step and pauses the sequence started last when blocks run out. `fits` tells whether a set of adapters
+    can be used at the same time.
     """
 
     def __init__(
@@ -64,25 +64,20 @@ class Scheduler:
         self._waiting = 0  # active sequences that hold no blocks
         self._adapters = 0  # active sequences with an adapter
         self._static = policy is CapacitySchedulerPolicy.STATIC_BATCH
-        self._pauses = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        self._may_pause = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
         self._fits = fits
         one_window = len(set(limits.windows)) <= 1
-        self._waits = cache.reuse and one_window and not self._static
-        self._chunks = Chunks(limits, cache.tokens_per_block, chunking)
-
-    @property
-    def room(self) -> int:
-        """How many more sequences may become active."""
-        return self.limits.max_batch_size - len(self.active)
+        self._waits_for_blocks = cache.reuse and one_window and not self._static
+        self._chunks = ContextChunker(limits, cache.tokens_per_block, chunking)
 
     def take(self, queue: deque[Sequence]) -> Sequence | None:
-        """Remove and return the first of `queue`, which is ordered as by `insert`, that may become active.
+        """Remove and return the first sequence of `queue` (ordered by priority) that may become active.
 
-        That has the beam width of those that are active, and when there is no room, a priority above the lowest.
+        It must have the beam width of the active ones; if the batch is full, also a priority above the lowest.
         """
         active = self.active
         for index, sequence in enumerate(queue):
-            if self.room <= 0 and sequence.priority <= active[-1].priority:
+            if len(active) >= self.limits.max_batch_size and sequence.priority <= active[-1].priority:
                 return None
             if not active or sequence.width == active[0].width:
                 del queue[index]
@@ -90,13 +85,13 @@ class Scheduler:
         return None
 
     def add(self, sequence: Sequence) -> None:
-        """Make `sequence` active, behind those of its priority."""
-        insert(self.active, sequence)
+        """Make `sequence` active, after those of the same priority."""
+        insert_by_priority(self.active, sequence)
         self._waiting += 1
         self._adapters += sequence.adapter is not None
 
     def remove(self, sequences: list[Sequence], *, trusted: bool = True) -> None:
-        """Let active sequences go and take their blocks back; the contents are used again unless not `trusted`."""
+        """Remove active sequences and free their blocks; the contents are kept for reuse if `trusted`."""
         leaving = set(sequences)
         for sequence in sequences:
             self._adapters -= sequence.adapter is not None
@@ -111,19 +106,29 @@ class Scheduler:
         self.cache.finish(sequence.slots, sequence.cached_tokens()[: sequence.computed] if stored else [])
         sequence.slots = ()
 
-    def plan(self) -> Plan:
-        """The next step."""
-        plan = Plan()
-        beyond = self.limits.long_beyond
+    def can_plan_ahead(self) -> bool:
+        """Return whether the next step can be planned before the tokens of the last one are known.
+
+        Not when a sequence may have to be paused, or computed again: that needs all of its tokens.
+        """
+        beyond = self.limits.long_rope_beyond
+        if beyond is not None and any(sequence.outgrows(beyond) for sequence in self.active):
+            return False
+        return not self._may_pause or (not self._waiting and self.cache.available >= len(self.active))
+
+    def plan_step(self) -> StepPlan:
+        """Plan the next step. Sequences that wait for a token of the last step do not take part."""
+        plan = StepPlan()
+        beyond = self.limits.long_rope_beyond
         if beyond is not None:
             for sequence in self.active:
                 if sequence.outgrows(beyond):
-                    sequence.compute_again()
-        if self._pauses:
-            chosen = self._choose_for_a_step(plan.paused)
+                    sequence.recompute()
+        if self._may_pause:
+            chosen = self._choose_for_step(plan.paused)
         else:
             if self._waiting:
-                self._start_to_the_end()
+                self._start_sequences()
             chosen = [sequence for sequence in self.active if sequence.slots] if self._waiting else self.active
         contexts, left = self._plan_generations(plan, chosen)
         if contexts:
@@ -132,8 +137,8 @@ class Scheduler:
             plan.generations.sort(key=lambda sequence: sequence.key.adapter or 0)
         return plan
 
-    def _start_to_the_end(self) -> None:
-        """Start sequences while their blocks to the end fit; the first that lacks blocks ends it."""
+    def _start_sequences(self) -> None:
+        """Start sequences while all blocks they may need can be reserved; stop at the first that lacks blocks."""
         started = len(self.active) - self._waiting
         if self._static and started:
             return
@@ -147,8 +152,8 @@ class Scheduler:
                 return
             started += 1
 
-    def _choose_for_a_step(self, paused: list[Sequence]) -> list[Sequence]:
-        """The sequences whose blocks of the next step fit, in order; the last started gives its own up for others."""
+    def _choose_for_step(self, paused: list[Sequence]) -> list[Sequence]:
+        """Return the sequences whose blocks for the next step fit; the one started last may be paused for others."""
         chosen: list[Sequence] = []
         computing = self._being_computed() if self._waiting else set()
         candidates = deque(self.active)
@@ -156,20 +161,20 @@ class Scheduler:
             sequence = candidates[0]
             if not sequence.slots and self._must_wait(sequence, computing):
                 candidates.popleft()
-            elif self._has_room(sequence, computing):
+            elif self._reserve_step(sequence, computing):
                 chosen.append(candidates.popleft())
             elif not self._pause_last(candidates, paused):
                 break
         return chosen
 
-    def _has_room(self, sequence: Sequence, computing: set[bytes]) -> bool:
-        """Set aside the blocks of the next step of `sequence`; of a context, all its blocks at its first chunk."""
+    def _reserve_step(self, sequence: Sequence, computing: set[bytes]) -> bool:
+        """Reserve the blocks of the next step; a context reserves all its blocks with its first chunk."""
         if sequence.slots:
             return not sequence.generating or self.cache.reserve(sequence.slots, sequence.computed + 1)
         return self._start(sequence, sequence.context_left + len(sequence.draft), computing)
 
     def _pause_last(self, candidates: deque[Sequence], paused: list[Sequence]) -> bool:
-        """Pause the last candidate that has started, after which the list of candidates ends; False without one."""
+        """Pause the last running candidate and drop all candidates after it. Returns False if none is running."""
         if not any(sequence.slots for sequence in candidates):
             return False
         while not candidates[-1].slots:
@@ -182,7 +187,7 @@ class Scheduler:
         return True
 
     def _must_wait(self, sequence: Sequence, computing: set[bytes]) -> bool:
-        """True for one step when another sequence computes what it needs, or while its adapter finds no room."""
+        """True while another sequence computes blocks that this one can reuse, or its adapter does not fit."""
         if computing and self.cache.next_missing(sequence.key) in computing:
             return True
         if sequence.adapter is None or self._fits is None:
@@ -191,34 +196,40 @@ class Scheduler:
         return not self._fits(running | {sequence.adapter})
 
     def _being_computed(self) -> set[bytes]:
-        """The blocks, as `KvCache.next_missing` names them, that running contexts compute for others to use.
+        """Return the blocks, as named by `KvCache.next_missing`, that running contexts compute for reuse.
 
-        Not with several windows and not in static batches: reference section 3.2.
+        Not with several attention windows and not in static batches, as in TensorRT-LLM.
         """
-        if not self._waits:
+        if not self._waits_for_blocks:
             return set()
         running = (each for each in self.active if each.slots and not each.generating and each.key.stored)
         return {block for each in running if (block := self.cache.next_missing(each.key)) is not None}
 
     def _start(self, sequence: Sequence, tokens: int, computing: set[bytes]) -> bool:
-        """Give `sequence` its rows with room for `tokens` tokens; False when that does not fit."""
+        """Give `sequence` its slots, with blocks for `tokens` tokens. Return False if they do not fit."""
         allocation = self.cache.start(sequence.key, reserve=tokens, width=sequence.width, use=sequence.use)
         if allocation is None:
             return False
         sequence.slots, sequence.computed = allocation.slots, allocation.reused_tokens
         self._waiting -= 1
-        if self._waits and sequence.key.stored and (missing := self.cache.next_missing(sequence.key)) is not None:
+        if (
+            self._waits_for_blocks
+            and sequence.key.stored
+            and (missing := self.cache.next_missing(sequence.key)) is not None
+        ):
             computing.add(missing)
         return True
 
-    def _plan_generations(self, plan: Plan, chosen: list[Sequence]) -> tuple[list[Sequence], int]:
-        """Take generations of one beam width into the step; the contexts that may join them, and their tokens.
+    def _plan_generations(self, plan: StepPlan, chosen: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Add generations of one beam width to the step; return the contexts that may join, and the tokens left.
 
-        The first sequence over the budget ends the pass.
+        The first sequence that exceeds the budget ends the pass.
         """
         left = self.limits.max_num_tokens
         contexts, held, width = [], 0, 0
         for sequence in chosen:
+            if sequence.ahead and sequence.awaits_token:
+                continue
             if sequence.generating:
                 beams = sequence.width
                 if width and beams != width:
@@ -237,8 +248,8 @@ class Scheduler:
         return contexts, left
 
 
-def insert(sequences: list[Sequence] | deque[Sequence], sequence: Sequence) -> None:
-    """Put `sequence` behind those of its priority or a higher one."""
+def insert_by_priority(sequences: list[Sequence] | deque[Sequence], sequence: Sequence) -> None:
+    """Insert `sequence` after all of the same or a higher priority."""
     if not sequences or sequences[-1].priority >= sequence.priority:
         sequences.append(sequence)
     else:

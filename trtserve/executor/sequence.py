@@ -1,4 +1,4 @@
-"""One sequence on its way through the executor: what was asked, what it has produced, where it stands."""
+"""The state of one sequence: its request, its tokens, and its blocks in the KV cache."""
 
 from __future__ import annotations
 
@@ -22,42 +22,37 @@ from trtserve.executor.stop_words import StopWords
 
 NO_END = -1
 DEFAULT_PRIORITY = 0.5
-UNKEYED = CacheKey(np.zeros(0, dtype=np.int64), reusable=False, stored=False)
+NO_CACHE_KEY = CacheKey(np.zeros(0, dtype=np.int64), reusable=False, stored=False)
 
 PostProcessor = Callable[..., Any]
 
 
 @dataclass(slots=True, eq=False)
-class Family:
-    """The sequences of one request: `open` counts those that have not ended, `failed` tells that an error ended all.
-
-    They hold one LoRA `adapter` together.
-    """
+class RequestGroup:
+    """The sequences of one request."""
 
     size: int = 1
     open: int = 1
+    """Sequences that have not ended."""
     failed: bool = False
+    """Whether an error ended all of them."""
     adapter: Adapter | None = None
+    """The LoRA adapter that they use together."""
 
 
 @dataclass(slots=True, eq=False)
 class Logits:
-    """Logits that go into the response: `context` f32[prompt, V]; of each step the rows f32[b, V] in `generation`."""
+    """Logits that the request asked for."""
 
     context: npt.NDArray[np.float32] | None = None
+    """f32[prompt, V]"""
     generation: list[npt.NDArray[np.float32]] | None = None
+    """For each step f32[beams, V]."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request, or one of the sequences that it asks for; `width` is 1, or how many beams are searched.
-
-    A `single_step` sequence has draft tokens and ends after the step that verifies them: its `max_tokens` is one more.
-    `context` holds the tokens to compute before the next one is chosen: the prompt, after a pause also what was
-    generated. `computed` counts the tokens whose keys and values are in the cache, `capacity` what the blocks of each
-    slot can hold. `slots` are its rows in the block table, none until blocks are set aside. Times are monotonic
-    seconds.
-    """
+    """A request, or one of the sequences of a request with num_return_sequences. Times are monotonic seconds."""
 
     id: int
     prompt: npt.NDArray[np.int64]
@@ -66,13 +61,14 @@ class Sequence:
     stop_words: StopWords | None = None
     parameters: SamplingParameters = field(default_factory=SamplingParameters)
     processor: LogitsProcessor | None = None
-    family: Family = field(default_factory=Family)
+    group: RequestGroup = field(default_factory=RequestGroup)
     index: int = 0
     priority: float = DEFAULT_PRIORITY
-    key: CacheKey = UNKEYED
+    key: CacheKey = NO_CACHE_KEY
     draft: tuple[int, ...] = ()
     draft_logits: DraftLogits | None = None
     single_step: bool = False
+    """It has draft tokens and ends after the step that verifies them; `max_tokens` is their number plus one."""
     adapter: Adapter | None = None
     prompt_table: npt.NDArray[np.float32] | None = None
     positions: npt.NDArray[np.int64] | None = None
@@ -90,18 +86,32 @@ class Sequence:
     log_probs: list[float] | None = None
     cum_log_prob: float = 0.0
     sent: int = 0
+    """Tokens that were already sent in responses."""
     computed: int = 0
+    """Tokens whose keys and values are in the cache."""
     capacity: int = 0
+    """Tokens for which each slot has blocks."""
     slots: tuple[int, ...] = ()
+    """Rows of the block table, one per beam; none until blocks are reserved."""
     iterations: int = 0
+    ahead: int = 0
+    """Tokens that are being chosen in steps whose results have not arrived."""
+    place: int = 0
+    """Its row in the last step that chose a token for it."""
     search: BeamSearch | None = field(init=False, default=None)
     row: Row = field(init=False)
     width: int = field(init=False)
+    """Number of beams, or 1 without beam search."""
     context: npt.NDArray[np.int64] = field(init=False)
+    """Tokens to compute before the next one is chosen: the prompt; after a pause also the generated tokens."""
     context_length: int = field(init=False)
     prompt_length: int = field(init=False)
-    special: bool = field(init=False)
-    _watched: bool = field(init=False)
+    uses_logits: bool = field(init=False)
+    """Whether logits are returned or post-processed."""
+    drawn: bool = field(init=False)
+    """Whether a model that chooses tokens itself can choose those of this sequence."""
+    _updates_processor: bool = field(init=False)
+    """Whether the logits processor must see every token."""
 
     def __post_init__(self) -> None:
         self.prompt_length = self.context_length = len(self.prompt)
@@ -109,8 +119,9 @@ class Sequence:
         self.width = self.parameters.beam_width
         processor = self.processor or LogitsProcessor(self.parameters, self.prompt, vocab_size=0, end_id=NO_END)
         self.row = Row(self.parameters, processor, self.generated, self.log_probs is not None)
-        self._watched = not (processor.neutral and self.parameters.top_p_decay == 1)
-        self.special = self.post_processor is not None or self.logits is not None
+        self._updates_processor = not (processor.neutral and self.parameters.top_p_decay == 1)
+        self.uses_logits = self.post_processor is not None or self.logits is not None
+        self.drawn = processor.drawable and self.width == 1 and not (self.uses_logits or self.single_step)
         if self.width > 1:
             self.search = BeamSearch(
                 self.parameters,
@@ -126,21 +137,26 @@ class Sequence:
         return self.computed >= self.context_length
 
     @property
+    def awaits_token(self) -> bool:
+        """True while it cannot join a step, because its next token is not known or will be its last."""
+        return self.ahead > 0 and not (self.drawn and len(self.generated) + self.ahead < self.max_tokens)
+
+    @property
     def context_left(self) -> int:
         """Context tokens that are not computed yet."""
         return self.context_length - self.computed
 
     @property
     def total_tokens(self) -> int:
-        """Tokens at its longest, prompt included."""
+        """Number of tokens when it reaches max_tokens, including the prompt."""
         return self.prompt_length + self.max_tokens
 
     def accept(self, choice: Choice) -> FinishReason:
-        """Append the chosen token unless it ends the sequence; says whether and why the sequence has ended."""
+        """Append the chosen token unless it is the end token; return whether and why the sequence has ended."""
         token = choice.token
         if token == self.end_id:
             return FinishReason.END_ID
-        if self._watched:
+        if self._updates_processor:
             self.row.processor.accept(token)
         if self.log_probs is not None:
             self.log_probs.append(choice.log_prob)
@@ -152,7 +168,7 @@ class Sequence:
         return FinishReason.LENGTH if len(self.generated) >= self.max_tokens else FinishReason.NOT_FINISHED
 
     def pause(self) -> None:
-        """Begin again without blocks: what one sequence has generated becomes context, beams are searched anew."""
+        """Give up all blocks: generated tokens become part of the context; a beam search starts again."""
         self.computed = self.capacity = 0
         self.slots = ()
         if self.search is not None:
@@ -166,29 +182,30 @@ class Sequence:
             self.key = replace(self.key, tokens=self.context, extra_ids=extra)
 
     def is_long(self, beyond: int) -> bool:
-        """Whether LongRoPE rotates it as one of more than `beyond` tokens: when its context has more, as transformers.
+        """Return whether LongRoPE uses its long factors: for contexts of more than `beyond` tokens, as in transformers.
 
-        Beams and drafts cannot change that on their way; there the tokens count that they may come to.
+        Beams and drafts cannot change their rotation later, so their largest possible length counts.
         """
         fixed = self.width > 1 or self.single_step
         return (self.total_tokens if fixed else self.context_length) > beyond
 
     def outgrows(self, beyond: int) -> bool:
-        """True when its next token makes a sequence of more than `beyond` tokens that was begun as one of fewer."""
-        return self.generating and not self.is_long(beyond) and self.prompt_length + len(self.generated) > beyond
+        """True when the next token takes a sequence of short rotation beyond `beyond` tokens."""
+        tokens = self.prompt_length + len(self.generated) + self.ahead
+        return self.generating and not self.is_long(beyond) and tokens > beyond
 
-    def compute_again(self) -> None:
-        """Make all tokens so far the context, to be computed into the blocks that it has: its rotation has changed."""
+    def recompute(self) -> None:
+        """Compute all tokens again, in the same blocks, because the rotation has changed."""
         self.context = np.concatenate([self.prompt, as_tokens(self.generated)])
         self.context_length = len(self.context)
         self.computed = 0
 
     def cached_tokens(self) -> npt.NDArray[np.int64]:
-        """All tokens so far, of which the last is not in the cache."""
+        """All tokens so far; the last one is not in the cache yet."""
         return np.concatenate([self.prompt, as_tokens(self.generated)]) if self.generated else self.prompt
 
 
 def as_tokens(tokens: list[int]) -> npt.NDArray[np.int64]:
-    """Token ids as the model takes them, i64[n]."""
+    """Return token ids as i64[n]."""
     array: npt.NDArray[Any] = np.array(tokens, dtype=np.int64)
     return array

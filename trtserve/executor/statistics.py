@@ -12,17 +12,17 @@ from trtserve.executor.enums import RequestStage
 
 
 def format_timestamp(seconds: float) -> str:
-    """Epoch seconds as upstream prints them from 0.12 on: month-day-year, time with microseconds, local time zone."""
+    """Format epoch seconds as upstream does: month-day-year, time with microseconds, local time zone."""
     return datetime.fromtimestamp(seconds).strftime("%m-%d-%Y %H:%M:%S.%f")
 
 
 def hit_rate(reused: int, missed: int) -> float:
-    """Part of the context blocks that were reused; 0 when there were none."""
+    """Return the part of the context blocks that were reused, or 0 if there were none."""
     return reused / (reused + missed) if reused + missed else 0.0
 
 
 _SPELLED = {"ms": "MS", "specdec": "specDec"}
-"""Parts of upstream's keys that plain camelCase would spell otherwise."""
+"""Parts of upstream's keys that differ from plain camelCase."""
 
 
 def _camel(name: str) -> str:
@@ -39,7 +39,7 @@ def _plain(value: Any) -> Any:
 
 
 def _to_json(record: Any) -> str:
-    """JSON with upstream's camelCase keys; parts that do not apply are null."""
+    """Return JSON with upstream's camelCase keys; parts that do not apply are null."""
     return json.dumps(_plain(asdict(record)))
 
 
@@ -92,7 +92,7 @@ class SpecDecodingStats:
 class IterationStats:
     """One iteration of the executor; memory in bytes, latencies in milliseconds.
 
-    Upstream shows the limits of batch size and tokens in the JSON only.
+    Upstream has the limits of batch size and tokens only in the JSON.
     """
 
     timestamp: str = ""
@@ -120,7 +120,7 @@ class IterationStats:
     max_num_tokens_runtime: int = 0
 
     def to_json_str(self) -> str:
-        """The record as JSON."""
+        """Return the record as JSON."""
         return _to_json(self)
 
 
@@ -149,7 +149,7 @@ class RequestStats:
     kv_cache_hit_rate_per_request: float = 0.0
 
     def to_json_str(self) -> str:
-        """The record as JSON."""
+        """Return the record as JSON."""
         return _to_json(self)
 
 
@@ -159,7 +159,7 @@ class RequestStatsPerIteration:
     request_stats: list[RequestStats] = field(default_factory=list)
 
     def to_json_str(self) -> str:
-        """The record as JSON."""
+        """Return the record as JSON."""
         return _to_json(self)
 
 

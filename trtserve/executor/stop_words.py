@@ -1,4 +1,4 @@
-"""Whether a sequence ends with one of the words that stop it; the beginning of a word may lie in the prompt."""
+"""Detect whether a sequence ends with a stop word, which may begin in the prompt."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy.typing as npt
 
 
 class StopWords:
-    """Words (tuples of tokens, none empty) and the end of the prompt that they may begin in."""
+    """Stop words (non-empty tuples of tokens) of one sequence."""
 
     def __init__(self, words: SequenceOf[tuple[int, ...]], prompt: npt.NDArray[np.int64]) -> None:
         self.words = tuple(dict.fromkeys(words))
         self._reach = max(map(len, self.words)) - 1
         self._prompt_tail: list[int] = prompt[max(len(prompt) - self._reach, 0) :].tolist()
-        # By their last token, so that most steps look at no word at all.
+        # Grouped by their last token, so that most steps compare no word.
         self._by_end: dict[int, list[tuple[int, ...]]] = {}
         for word in self.words:
             self._by_end.setdefault(word[-1], []).append(word)
 
     def end(self, generated: SequenceOf[int], token: int) -> bool:
-        """True when prompt, `generated` and `token` together end with one of the words."""
+        """True when prompt, `generated` and `token` together end with a stop word."""
         words = self._by_end.get(token)
         if words is None:
             return False

@@ -1,4 +1,4 @@
-"""How files of one pinned revision come from the Hugging Face hub: listed, pulled with resume, verified."""
+"""Files of one pinned revision of the Hugging Face hub: listed, pulled with resume, verified."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from trtserve.errors import CorruptFileError, NetworkError, TrtserveError, UnsupportedModelError
+from trtserve.host.machine import format_bytes
 from trtserve.hub.failures import explain, offline
-from trtserve.machine import gibibytes
 from trtserve.store import link_or_copy
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Attempts that bring no new byte before the pull gives up; each one of the client retries five times itself.
+# Attempts without a new byte before a pull gives up; in each attempt the client retries five times.
 _FRUITLESS_ATTEMPTS = 2
 _BLOCK = 1 << 20
 # MAX_HTTP_DOWNLOAD_SIZE of the client: larger files are served over Xet only.
@@ -35,16 +35,16 @@ _LARGEST_FILE = 50_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteFile:
-    """One file of a revision: `size` in bytes, `digest` as `sha256:…` (LFS) or `git:…` (SHA-1 of the git blob)."""
+    """One file of a revision."""
 
     name: str
-    size: int
-    digest: str
+    size: int  # bytes
+    digest: str  # `sha256:…` (LFS) or `git:…` (SHA-1 of the git blob)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """One commit of a repository of the hub and the files in it."""
+    """One commit of a repository on the hub, and its files."""
 
     repository: str
     commit: str
@@ -52,14 +52,14 @@ class Revision:
 
 
 def endpoint() -> str:
-    """Address of the hub: $HF_ENDPOINT as it is now, else the client's default."""
+    """Return the address of the hub: $HF_ENDPOINT as it is now, else the client's default."""
     from huggingface_hub import constants
 
     return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
 
 def is_offline() -> bool:
-    """True when $HF_HUB_OFFLINE forbids the network, now or when the client was loaded."""
+    """Return whether $HF_HUB_OFFLINE forbids the network, now or when the client was loaded."""
     from huggingface_hub import constants
 
     now = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
@@ -67,7 +67,7 @@ def is_offline() -> bool:
 
 
 def _explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn what the client raises into errors of trtserve; the function's first argument names the repository."""
+    """Turn the client's errors into trtserve's; the function's first argument names the repository."""
 
     @functools.wraps(function)
     def wrapper(*arguments: P.args, **options: P.kwargs) -> R:
@@ -85,7 +85,7 @@ def _explained(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _transport_error() -> type[Exception]:
-    """Base of all errors of the client's transport, a library that changed twice (requests, httpx, httpx2)."""
+    """Return the base class of transport errors; the client's library changed twice (requests, httpx, httpx2)."""
     from huggingface_hub.errors import HfHubHTTPError
 
     base: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -94,7 +94,7 @@ def _transport_error() -> type[Exception]:
 
 @contextmanager
 def _quiet_client() -> Iterator[None]:
-    """Keep the client's own bars and warnings off stderr: progress and errors are told in our words."""
+    """Keep the client's own bars and warnings off stderr: trtserve reports progress and errors itself."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     logger = logging.getLogger("huggingface_hub")
@@ -114,7 +114,7 @@ def _quiet_client() -> Iterator[None]:
 def resolve(repository: str, revision: str | None, *, token: str | None = None) -> Revision:
     """Pin `revision` (branch, tag, commit; None: the default branch) to a commit and list its files.
 
-    ModelNotFoundError, AccessDeniedError or NetworkError when the hub does not tell.
+    Raises ModelNotFoundError, AccessDeniedError or NetworkError when the hub does not answer.
     """
     from huggingface_hub import HfApi
 
@@ -124,24 +124,22 @@ def resolve(repository: str, revision: str | None, *, token: str | None = None) 
     info = api.model_info(repository, revision=revision, files_metadata=True, timeout=30)
     if not info.sha:
         raise NetworkError(
-            f"{endpoint()} named no commit for {repository}.", hint="Check that HF_ENDPOINT points to a hub."
+            f"{endpoint()} did not name a commit of {repository}.", hint="Check that HF_ENDPOINT points to a hub."
         )
     files = tuple(_remote_file(repository, info.sha, sibling, token) for sibling in info.siblings or ())
     return Revision(repository=repository, commit=info.sha, files=files)
 
 
 def require_token(token: str) -> None:
-    """AccessDeniedError for a token that the hub does not accept, NetworkError when it cannot be asked."""
-    _ask_who("this account", token)
+    """Raise AccessDeniedError for a token that the hub does not accept, NetworkError when the hub is unreachable."""
 
+    @_explained
+    def check(subject: str) -> None:
+        from huggingface_hub import HfApi
 
-@_explained
-def _ask_who(subject: str, token: str) -> None:
-    """The owner of a token is not wanted, only that there is one; `subject` is what errors call it."""
-    del subject
-    from huggingface_hub import HfApi
+        HfApi(endpoint=endpoint()).whoami(token=token)
 
-    HfApi(endpoint=endpoint()).whoami(token=token)
+    check("this account")
 
 
 def _remote_file(repository: str, commit: str, sibling: Any, token: str | None) -> RemoteFile:
@@ -153,7 +151,7 @@ def _remote_file(repository: str, commit: str, sibling: Any, token: str | None) 
 
 
 def _file_by_header(repository: str, commit: str, name: str, token: str | None) -> RemoteFile:
-    """Size and hash from a HEAD request, for mirrors that list names only."""
+    """Return size and hash from a HEAD request, for mirrors that list names only."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repository, name, revision=commit, endpoint=endpoint())
@@ -161,7 +159,7 @@ def _file_by_header(repository: str, commit: str, name: str, token: str | None) 
     etag = metadata.etag or ""
     scheme = {40: "git", 64: "sha256"}.get(len(etag) if re.fullmatch(r"[0-9a-f]+", etag) else 0)
     if metadata.size is None or scheme is None:
-        raise NetworkError(f"{endpoint()} tells neither size nor hash of {name} in {repository}.")
+        raise NetworkError(f"{endpoint()} gives neither size nor hash of {name} in {repository}.")
     return RemoteFile(name=name, size=metadata.size, digest=f"{scheme}:{etag}")
 
 
@@ -169,9 +167,9 @@ def _file_by_header(repository: str, commit: str, name: str, token: str | None) 
 def pull(
     revision: Revision, file: RemoteFile, folder: Path, *, token: str | None = None, task: Task | None = None
 ) -> Path:
-    """Bring one file into `folder` and verify it; an earlier part is continued, `task` advances by bytes.
+    """Pull one file into `folder` and verify it; an earlier part is continued, `task` advances by bytes.
 
-    The part stays on disk when the connection is lost (NetworkError); it is removed when its content is wrong
+    The part is kept when the connection is lost (NetworkError), and removed when its content is wrong
     (CorruptFileError).
     """
     target = folder / file.name
@@ -179,7 +177,7 @@ def pull(
         return target
     part = target.with_name(target.name + ".part")
     part.parent.mkdir(parents=True, exist_ok=True)
-    part.touch()  # of an empty file nothing will come
+    part.touch()  # an empty file has nothing to pull
     _download(revision, file, part, token, task)
     verify(part, file)
     part.replace(target)
@@ -187,23 +185,23 @@ def pull(
 
 
 def take(cached: Path, file: RemoteFile, folder: Path) -> Path:
-    """Bring one file into `folder` from where another tool has it, as a link where that goes, and verify it.
+    """Link or copy one file from another tool's cache into `folder` and verify it.
 
-    CorruptFileError when its content is wrong; what a killed process left is no file of `folder` yet.
+    Raises CorruptFileError when its content is wrong; a killed process leaves no file of that name.
     """
     target = folder / file.name
-    unproven = target.with_name(f"{target.name}.unproven")
-    # Never appended to, as a part is: the bytes of a link are those of the other tool.
-    unproven.unlink(missing_ok=True)
-    link_or_copy(cached.resolve(), unproven)
-    verify(unproven, file)
-    unproven.replace(target)
+    # Not a `.part`, to which a pull would append: the bytes of a link belong to the other tool.
+    unverified = target.with_name(f"{target.name}.unverified")
+    unverified.unlink(missing_ok=True)
+    link_or_copy(cached.resolve(), unverified)
+    verify(unverified, file)
+    unverified.replace(target)
     return target
 
 
 @_explained
 def tensor_table(revision: Revision, file: RemoteFile, *, token: str | None = None) -> dict[str, dict[str, Any]]:
-    """The header of a safetensors file by range request: dtype, shape and data_offsets of each tensor."""
+    """Read the header of a safetensors file by range request: dtype, shape and data_offsets of each tensor."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import SafetensorsParsingError
 
@@ -218,17 +216,18 @@ def tensor_table(revision: Revision, file: RemoteFile, *, token: str | None = No
 
 
 def require_pullable(repository: str, files: Iterable[RemoteFile]) -> None:
-    """UnsupportedModelError for a file above the hub's own limit for plain HTTP."""
+    """Raise UnsupportedModelError for a file above the hub's own limit for plain HTTP."""
     for file in files:
         if file.size > _LARGEST_FILE:
             raise UnsupportedModelError(
-                f"{file.name} of {repository} has {gibibytes(file.size)}; the hub serves files up to 50 GB over HTTP.",
+                f"{file.name} of {repository} has {format_bytes(file.size)}; the hub serves files up to 50 "
+                f"GB over HTTP.",
                 hint="Look for a revision with smaller shards, or pull it with `hf download` and give the folder.",
             )
 
 
 def pulled_bytes(file: RemoteFile, folder: Path) -> int:
-    """How many bytes of `file` lie in `folder` already, complete or as a part."""
+    """Return how many bytes of `file` are in `folder` already, complete or as a part."""
     for path in (folder / file.name, folder / (file.name + ".part")):
         if path.is_file():
             return min(path.stat().st_size, file.size)
@@ -249,11 +248,16 @@ def _download(revision: Revision, file: RemoteFile, part: Path, token: str | Non
             )
         fruitless = 0 if _size(part) > before else fruitless + 1
         if fruitless > _FRUITLESS_ATTEMPTS:
-            raise _lost(revision, file, part, failure)
+            reason = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
+            raise NetworkError(
+                f"The pull of {file.name} from {revision.repository} stopped after {_size(part)} of {file.size} "
+                f"bytes{reason}.",
+                hint="Pulled bytes are kept: run the command again to continue from there.",
+            )
 
 
 def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None, task: Task | None) -> Exception | None:
-    """Ask for the rest of `file`; a lost connection is returned, for the caller sees whether bytes came."""
+    """Request the rest of `file`; return a lost connection as an error, since the caller sees whether bytes came."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
@@ -286,7 +290,7 @@ def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None,
 
 
 class _CountedFile(io.BufferedRandom):
-    """A file that reports to a task what is written to it, and taken back from it."""
+    """A file that reports written and truncated bytes to a task."""
 
     def __init__(self, path: Path, task: Task | None) -> None:
         path.touch()
@@ -309,20 +313,19 @@ class _CountedFile(io.BufferedRandom):
 
 
 def verify(path: Path, file: RemoteFile) -> None:
-    """Compare `path` with size and hash that the hub announced; removed, with CorruptFileError, when they differ."""
+    """Compare `path` with the announced size and hash; remove it and raise CorruptFileError when they differ."""
     size, digest = path.stat().st_size, digest_of(path, file.digest.partition(":")[0])
     if size == file.size and digest == file.digest:
         return
     path.unlink()
     raise CorruptFileError(
-        f"{file.name} is not what the hub announced: {size} bytes with {digest}, expected {file.size} bytes with"
-        f" {file.digest}.",
+        f"{file.name} has {size} bytes with {digest}; the hub announced {file.size} bytes with {file.digest}.",
         hint="The file was removed; run the command again to pull it once more.",
     )
 
 
 def digest_of(path: Path, scheme: str) -> str:
-    """Hash of a file: `sha256` of its content, or `git`: SHA-1 with `blob <size>\\0` before it, as git names blobs."""
+    """Return a file's hash: `sha256` of its content, or `git`: SHA-1 after `blob <size>\\0`, as git names blobs."""
     hasher = hashlib.sha256()
     if scheme == "git":
         hasher = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)
@@ -333,7 +336,7 @@ def digest_of(path: Path, scheme: str) -> str:
 
 
 def cached_file(revision: Revision, file: RemoteFile) -> Path | None:
-    """The file in the client's own cache, where other tools may have pulled it."""
+    """Return the file in the client's own cache, where other tools may have pulled it."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(revision.repository, file.name, revision=revision.commit)
@@ -341,31 +344,21 @@ def cached_file(revision: Revision, file: RemoteFile) -> Path | None:
 
 
 def cached_revision(repository: str, revision: str | None) -> Revision | None:
-    """What the client's own cache holds of a revision, with the hashes that the cache names its blobs by."""
+    """Return the files of a revision in the client's own cache, with the hashes in the names of its blobs."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     config = try_to_load_from_cache(repository, "config.json", revision=revision or constants.DEFAULT_REVISION)
     if not isinstance(config, str):
         return None
     snapshot = Path(config).parent
-    files = tuple(_cached(path, snapshot) for path in sorted(snapshot.rglob("*")) if path.is_file())
-    return Revision(repository=repository, commit=snapshot.name, files=files)
-
-
-def _cached(path: Path, snapshot: Path) -> RemoteFile:
-    blob = path.resolve().name
-    digest = {40: f"git:{blob}", 64: f"sha256:{blob}"}.get(len(blob)) or digest_of(path, "sha256")
-    return RemoteFile(name=str(path.relative_to(snapshot)), size=path.stat().st_size, digest=digest)
+    files = []
+    for path in sorted(snapshot.rglob("*")):
+        if path.is_file():
+            blob = path.resolve().name
+            digest = {40: f"git:{blob}", 64: f"sha256:{blob}"}.get(len(blob)) or digest_of(path, "sha256")
+            files.append(RemoteFile(name=str(path.relative_to(snapshot)), size=path.stat().st_size, digest=digest))
+    return Revision(repository=repository, commit=snapshot.name, files=tuple(files))
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _lost(revision: Revision, file: RemoteFile, part: Path, failure: Exception | None) -> TrtserveError:
-    have = _size(part)
-    reason = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
-    return NetworkError(
-        f"The pull of {file.name} from {revision.repository} stopped after {have} of {file.size} bytes{reason}.",
-        hint="What came is kept: run the command again to continue from there.",
-    )

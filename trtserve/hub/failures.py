@@ -1,4 +1,4 @@
-"""What the hub's failures mean: errors of its client, of the network and of the disk, in our words."""
+"""Errors of the hub's client, of the network and of the disk, turned into errors of trtserve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtserve.files import writing_error
 
 
 def offline(repository: str) -> NetworkError:
-    """The error for what would need the network while HF_HUB_OFFLINE forbids it."""
+    """Return the error for a request that needs the network while HF_HUB_OFFLINE forbids it."""
     return NetworkError(
         f"{repository} is not on this machine, and HF_HUB_OFFLINE forbids the network.",
         hint="Unset HF_HUB_OFFLINE, or give a local folder.",
@@ -17,16 +17,17 @@ def offline(repository: str) -> NetworkError:
 
 
 def explain(error: Exception, repository: str, endpoint: str) -> TrtserveError:
-    """The error of ours for `error` of a call to the hub at `endpoint` about `repository`."""
+    """Return trtserve's error for a failed call to the hub at `endpoint` about `repository`."""
     if isinstance(error, OSError):
-        place = Path(error.filename) if error.filename else Path(f"What is pulled of {repository}")
+        place = Path(error.filename) if error.filename else Path(f"The download of {repository}")
         if (refused := writing_error(error, place)) is not None:
             return refused
     response = getattr(error, "response", None)
     if response is None:
         return NetworkError(
             f"{endpoint} cannot be reached: {type(error).__name__}: {error}".rstrip(": ") + ".",
-            hint="Check the network, proxy settings and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what is on this machine.",
+            hint="Check the network, proxy settings and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what is on this machine.\n"
+            "`trtserve import demo` needs no network.",
         )
     return _explain_status(error, repository, response.status_code, endpoint)
 
@@ -36,14 +37,14 @@ def _explain_status(error: Exception, repository: str, status: int, endpoint: st
 
     if isinstance(error, GatedRepoError):
         return AccessDeniedError(
-            f"{repository} is gated and this machine's token does not open it (HTTP {status}).",
+            f"{repository} is gated, and this machine's token has no access (HTTP {status}).",
             hint=f"Accept the conditions on {endpoint}/{repository}, then set HF_TOKEN or run `hf auth login`.",
         )
     if isinstance(error, RevisionNotFoundError):
         return ModelNotFoundError(f"{repository} has no such revision.", hint="Name a branch, tag or commit after '@'.")
     if isinstance(error, RepositoryNotFoundError):
         return ModelNotFoundError(
-            f"The hub knows no {repository}, or it is private and hidden from this token (HTTP {status}).",
+            f"The hub has no {repository}, or it is private and hidden from this token (HTTP {status}).",
             hint="Check the spelling; for a private model set HF_TOKEN or run `hf auth login`.",
         )
     if status in (401, 403):

@@ -1,25 +1,26 @@
-"""How a model comes into the store: planned from its small files, pulled or linked, published with a manifest."""
+"""Bring a model into the store: plan it from its small files, pull or link the weights, and publish it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from trtserve import hub
-from trtserve.artifacts import Manifest, Model
-from trtserve.capacity.rates import timed
-from trtserve.capacity.room import require_disk
-from trtserve.errors import CorruptFileError, NetworkError
-from trtserve.import_.downloads import download_folder
-from trtserve.import_.plan import ModelPlan, folder_plan, is_weights, planned_files, stored_plan
+from trtserve.artifacts import Model
+from trtserve.errors import CorruptFileError, LockedError
+from trtserve.files import locked
+from trtserve.host.machine import format_bytes
+from trtserve.import_.model_plan import ModelFiles, ModelPlan, folder_files, is_weights, planned_files, stored_files
 from trtserve.import_.sources import Source, other_meaning, parse_source
-from trtserve.machine import gibibytes
+from trtserve.planner.guards import require_disk
+from trtserve.planner.rates import timed
 from trtserve.progress import SILENT, Progress, Task
 from trtserve.store import Store, link_or_copy, publish, reusable
 
-__all__ = ["ModelPlan", "import_model", "plan_model", "pull_model"]
+__all__ = ["ModelPlan", "download_folder", "import_model", "plan_model", "pull_model"]
 
 
 def import_model(
@@ -33,127 +34,128 @@ def import_model(
     any_architecture: bool = False,
     progress: Progress = SILENT,
 ) -> Model:
-    """Bring a model into the store: `demo`, an alias, a hub id `org/name[@revision]` or a folder.
-
-    The hub's revision is pinned to a commit; only config, tokenizer and safetensors are pulled. `token` None takes
-    the usual places of huggingface_hub. A local folder is referred to, never changed and its weights never copied.
-    `own_tokenizer` False: the model needs none, since another one is served with it. `any_architecture`: it is not
-    our converter that will read it.
-    """
+    """Plan a model (see `plan_model`) and pull it into the store."""
     plan = plan_model(
         source,
         name=name,
+        out=out,
         store=store,
         token=token,
         own_tokenizer=own_tokenizer,
         any_architecture=any_architecture,
         progress=progress,
     )
-    return pull_model(plan, out=out, store=store, token=token, progress=progress)
+    return pull_model(plan, token=token, progress=progress)
 
 
 def plan_model(
     source: str,
     *,
     name: str | None = None,
+    out: Path | None = None,
     store: Store | None = None,
     token: str | None = None,
     own_tokenizer: bool = True,
     any_architecture: bool = False,
     progress: Progress = SILENT,
 ) -> ModelPlan:
-    """Learn everything about a model that needs no weights: commit, files, sizes, architecture.
+    """Plan a model without its weights: commit, files, sizes, architecture, destination.
 
-    From the hub only `config.json` and the index of the weights are pulled. UnsupportedModelError when the model
-    cannot be converted here (and not `any_architecture` will do), or has no tokenizer although it needs its own.
+    `source` is `demo`, an alias, a hub id `org/name[@revision]` or a folder. From the hub only `config.json` and the
+    index of the weights are pulled; its revision is pinned to a commit. `token` None uses the usual places of
+    huggingface_hub. `own_tokenizer` False: another tokenizer is served with the model. `any_architecture`: NVIDIA's
+    tools convert or load the model, so ours need not know it. Raises UnsupportedModelError for a model that cannot be
+    converted here, or without the tokenizer that it needs.
     """
-    parsed = parse_source(source, name=name)
+    store, parsed = store or Store(), parse_source(source, name=name)
     if (other := other_meaning(parsed)) is not None:
         progress.warn(other)
-    if parsed.kind != "hub":
-        return folder_plan(parsed, own_tokenizer=own_tokenizer, any_architecture=any_architecture)
     needs = {"own_tokenizer": own_tokenizer, "any_architecture": any_architecture}
-    return _plan_from_hub(parsed, store or Store(), token, progress, needs)
+    found = folder_files(parsed, **needs) if parsed.kind != "hub" else _hub_files(parsed, store, token, progress, needs)
+    path = (out or store.destination(Model, found.name, found.fingerprint)).absolute()
+    reused, missing = reusable(Model, path, found.fingerprint) is not None, 0
+    if found.revision is not None and found.folder is None and not reused:
+        downloads = store.download(found.revision.repository, found.revision.commit)
+        missing = sum(file.size - hub.pulled_bytes(file, downloads) for file in found.files)
+    return ModelPlan(**vars(found), store=store, path=path, reused=reused, missing_bytes=missing)
 
 
-def pull_model(
-    plan: ModelPlan,
-    *,
-    out: Path | None = None,
-    store: Store | None = None,
-    token: str | None = None,
-    progress: Progress = SILENT,
-) -> Model:
-    """Bring what `plan` names, and publish it as a Model artefact; reused when it is there already."""
-    store = store or Store()
-    destination = model_destination(plan, out, store)
-    if (existing := reusable(Model, destination, plan.fingerprint)) is not None:
-        progress.step(f"Model {existing.path} is reused")
-        return existing
-    if plan.revision is None or plan.folder is not None:
-        return _publish_folder(plan, destination)
-    with download_folder(store, plan.revision, progress) as folder:
-        # Another process may have published it while this one waited for the folder.
-        if reusable(Model, destination, plan.fingerprint) is None:
-            with timed(store, "pull", missing_bytes(plan, out=out, store=store)):
-                _pull_all(plan, plan.revision, folder, token, progress)
-        model = publish(Model, destination, plan.manifest(), lambda staging: _link_all(plan, folder, staging))
-        shutil.rmtree(folder)
-    return model
-
-
-def model_destination(plan: ModelPlan, out: Path | None, store: Store) -> Path:
-    """Where the Model artefact of `plan` goes."""
-    return (out or store.destination(Model, plan.name, plan.fingerprint)).absolute()
-
-
-def missing_bytes(plan: ModelPlan, *, out: Path | None = None, store: Store | None = None) -> int:
-    """Bytes that `pull_model` would still bring over the network."""
-    store = store or Store()
-    if plan.revision is None or plan.folder is not None:
-        return 0
-    if reusable(Model, model_destination(plan, out, store), plan.fingerprint) is not None:
-        return 0
-    folder = store.download(plan.revision.repository, plan.revision.commit)
-    return sum(file.size - hub.pulled_bytes(file, folder) for file in plan.files)
-
-
-def _plan_from_hub(
+def _hub_files(
     source: Source, store: Store, token: str | None, progress: Progress, needs: Mapping[str, bool]
-) -> ModelPlan:
-    if (stored := stored_plan(source, store, offline=hub.is_offline())) is not None:
+) -> ModelFiles:
+    if (stored := stored_files(source, store, offline=hub.is_offline())) is not None:
         return stored
     progress.step(f"Looking up {source.location} on {hub.endpoint()}")
-    revision = _pinned_revision(source, token)
-    # Under another name, or as the answer to a branch, the commit may have been pulled before.
-    if (stored := stored_plan(replace(source, revision=revision.commit), store, offline=False)) is not None:
+    revision = hub.cached_revision(source.location, source.revision) if hub.is_offline() else None
+    revision = revision or hub.resolve(source.location, source.revision, token=token)
+    # The commit may have been pulled before, under another name or from another branch.
+    if (stored := stored_files(replace(source, revision=revision.commit), store, offline=False)) is not None:
         return replace(stored, source=source)
     with download_folder(store, revision, progress) as folder:
 
         def read(file: hub.RemoteFile) -> Path:
-            return _bring(revision, file, folder, token, progress)
+            return _fetch(revision, file, folder, token, progress)
 
         files, config = planned_files(source.location, revision.files, read, **needs)
     hub.require_pullable(source.location, files)
-    return ModelPlan(source=source, revision=revision, files=files, config=config)
+    return ModelFiles(source=source, revision=revision, files=files, config=config)
 
 
-def _pinned_revision(source: Source, token: str | None) -> hub.Revision:
-    if hub.is_offline() and (cached := hub.cached_revision(source.location, source.revision)) is not None:
-        return cached
-    return hub.resolve(source.location, source.revision, token=token)
+def pull_model(plan: ModelPlan, *, token: str | None = None, progress: Progress = SILENT) -> Model:
+    """Pull or link the files of `plan` and publish them as a Model; an existing one is reused.
+
+    A local folder is linked, never changed, and its weights are never copied.
+    """
+    if (existing := reusable(Model, plan.path, plan.fingerprint)) is not None:
+        progress.step(f"Model {existing.path} is reused")
+        return existing
+    if plan.folder is not None or plan.revision is None:
+        return publish(Model, plan.path, plan.manifest, lambda staging: _link_folder(plan, staging))
+    with download_folder(plan.store, plan.revision, progress) as folder:
+        # Another process may have published it while this one waited for the folder.
+        if reusable(Model, plan.path, plan.fingerprint) is None:
+            with timed(plan.store, "pull", plan.missing_bytes):
+                _pull_all(plan, plan.revision, folder, token, progress)
+
+        def link(staging: Path) -> None:
+            for file in plan.files:
+                link_or_copy(folder / file.name, staging / file.name)
+
+        model = publish(Model, plan.path, plan.manifest, link)
+        shutil.rmtree(folder)
+    return model
+
+
+@contextmanager
+def download_folder(store: Store, revision: hub.Revision, progress: Progress = SILENT) -> Iterator[Path]:
+    """Yield the folder that collects files of a revision, locked for this process; waits for another one to end."""
+    folder = store.download(revision.repository, revision.commit)
+    lock = store.lock_of(folder)
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(lock, wait=False))
+        except LockedError:
+            progress.step(f"Waiting for another process that pulls {revision.repository}")
+            held.enter_context(locked(lock))
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 def _pull_all(plan: ModelPlan, revision: hub.Revision, folder: Path, token: str | None, progress: Progress) -> None:
     done = sum(hub.pulled_bytes(file, folder) for file in plan.files)
-    require_disk(folder, plan.total_bytes - done, f"The files of {revision.repository}", elsewhere="TRTSERVE_HOME")
-    text = f"Pulling {revision.repository} at {revision.commit[:12]}, {gibibytes(plan.total_bytes - done)}"
-    with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
-        for file in plan.files:
-            _bring(revision, file, folder, token, progress, task)
+    require_disk(folder, plan.total_bytes - done, f"The files of {revision.repository}", option="TRTSERVE_HOME")
+    text = f"Pulling {revision.repository} at {revision.commit[:12]}, {format_bytes(plan.total_bytes - done)}"
+    try:
+        with progress.task(text, total=plan.total_bytes, unit="bytes", done=done) as task:
+            for file in plan.files:
+                _fetch(revision, file, folder, token, progress, task)
+    except KeyboardInterrupt:
+        kept = sum(hub.pulled_bytes(file, folder) for file in plan.files)
+        progress.step(f"Interrupted. {format_bytes(kept)} are kept in {folder}. Run the same command again to resume.")
+        raise
 
 
-def _bring(
+def _fetch(
     revision: hub.Revision,
     file: hub.RemoteFile,
     folder: Path,
@@ -161,7 +163,7 @@ def _bring(
     progress: Progress,
     task: Task | None = None,
 ) -> Path:
-    """One verified file in `folder`: from the cache of the hub's client where it has it, else from the hub."""
+    """Put one verified file into `folder`: from the cache of the hub's client or else from the hub."""
     cached = hub.cached_file(revision, file)
     if cached is not None and hub.pulled_bytes(file, folder) == 0:
         try:
@@ -175,29 +177,16 @@ def _bring(
     return hub.pull(revision, file, folder, token=token, task=task)
 
 
-def _link_all(plan: ModelPlan, folder: Path, staging: Path) -> None:
+def _link_folder(plan: ModelPlan, staging: Path) -> None:
+    """Copy small files, so that editing the originals cannot change the artefact, and link to the weights.
+
+    Weights in a user's folder become symbolic links: their size and time are part of the fingerprint.
+    """
+    assert plan.folder is not None, "only files on this machine are linked"
     for file in plan.files:
-        link_or_copy(folder / file.name, staging / file.name)
-
-
-def _publish_folder(plan: ModelPlan, destination: Path) -> Model:
-    folder = plan.folder
-    if folder is None:
-        raise NetworkError(f"{plan.source.location} has no folder on this machine.")
-
-    def produce(staging: Path) -> Manifest | None:
-        for file in plan.files:
-            _take(folder / file.name, staging / file.name, refer=plan.source.kind == "folder" and is_weights(file.name))
-        return None
-
-    return publish(Model, destination, plan.manifest(), produce)
-
-
-def _take(source: Path, target: Path, *, refer: bool) -> None:
-    # Small files are copied, so that an edit of the original cannot change a published artefact. Weights of a user's
-    # folder are referred to: their size and time are in the fingerprint.
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if refer:
-        target.symlink_to(source.resolve())
-    else:
-        link_or_copy(source, target, copy=not is_weights(source.name))
+        source, target = plan.folder / file.name, staging / file.name
+        if plan.source.kind == "folder" and is_weights(file.name):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(source.resolve())
+        else:
+            link_or_copy(source, target, copy=not is_weights(file.name))

@@ -1,4 +1,4 @@
-"""What a source means: the demo model, an alias, a hub id or a local folder, and the name it is served under."""
+"""Sources of models: the demo, an alias, a hub id or a local folder, and the name that the model is served under."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trtserve.errors import ModelNotFoundError, UsageError
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 
-# Names of the Triton models that a repository holds besides the alias.
+# Names of Triton models in every repository.
 RESERVED_NAMES = frozenset(
     {"preprocessing", "tensorrt_llm", "tensorrt_llm_draft", "postprocessing", "ensemble", "tensorrt_llm_bls"}
 )
 
-# Every family here is one of trtserve.architectures.FAMILIES.
+# Alias → hub id; known_models.yaml has the shapes of these models.
 ALIASES: dict[str, str] = {
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",
     "llama-2-7b-chat": "meta-llama/Llama-2-7b-chat-hf",
@@ -44,6 +44,13 @@ ALIASES: dict[str, str] = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
     "smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "smollm2-360m-instruct": "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "qwen2.5-0.5b-instruct": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-1.5b-instruct": "Qwen/Qwen2.5-1.5B-Instruct",
+    "qwen2.5-7b-instruct": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "gemma-2-2b-it": "google/gemma-2-2b-it",
+    "gemma-3-1b-it": "google/gemma-3-1b-it",
+    "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
     "mistral-7b": "mistralai/Mistral-7B-v0.1",
     "mistral-7b-instruct": "mistralai/Mistral-7B-Instruct-v0.3",
     "gpt2": "openai-community/gpt2",
@@ -58,24 +65,20 @@ _SERVED_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a model comes from.
+    """Where a model comes from."""
 
-    `location` is `org/name` for the hub, else an absolute folder; `revision` is a branch, tag or commit of the hub
-    (None: its default branch).
-    """
-
-    text: str
+    text: str  # as the user typed it
     kind: Literal["demo", "hub", "folder"]
-    location: str
-    name: str
-    revision: str | None = None
+    location: str  # `org/name` of the hub, else an absolute folder
+    name: str  # that the model is served under
+    revision: str | None = None  # branch, tag or commit of the hub; None: its default branch
 
 
 def parse_source(text: str, *, name: str | None = None) -> Source:
-    """Understand what the user typed; `name` replaces the derived name.
+    """Parse what the user typed; `name` replaces the derived name.
 
-    An existing folder is always a folder, and what looks like a path is never asked for on the hub. Prefixes `hf:`
-    and `local:` decide it explicitly. UsageError or ModelNotFoundError when nothing fits.
+    An existing folder is always a folder, and a text that looks like a path is never looked up on the hub. The prefixes
+    `hf:` and `local:` decide explicitly. Raises UsageError or ModelNotFoundError when nothing fits.
     """
     if text.startswith("local:"):
         return _folder(text, text.removeprefix("local:"), name)
@@ -91,23 +94,24 @@ def parse_source(text: str, *, name: str | None = None) -> Source:
 
 
 def other_meaning(source: Source) -> str | None:
-    """What else the text of a folder means, in a sentence that tells how to get that; None where it is plain."""
+    """Return a warning when a folder hides a hub model or the demo, and how to get that.
+
+    Returns None if it hides nothing.
+    """
     if source.kind != "folder" or source.text.startswith("local:"):
         return None
     if source.text == DEMO:
-        return f"The folder {source.location} is used for {DEMO}; run this elsewhere for the model that is shipped."
+        return f"The folder {source.location} is used for {DEMO}; run this in another folder to get the demo model."
     repository, _, _ = source.text.partition("@")
     if repository not in ALIASES and not _HUB_ID.fullmatch(repository):
         return None
-    return f"The folder {source.location} is used for {source.text}; hf:{source.text} is the model of the hub."
+    return f"The folder {source.location} is used for {source.text}; hf:{source.text} is the model on the hub."
 
 
 def served_name(text: str) -> str:
-    """Check a name under which a model is served: characters of [A-Za-z0-9._-], not a model of every repository."""
+    """Return `text` if a model can be served under it: [A-Za-z0-9._-], not the name of a model in every repository."""
     if text in RESERVED_NAMES:
-        raise UsageError(
-            f"{text!r} is the name of a Triton model that repositories hold.", hint="Choose one with --name."
-        )
+        raise UsageError(f"{text!r} is the name of a Triton model in every repository.", hint="Choose one with --name.")
     if not _SERVED_NAME.fullmatch(text):
         raise UsageError(
             f"{text!r} cannot be the name of a model; expected letters, digits, '.', '_' and '-'.",
@@ -121,19 +125,14 @@ def _is_folder_source(text: str) -> bool:
         return False
     path = Path(text).expanduser()
     if text == DEMO or text.partition("@")[0] in ALIASES:
-        # A keyword of ours gives way only to a folder that does hold a model.
+        # An alias means a folder of the same name only if that folder holds a model.
         return (path / "config.json").is_file()
-    return path.is_dir() or _looks_like_path(text)
-
-
-def _looks_like_path(text: str) -> bool:
-    return (
-        text.startswith(("/", ".", "~")) or text.endswith("/") or text.partition("@")[0].count("/") > 1 or "\\" in text
-    )
+    looks_like_path = text.startswith(("/", ".", "~")) or text.endswith("/") or "\\" in text
+    return path.is_dir() or looks_like_path or text.partition("@")[0].count("/") > 1
 
 
 def _folder(text: str, path: str, name: str | None) -> Source:
-    # One folder has one spelling: its path is part of what identifies the model.
+    # The path is part of the fingerprint, so every folder needs one spelling.
     folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
         raise ModelNotFoundError(
@@ -148,14 +147,13 @@ def _hub(text: str, identifier: str, name: str | None) -> Source:
     alias = repository if repository in ALIASES else None
     repository = ALIASES.get(repository, repository)
     if not _HUB_ID.fullmatch(repository) or identifier.endswith("@"):
-        raise ModelNotFoundError(f"{text!r} names no model.", hint=_suggest(repository))
+        close = difflib.get_close_matches(repository.lower(), [DEMO, *ALIASES], n=3, cutoff=0.5)
+        known = f"Did you mean {' or '.join(close)}? " if close else ""
+        raise ModelNotFoundError(
+            f"{text!r} is not the name of a model.",
+            hint=f"{known}Expected {DEMO}, an alias (see `trtserve models`), org/name[@revision] or a folder.",
+        )
     derived = alias or plain_name(repository.rpartition("/")[2])
     return Source(
         text=text, kind="hub", location=repository, revision=revision or None, name=served_name(name or derived)
     )
-
-
-def _suggest(text: str) -> str:
-    close = difflib.get_close_matches(text.lower(), [DEMO, *ALIASES], n=3, cutoff=0.5)
-    known = f"Did you mean {' or '.join(close)}? " if close else ""
-    return f"{known}Expected {DEMO}, an alias ({', '.join(list(ALIASES)[:4])}, …), org/name[@revision] or a folder."

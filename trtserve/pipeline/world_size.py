@@ -1,4 +1,4 @@
-"""Another number of ranks for an imported model: convert, build and repo again with the same settings."""
+"""Repeat an import for another number of ranks, with otherwise unchanged settings."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import cast
 
 from trtserve.artifacts import Manifest, ModelRepository
 from trtserve.errors import UsageError, counted
-from trtserve.pipeline import ImportPlan, ImportSpec, import_to_repository, plan_import
-from trtserve.pipeline.llmapi import LlmapiImportPlan, for_llmapi, plan_llmapi_import
-from trtserve.pipeline.recorded import as_json, recorded_spec
-from trtserve.pipeline.stages import Stage
+from trtserve.pipeline import ImportSpec, Stage, import_to_repository, plan_import, warn_about_resources
+from trtserve.pipeline.imported_names import as_json, recorded_spec
 from trtserve.progress import SILENT, Progress
+from trtserve.server.launch_plan import plan_server
+from trtserve.server.start import require_startable
+from trtserve.server.world_size import wants_rebuild
 from trtserve.specs import RuntimeName, ServerSpec
-from trtserve.start import require_startable, wants_rebuild
+from trtserve.specs.command_line import import_command
 from trtserve.store import NameRecord, Store
 from trtserve.triton.preflight import Served, inspect_repository
-from trtserve.wording import import_command
 
-# What stands for the rest of a folder's name where that follows from an engine that is not built.
+# Placeholder for the end of a folder's name, which depends on an engine that is not built yet.
 _NOT_MADE = "FINGERPRINT"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rebuild:
-    """An import done again for another number of ranks: its record, its changed settings, and what will be served."""
+    """An import to repeat for another number of ranks: its record, its changed settings, and what will be served."""
 
     record: NameRecord
     spec: ImportSpec
@@ -34,33 +34,33 @@ class Rebuild:
 
     @property
     def reason(self) -> str:
-        """Why the repository that is there does not do."""
+        """Why the existing repository does not fit."""
         return f"{self.record.name} was imported for {counted(self.ranks, 'rank')}"
 
     @property
     def work(self) -> str:
-        """What is done again: the LLM API has only a repository."""
-        return "assembled" if self.served.runtime == "llmapi" else "converted and built"
+        """What is repeated; for the LLM API only the repository."""
+        return "assembled" if self.served.uses_llmapi else "converted and built"
 
     @property
     def size(self) -> str:
-        """The parallelism that is to be made."""
+        """The new parallelism."""
         convert = self.spec.convert
         return f"tp {convert.tp_size}" + (f" × pp {convert.pp_size}" if convert.pp_size > 1 else "")
 
 
 def plan_rebuild(repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None) -> Rebuild | None:
-    """What has to be imported again for --world-size; None where the repository fits or no import made it."""
+    """Return the import to repeat for --world-size, or None where the repository fits, or was not made by an import."""
     store = store or Store()
     if spec.world_size is None or not wants_rebuild(served := inspect_repository(repository), spec):
         return None
     record = next((each for each in store.recorded() if Path(each.repository) == repository.path.absolute()), None)
     made = None if record is None else recorded_spec(record)
-    # A repository to which several models were added is nothing that one import makes.
+    # No single import makes a repository of several models.
     if record is None or made is None or (served.facts.get("members") or {}):
         return None
     changed = with_world_size(made, spec.world_size)
-    # `auto` may mean another runtime now than it did then.
+    # `auto` may choose another runtime today.
     changed = replace(changed, build=replace(changed.build, runtime=cast(RuntimeName, served.runtime)))
     return Rebuild(record=record, spec=changed, ranks=served.world_size, served=with_ranks(served, spec.world_size))
 
@@ -68,12 +68,10 @@ def plan_rebuild(repository: ModelRepository, spec: ServerSpec, *, store: Store 
 def planned_stages(
     rebuild: Rebuild, *, store: Store | None = None, progress: Progress = SILENT
 ) -> tuple[list[Stage], ModelRepository]:
-    """The stages of the import, and its repository: where it is, or where it will be as far as that is known."""
+    """Return the stages of the import, and its repository: where it is, or as far as known where it will be."""
     store, spec = store or Store(), rebuild.spec
-    if for_llmapi(spec):
-        plan: LlmapiImportPlan | ImportPlan = plan_llmapi_import(spec, store=store, progress=progress)
-    else:
-        plan = plan_import(spec, store=store, progress=progress)
+    plan = plan_import(spec, store=store, progress=progress)
+    warn_about_resources(plan, progress)
     name = rebuild.record.name
     path = store.folder(ModelRepository) / f"{name}-{_NOT_MADE}" if plan.repository is None else plan.repository.path
     return plan.stages(), ModelRepository(path=path, manifest=Manifest(kind="repository", name=name, fingerprint=""))
@@ -84,16 +82,16 @@ def repository_for(
     spec: ServerSpec,
     *,
     rebuild: bool = True,
-    elsewhere: bool = False,
+    on_this_machine: bool = True,
     store: Store | None = None,
     progress: Progress = SILENT,
 ) -> ModelRepository:
-    """The repository itself where its engine fits `spec`; else the one of an engine with --world-size ranks.
+    """Return the repository if its engine fits `spec`, else one whose engine has --world-size ranks.
 
-    That needs a repository that `import` made: its settings are taken again, with another tensor parallelism. What
-    exists is reused, and the import's name keeps its meaning. What would stop the launch here, unless it is
-    `elsewhere`, is raised before the work. UsageError when `rebuild` is False. Every other repository is returned as
-    it is, for `start` to refuse it.
+    The latter repeats the import with another tensor parallelism; stages that exist are reused, and the import's name
+    keeps its meaning. Whatever would stop the launch is raised before the work, unless another machine runs the server.
+    Raises UsageError when `rebuild` is False. A repository that no import made is returned as it is: `start` refuses
+    it.
     """
     store = store or Store()
     wanted = plan_rebuild(repository, spec, store=store)
@@ -105,8 +103,8 @@ def repository_for(
             f"{wanted.reason}; --world-size {spec.world_size} needs it {wanted.work} again ({wanted.size}).",
             hint=f"Leave --no-rebuild out, or do it by hand: {command}",
         )
-    if not elsewhere:
-        require_startable(repository, spec, wanted.served, store=store)
+    if on_this_machine:
+        require_startable(plan_server(repository, spec, served=wanted.served, store=store))
     progress.step(
         f"World size {spec.world_size}: {wanted.reason}, so it is {wanted.work} again with {wanted.size}; what exists "
         "is reused."
@@ -115,14 +113,14 @@ def repository_for(
 
 
 def with_world_size(spec: ImportSpec, world_size: int) -> ImportSpec:
-    """The import with `world_size` ranks: pipeline stages stay where they divide it, tensor parallelism follows."""
+    """Return the import with `world_size` ranks; pipeline stages stay if they divide it, tensor parallelism follows."""
     stages = spec.convert.pp_size if world_size % spec.convert.pp_size == 0 else 1
     convert = replace(spec.convert, tp_size=world_size // stages, pp_size=stages, moe_tp_size=None, moe_ep_size=None)
-    # The folders that the user named hold the engine and repository of the import.
+    # The folders that the user named keep the engine and the repository of the import.
     return replace(spec, convert=convert, engine_out=None, out=None, verify=None)
 
 
 def with_ranks(served: Served, world_size: int) -> Served:
-    """What the repository will hold: its first core model has other ranks, a draft model keeps its own."""
+    """Return what will be served: the first core model with other ranks; a draft model keeps its own."""
     first, *others = served.core_models
     return replace(served, core_models=(replace(first, world_size=world_size), *others))

@@ -1,10 +1,10 @@
-"""A question and its answer: which model is asked, with which inputs, and how it is stopped."""
+"""Query a served model: choose the model, send the request, stop it when asked to."""
 
 from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -12,71 +12,61 @@ from trtserve.errors import RequestError, TrtserveError, UsageError
 from trtserve.query.generation import Generation
 from trtserve.query.spec import QuerySpec
 from trtserve.triton.call_errors import RequestCancelledError
-from trtserve.triton.client import (
-    CORE_MODEL,
-    STOP_TIMEOUT,
-    Client,
-    Endpoint,
-    GrpcClient,
-    ModelDescription,
-    stop_request,
-)
+from trtserve.triton.client import CORE_MODEL, STOP_TIMEOUT, Client, Endpoint, ModelDescription, stop_request
+from trtserve.triton.grpc_client import GrpcClient
 
-# The rest is imported where it is used: the command line loads this module for every command's help.
+# Everything else is imported inside functions: the command line loads this module for the help of every command.
 if TYPE_CHECKING:
-    from trtserve.query.request import Context
+    from trtserve.query.request import RequestContext
 
-__all__ = ["Generation", "QuerySpec", "connect", "contexts", "generate", "generate_each"]
+__all__ = ["Generation", "QuerySpec", "connect", "generate", "generate_each", "request_contexts"]
 
-# The models of TensorRT-LLM's repository; any other name in it is the alias.
+# The models of TensorRT-LLM's repository; any other model in it is the alias.
 STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "tensorrt_llm_bls")
 
-STOP_AGAIN = 0.25
+STOP_INTERVAL = 0.25
 
 OnText = Callable[[str], None]
 
 
 def generate(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None) -> Generation:
-    """Ask one question, or several as the rows of one request; UsageError for several without `spec.batch`.
-
-    See `generate_each`.
-    """
+    """Send one request: a single prompt, or with `spec.batch` several as its rows. See `generate_each`."""
     if spec.rows > 1 and not spec.batch:
-        raise UsageError("Several prompts are several requests: use generate_each, or a batch.")
+        raise UsageError("Several prompts need several requests: use generate_each, or set batch.")
     return next(iter(generate_each(spec, server, on_text=on_text)))
 
 
 def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None) -> Iterator[Generation]:
-    """Ask every question of `spec`, one after the other, or all in one request with `spec.batch`.
+    """Send every prompt of `spec` as a request of its own, or all in one request with `spec.batch`.
 
-    `on_text` receives the pieces of an answer as they come, where it has one sequence only. The call follows the model:
-    a stream where its transaction policy is decoupled, else one response. An interrupt (KeyboardInterrupt), a timeout
-    or an OSError of `on_text` cancels the call and stops the request in the engine before it is raised again.
+    `on_text` receives the pieces of an answer as they arrive, if the answer has only one sequence. The answer is
+    streamed if the model's transaction policy is decoupled. An interrupt (KeyboardInterrupt), a timeout or an OSError
+    of `on_text` cancels the call and stops the request in the engine before it is raised again.
     Errors: ServerUnreachableError, RequestError (unknown model, refused request), UsageError (no such input).
     """
     with closing(connect(spec, server)) as client:
-        for number, context in enumerate(contexts(spec, server, client)):
-            generation = _ask(context, server, client, number=number, on_text=on_text)
+        for number, context in enumerate(request_contexts(spec, server, client)):
+            generation = _send_request(context, server, client, number=number, on_text=on_text)
             for sequence in generation.sequences:
-                sequence.prompt += number  # counted within the request so far
+                sequence.prompt += number  # until here the number within this request
             yield generation
 
 
-def contexts(spec: QuerySpec, server: Endpoint, client: Client) -> list[Context]:
-    """What each request of `spec` is made of; reads the model's declaration, and of chat models the template."""
-    from trtserve.query.prompts import prepare
-    from trtserve.query.request import Context
+def request_contexts(spec: QuerySpec, server: Endpoint, client: Client) -> list[RequestContext]:
+    """Return what each request of `spec` is built from; asks the server for the model's inputs and outputs."""
+    from trtserve.query.prompts import prepare_prompts
+    from trtserve.query.request import RequestContext
 
     model = describe_model(client, spec.model or server.model)
-    prompts, tokenizer = prepare(spec, model, server, client)
+    prompts, tokenizer = prepare_prompts(spec, model, server, client)
     return [
-        Context(spec=spec, model=model, prompts=part, tokenizer=tokenizer, repository=server.repository)
+        RequestContext(spec=spec, model=model, prompts=part, tokenizer=tokenizer, repository=server.repository)
         for part in ([prompts] if spec.batch else prompts.split())
     ]
 
 
 def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) -> Client:
-    """A client for the protocol that `spec` names, or the executor in this process."""
+    """Return a client for the protocol of `spec`, or the one of the executor in this process."""
     if server.in_process is not None:
         return server.in_process
     seconds = spec.timeout if timeout is None else timeout
@@ -89,37 +79,40 @@ def connect(spec: QuerySpec, server: Endpoint, *, timeout: float | None = None) 
 
 
 def describe_model(client: Client, name: str | None) -> ModelDescription:
-    """The model to ask; without a name the alias, else the BLS model, else the ensemble of the server."""
+    """Return the description of the model `name`; without a name that of the alias, the BLS model or the ensemble."""
     from trtserve.query.request import IDS_INPUT, TEXT_INPUT
 
-    model = client.describe(name if name is not None else _default_model(client.model_names()))
+    if name is None:
+        names = client.model_names()
+        aliases = [each for each in names if each not in STANDARD_MODELS]
+        standard = [each for each in ("tensorrt_llm_bls", "ensemble") if each in names]
+        if len(aliases) != 1 and not standard:
+            served = ", ".join(sorted(names)) or "no models"
+            raise UsageError(f"Choose the model to query with --model; this server has {served}.")
+        name = aliases[0] if len(aliases) == 1 else standard[0]
+    model = client.describe(name)
     if not model.has(TEXT_INPUT, IDS_INPUT):
         raise RequestError(
             f"The model {model.name!r} takes neither text nor token ids: it has no input {TEXT_INPUT!r}.",
-            hint="Ask the alias, `tensorrt_llm_bls`, `ensemble`, or the core model `tensorrt_llm`.",
+            hint="Query the alias, `tensorrt_llm_bls`, `ensemble`, or the core model `tensorrt_llm`.",
         )
     return model
 
 
-def _default_model(names: Sequence[str]) -> str:
-    aliases = [name for name in names if name not in STANDARD_MODELS]
-    if len(aliases) == 1:
-        return aliases[0]
-    for standard in ("tensorrt_llm_bls", "ensemble"):
-        if standard in names:
-            return standard
-    raise UsageError(f"Say which model to ask with --model; this server has {', '.join(sorted(names)) or 'none'}.")
-
-
-def _ask(context: Context, server: Endpoint, client: Client, *, number: int, on_text: OnText | None) -> Generation:
+def _send_request(
+    context: RequestContext, server: Endpoint, client: Client, *, number: int, on_text: OnText | None
+) -> Generation:
     from trtserve.query.answer import Answer
     from trtserve.query.request import request_tensors
 
     spec, model = context.spec, context.model
-    request_id = _request_id(spec, number)
+    if spec.request_id is None:
+        request_id = uuid.uuid4().hex
+    else:  # every request needs an id of its own, so that a stop reaches only one
+        request_id = spec.request_id if number == 0 else f"{spec.request_id}-{number}"
     tensors = request_tensors(context)
     answer = Answer(context, on_text=on_text)
-    with _stopping(context, server, client, request_id) as stopped:
+    with _stop_later(context, server, client, request_id) as stopped:
         try:
             answer.read(
                 client.infer(model, tensors, request_id=request_id, stream=context.streams, outputs=spec.outputs)
@@ -128,28 +121,23 @@ def _ask(context: Context, server: Endpoint, client: Client, *, number: int, on_
             if not stopped.is_set():
                 raise
         except (KeyboardInterrupt, OSError, RequestError):
-            # OSError comes from `on_text` alone: the reader of our output went away. A RequestError may be a timeout,
-            # whose cancellation does not reach the engine through every door; for a refused request nothing happens.
+            # Only `on_text` raises OSError: the reader of our output is gone. A RequestError may be a timeout, whose
+            # cancellation does not reach the engine on every path; stopping a refused request has no effect.
             _stop_in_engine(context, server, request_id)
             raise
-    return answer.finished(request_id, stopped=stopped.is_set())
-
-
-def _request_id(spec: QuerySpec, number: int) -> str:
-    """The id of the `number`-th request: given ids are numbered, so that a stop reaches one request only."""
-    if spec.request_id is None:
-        return uuid.uuid4().hex
-    return spec.request_id if number == 0 else f"{spec.request_id}-{number}"
+    return answer.generation(request_id, stopped=stopped.is_set())
 
 
 @contextmanager
-def _stopping(context: Context, server: Endpoint, client: Client, request_id: str) -> Iterator[threading.Event]:
-    """Stop the request `stop_after_ms` from now, if it is still running; the event says that this was done."""
+def _stop_later(
+    context: RequestContext, server: Endpoint, client: Client, request_id: str
+) -> Iterator[threading.Event]:
+    """Stop the request after `stop_after_ms` if it is still running; sets the event when it does."""
     spec, stopped, ended = context.spec, threading.Event(), threading.Event()
     if spec.stop_after_ms is None:
         yield stopped
         return
-    # Described beforehand, so that stopping is one message.
+    # Described in advance, so that stopping takes only one message.
     core = None if spec.stop_via_cancel else client.describe(_core_name(context))
     seconds = spec.stop_after_ms / 1000
 
@@ -160,10 +148,10 @@ def _stopping(context: Context, server: Endpoint, client: Client, request_id: st
         if spec.stop_via_cancel:
             client.cancel()
             return
-        # A stop that overtakes its request stops nothing: it is sent until the call ends, which has a time limit.
+        # A stop that arrives before its request has no effect, so it is repeated until the call ends or times out.
         while not ended.is_set():
             _stop_in_engine(context, server, request_id, core)
-            ended.wait(STOP_AGAIN)
+            ended.wait(STOP_INTERVAL)
 
     thread = threading.Thread(target=stop, daemon=True, name="stop")
     thread.start()
@@ -174,8 +162,8 @@ def _stopping(context: Context, server: Endpoint, client: Client, request_id: st
         thread.join(STOP_TIMEOUT)
 
 
-def _core_name(context: Context) -> str:
-    """The model that runs the engine for the one that is asked."""
+def _core_name(context: RequestContext) -> str:
+    """Return the name of the core model that runs the engine for the queried model."""
     from trtserve.query.request import IDS_INPUT
 
     if context.model.has(IDS_INPUT):
@@ -183,7 +171,9 @@ def _core_name(context: Context) -> str:
     return context.model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL
 
 
-def _stop_in_engine(context: Context, server: Endpoint, request_id: str, core: ModelDescription | None = None) -> None:
-    """Stop the request by its id, within a bound; a server that is gone has nothing left to stop."""
+def _stop_in_engine(
+    context: RequestContext, server: Endpoint, request_id: str, core: ModelDescription | None = None
+) -> None:
+    """Stop the request by its id, within a time limit; errors are ignored, since the server may be gone."""
     with suppress(TrtserveError), closing(connect(context.spec, server, timeout=STOP_TIMEOUT)) as client:
         stop_request(client, core or client.describe(_core_name(context)), request_id)

@@ -1,14 +1,15 @@
-"""Chat templates: how a question becomes the text that a chat model was trained on.
+"""Chat templates: put a question into the text format that a chat model was trained on.
 
-Templates are Jinja, rendered as transformers renders them (its `apply_chat_template`), by Jinja alone: importing
-transformers would take longer than most answers. They come with models of strangers, hence the sandbox.
+Templates are rendered with Jinja as transformers' `apply_chat_template` does, but without importing transformers, which
+would take longer than most answers. Templates come from untrusted model authors, hence the sandbox.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +22,18 @@ _FILE = "chat_template.jinja"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
-    """A prompt in its template. `end_words` are the special tokens, beside the end id, that end the model's turn."""
+    """A prompt rendered in the chat template."""
 
     text: str
     end_words: tuple[str, ...] = field(default=())
+    """Special tokens, besides the end token, that end the model's turn."""
 
 
-def find_chat_template(files: TokenizerFiles) -> str | None:
-    """The source of the tokenizer's default chat template; None for a model that is no chat model."""
+def find_chat_template(files: TokenizerFiles, *, tools: bool = False) -> str | None:
+    """Return the source of the tokenizer's chat template, or None for a model without one.
+
+    `tools`: prefer the template for conversations with tools, if the tokenizer has one of its own.
+    """
     try:
         return (files.folder / _FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -36,87 +41,83 @@ def find_chat_template(files: TokenizerFiles) -> str | None:
     template = files.config.get("chat_template") or files.json("chat_template.json").get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+        template = (named.get("tool_use") if tools else None) or named.get("default")
     return template if isinstance(template, str) else None
 
 
 def chat_prompts(spec: QuerySpec, files: TokenizerFiles, template: str, *, adds_special: bool) -> list[ChatPrompt]:
-    """Every prompt of `spec` as the user's turn in the template.
+    """Render every prompt of `spec` as the user's turn of the template.
 
-    `adds_special`: the text will be encoded with special tokens, so a BOS that the tokenizer adds is taken off.
+    `adds_special`: the text will be encoded with special tokens, so a BOS that the tokenizer adds is removed here.
     """
     tokens = files.special_tokens()
     words = end_words(files)
     prompts = []
     for prompt in spec.prompts:
-        text = render(template, messages(prompt, spec.system), tokens)
+        text = render(template, messages(prompt, spec.system, spec.history), tokens)
         if adds_special:
             text = without_bos(text, files, tokens.get("bos_token"))
         prompts.append(ChatPrompt(text=text, end_words=words))
     return prompts
 
 
-def messages(prompt: str, system: str | None) -> list[dict[str, str]]:
-    """The conversation of one question."""
-    said = [{"role": "system", "content": system}] if system is not None else []
-    return [*said, {"role": "user", "content": prompt}]
+def messages(prompt: str, system: str | None, history: Sequence[Mapping[str, str]] = ()) -> list[Mapping[str, str]]:
+    """Return the conversation that ends with a question."""
+    system_turn = [{"role": "system", "content": system}] if system is not None else []
+    return [*system_turn, *history, {"role": "user", "content": prompt}]
 
 
 def without_bos(text: str, files: TokenizerFiles, bos: str | None) -> str:
-    """`text` without the BOS that the tokenizer is going to put in front of it again."""
+    """Remove the BOS token from `text` if the tokenizer would add it a second time."""
     return text.removeprefix(bos) if bos and text.startswith(bos) and files.adds_bos() else text
 
 
 def end_words(files: TokenizerFiles) -> tuple[str, ...]:
-    """Texts of the tokens that end a turn, beside the tokenizer's EOS, which the server knows by itself."""
+    """Return the texts of the tokens that end a turn, except the tokenizer's EOS, which the server handles."""
     eos = files.special_tokens().get("eos_token")
     texts = [files.decode_token(token) for token in files.end_ids()]
     return tuple(text for text in dict.fromkeys(texts) if text and text != eos)
 
 
-def render(template: str, conversation: Sequence[dict[str, str]], special_tokens: dict[str, str]) -> str:
-    """The conversation in the template, with the model's turn opened; UsageError with the template's own complaint."""
+def render(
+    template: str, conversation: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], **variables: Any
+) -> str:
+    """Render the conversation and open the model's turn; `variables` are further ones of the template, such as `tools`.
+
+    Raises UsageError with the reason the template gives.
+    """
     environment = _environment()
     from jinja2 import TemplateError
 
     try:
-        compiled = environment.from_string(template)
-        text: str = compiled.render(messages=list(conversation), add_generation_prompt=True, **special_tokens)
-    except TemplateError as error:
+        compiled = _compiled(environment, template)
+        text: str = environment.render(
+            compiled, {"add_generation_prompt": True, **variables, **special_tokens, "messages": list(conversation)}
+        )
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError, RecursionError) as error:
         raise UsageError(
-            f"The model's chat template refuses this prompt: {error}", hint="--raw sends the prompt as it is."
+            f"The model's chat template rejects this prompt: {str(error) or type(error).__name__}",
+            hint="--raw sends the prompt without a template.",
         ) from None
     return text
 
 
+@functools.lru_cache(maxsize=8)
+def _compiled(environment: Any, template: str) -> Any:
+    return environment.from_string(template)
+
+
+@functools.cache
 def _environment() -> Any:
     try:
-        from jinja2.ext import Extension
-        from jinja2.nodes import CallBlock
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from trtserve.query.template_sandbox import BoundedEnvironment
     except ImportError:
         raise MissingDependencyError(
             "This model has a chat template, which needs the package jinja2.",
-            hint="pip install jinja2, or send the prompt as it is with --raw.",
+            hint="pip install jinja2, or send the prompt without a template: --raw.",
         ) from None
-
-    class Generation(Extension):
-        """`{% generation %}` marks the model's turns for training; here its body is rendered and nothing else."""
-
-        tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-        def _body(self, caller: Any) -> Any:
-            return caller()
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
+    environment = BoundedEnvironment()
+    environment.filters["tojson"] = _to_json  # Jinja's own filter escapes HTML; models are trained without that
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
@@ -129,7 +130,6 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML; models were trained without that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

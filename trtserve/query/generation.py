@@ -1,4 +1,4 @@
-"""What came back for a request."""
+"""The answer to a request."""
 
 from __future__ import annotations
 
@@ -14,42 +14,40 @@ OutputKey = tuple[str, int, int]
 
 @dataclass(kw_only=True)
 class GeneratedSequence:
-    """One generated sequence; `prompt`, `sequence` (sample) and `beam` count from 0.
+    """One generated sequence."""
 
-    `text` is without the prompt (unless it was asked for) and without leading spaces, which tokenizers put before a
-    first word; None where only ids are known. `log_probs` has one value per generated token.
-    """
-
-    prompt: int
+    prompt: int  # prompt, sequence (sample) and beam count from 0
     sequence: int
     beam: int
     text: str | None = None
+    """Text without the prompt (unless requested) and without leading spaces, or None where only token ids are known."""
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     cum_log_prob: float | None = None
     log_probs: list[float] | None = None
+    """One value per generated token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """The answer to one request. Times are seconds since it was sent.
-
-    `responses` counts those that carried text or tokens; `time_to_first_token` is None unless the answer came as a
-    stream. `outputs` are all other arrays: logits, performance metrics and whatever else the model declares.
-    `stopped`: the request was ended by --stop-after-ms.
-    """
+    """The answer to one request."""
 
     sequences: tuple[GeneratedSequence, ...]
     model: str
     request_id: str
     streamed: bool
     responses: int
+    """Number of responses that carried text or tokens."""
     latency: float
+    """Seconds from sending the request to its last response."""
     time_to_first_token: float | None = None
+    """Seconds from sending the request to the first token, or None unless the answer was streamed."""
     output_tokens: int | None = None
     input_tokens: int | None = None
     stopped: bool = False
+    """Whether --stop-after-ms ended the request."""
     outputs: dict[OutputKey, npt.NDArray[Any]] = field(default_factory=dict)
+    """All other arrays: logits, performance metrics and further outputs that the model declares."""
 
     @property
     def text(self) -> str:
@@ -58,5 +56,5 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens per second of latency; None when the server does not count them."""
+        """Output tokens per second of latency, or None when the number of tokens is unknown."""
         return self.output_tokens / self.latency if self.output_tokens and self.latency > 0 else None

@@ -1,22 +1,18 @@
-"""Every option of `trtserve query` that fills inputs of a model: one table, of which flags, checks and docs are made.
+"""Options of a request: the inputs of Triton's models that `trtserve query` fills.
 
-Names of the tensors: shared/reference of NVIDIA's five models. Where releases or models call one thing differently,
-`tensors` has all names, the newest first; the first that the asked model declares is filled.
+Releases and models name some inputs differently: `tensors` lists the names, newest first, and the first that the
+model declares is filled. An option that is not `direct` becomes the tensor's value in `request.py` or `file_inputs.py`:
+words turn into ids, files into arrays.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from trtserve.errors import UsageError
-
-Kind = Literal["int", "float", "switch", "text", "texts", "floats", "file"]
-
-LARGEST_INT32 = 2**31 - 1
-LARGEST_UINT64 = 2**64 - 1
+from trtserve.specs.options import UINT64, Option, Spec, option, options_of
 
 LENGTH = "Length and words"
 SAMPLING = "Sampling"
@@ -26,283 +22,353 @@ GUIDES = "Guided decoding"
 ADAPTERS = "Adapters and prompt tables"
 DRAFTS = "Speculative decoding"
 
+Guide = Literal["json", "json_schema", "regex", "ebnf_grammar"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class RequestOption:
-    """One option: `name` is the flag's with underscores, `also` are further spellings (NVIDIA's clients').
+class RequestOptions(Spec):
+    """What one request asks for; options at their default are left to the server."""
 
-    `direct`: the value is the tensor's; otherwise it is made into one (words to ids, files to arrays).
-    """
-
-    name: str
-    kind: Kind
-    tensors: tuple[str, ...]
-    help: str
-    panel: str
-    also: tuple[str, ...] = ()
-    lowest: float = -math.inf
-    highest: float = math.inf
-    direct: bool = True
-    metavar: str | None = None
-
-    @property
-    def flag(self) -> str:
-        """The option as it is typed."""
-        return "--" + self.name.replace("_", "-")
-
-    def check(self, value: Any) -> None:
-        """UsageError for a number outside the range; NaN and infinity come through every parser."""
-        values = value if self.kind == "floats" else (value,) if self.kind in ("int", "float") else ()
-        for number in values:
-            if not (math.isfinite(number) and self.lowest <= number <= self.highest):
-                raise UsageError(f"{self.flag} is {number}; it must be {self._range()}.")
-
-    def _range(self) -> str:
-        if math.isinf(self.lowest) and math.isinf(self.highest):
-            return "a finite number"
-        if math.isinf(self.highest):
-            return f"at least {self.lowest:g}"
-        return f"{_plain(self.lowest)} … {_plain(self.highest)}"
-
-
-def _plain(number: float) -> str:
-    return str(int(number)) if float(number).is_integer() else str(number)
-
-
-def _count(
-    name: str, tensors: tuple[str, ...], text: str, panel: str, *, lowest: int = 1, **more: Any
-) -> RequestOption:
-    return RequestOption(
-        name=name, kind="int", tensors=tensors, help=text, panel=panel, lowest=lowest, highest=LARGEST_INT32, **more
+    max_tokens: int | None = option(
+        None,
+        "--max-tokens",
+        "--request-output-len",
+        "--output-len",
+        "-o",
+        tensors=("max_tokens", "request_output_len"),
+        help="Most new tokens; the engine may allow fewer.",
+        minimum=1,
+        panel=LENGTH,
+        metavar="TOKENS",
+        unset="256",
+        common=True,
+    )
+    min_tokens: int | None = option(
+        None,
+        "--min-tokens",
+        "--min-length",
+        tensors=("min_tokens", "min_length"),
+        help="Fewest new tokens.",
+        minimum=0,
+        panel=LENGTH,
+        metavar="TOKENS",
+    )
+    stop_words: tuple[str, ...] = option(
+        (),
+        tensors=("stop_words", "stop_words_list"),
+        help="End the answer after this text; repeatable.",
+        direct=False,
+        panel=LENGTH,
+        metavar="TEXT",
+        common=True,
+    )
+    bad_words: tuple[str, ...] = option(
+        (),
+        tensors=("bad_words", "bad_words_list"),
+        help="Never generate this text; repeatable.",
+        direct=False,
+        panel=LENGTH,
+        metavar="TEXT",
+    )
+    embedding_bias: tuple[str, ...] = option(
+        (),
+        tensors=("embedding_bias_words", "embedding_bias_weights", "embedding_bias"),
+        metavar="WORD=WEIGHT",
+        help="Add WEIGHT to the logits of the word's tokens; repeatable.",
+        direct=False,
+        panel=LENGTH,
+    )
+    embedding_bias_words: tuple[str, ...] = option(
+        (),
+        tensors=("embedding_bias_words",),
+        help="Words to bias, as in NVIDIA's client; repeatable.",
+        direct=False,
+        panel=LENGTH,
+    )
+    embedding_bias_weights: tuple[float, ...] = option(
+        (),
+        tensors=("embedding_bias_weights",),
+        help="Weight of each of these words; repeatable.",
+        direct=False,
+        panel=LENGTH,
+    )
+    end_id: int | None = option(
+        None,
+        tensors=("end_id",),
+        help="Token id that ends the answer; -1: none.",
+        minimum=-1,
+        panel=LENGTH,
+        metavar="ID",
+    )
+    pad_id: int | None = option(
+        None,
+        tensors=("pad_id",),
+        help="Token id that pads shorter rows of a batch.",
+        minimum=-1,
+        panel=LENGTH,
+        metavar="ID",
+    )
+    temperature: float | None = option(
+        None,
+        tensors=("temperature",),
+        help="Sampling temperature; needs --top-k or --top-p to have an effect.",
+        minimum=0,
+        panel=SAMPLING,
+        common=True,
+    )
+    top_k: int | None = option(
+        None,
+        tensors=("top_k", "runtime_top_k"),
+        help="Sample from the k likeliest tokens; 0: all.",
+        minimum=0,
+        panel=SAMPLING,
+        common=True,
+    )
+    top_p: float | None = option(
+        None,
+        tensors=("top_p", "runtime_top_p"),
+        help="Sample from the likeliest tokens with this total probability; 0: off.",
+        minimum=0,
+        maximum=1,
+        panel=SAMPLING,
+        common=True,
+    )
+    top_p_min: float | None = option(
+        None,
+        tensors=("runtime_top_p_min",),
+        help="Lowest value that decay may bring --top-p to.",
+        minimum=0,
+        maximum=1,
+        panel=SAMPLING,
+    )
+    top_p_decay: float | None = option(
+        None,
+        tensors=("runtime_top_p_decay",),
+        help="Multiply --top-p by this after every token.",
+        minimum=0,
+        maximum=1,
+        panel=SAMPLING,
+    )
+    top_p_reset_ids: int | None = option(
+        None,
+        tensors=("runtime_top_p_reset_ids",),
+        help="Token id that resets --top-p to its first value.",
+        minimum=0,
+        panel=SAMPLING,
+        metavar="ID",
+    )
+    seed: int | None = option(
+        None,
+        "--seed",
+        "--random-seed",
+        tensors=("seed", "random_seed"),
+        help="Seed of sampling.",
+        minimum=0,
+        maximum=UINT64,
+        panel=SAMPLING,
+        unset="0, which makes sampling repeatable",
+        common=True,
+    )
+    repetition_penalty: float | None = option(
+        None,
+        tensors=("repetition_penalty",),
+        help="Divide the logits of tokens seen before by this; 1: off.",
+        minimum=0,
+        panel=SAMPLING,
+    )
+    presence_penalty: float | None = option(
+        None, tensors=("presence_penalty",), help="Subtract this from the logits of generated tokens.", panel=SAMPLING
+    )
+    frequency_penalty: float | None = option(
+        None,
+        tensors=("frequency_penalty",),
+        help="Subtract this once for each time a token was generated.",
+        panel=SAMPLING,
+    )
+    beam_width: int | None = option(
+        None,
+        "--beam-width",
+        "-b",
+        tensors=("beam_width",),
+        help="Beams of a beam search; the engine sets a limit.",
+        minimum=1,
+        panel=SEQUENCES,
+    )
+    length_penalty: float | None = option(
+        None,
+        "--length-penalty",
+        "--len-penalty",
+        tensors=("length_penalty", "len_penalty"),
+        help="Rank beams by their probability divided by length to this power.",
+        panel=SEQUENCES,
+    )
+    early_stopping: bool = option(
+        False,
+        tensors=("early_stopping",),
+        help="End a beam search as soon as enough beams are complete.",
+        panel=SEQUENCES,
+    )
+    beam_search_diversity_rate: float | None = option(
+        None,
+        tensors=("beam_search_diversity_rate",),
+        help="Penalty that makes beams differ.",
+        minimum=0,
+        panel=SEQUENCES,
+    )
+    num_return_sequences: int | None = option(
+        None,
+        "--num-return-sequences",
+        "-n",
+        tensors=("num_return_sequences",),
+        help="Samples per prompt.",
+        minimum=1,
+        panel=SEQUENCES,
+    )
+    return_log_probs: bool = option(
+        False, tensors=("return_log_probs",), help="Return log-probabilities of the generated tokens.", panel=RETURNED
+    )
+    return_context_logits: bool = option(
+        False, tensors=("return_context_logits",), help="Return logits of the prompt.", panel=RETURNED
+    )
+    return_generation_logits: bool = option(
+        False, tensors=("return_generation_logits",), help="Return logits of the generated tokens.", panel=RETURNED
+    )
+    return_perf_metrics: bool = option(
+        False,
+        "--return-perf-metrics",
+        "--return-kv-cache-reuse-stats",
+        tensors=("return_perf_metrics", "return_kv_cache_reuse_stats"),
+        help="Return times, KV cache blocks and draft acceptance of the request.",
+        panel=RETURNED,
+    )
+    return_num_input_tokens: bool = option(
+        False, tensors=("return_num_input_tokens",), help="Return the number of prompt tokens.", panel=RETURNED
+    )
+    return_num_output_tokens: bool = option(
+        False,
+        tensors=("return_num_output_tokens",),
+        help="Return the number of generated tokens; always requested if the model has this input.",
+        panel=RETURNED,
+    )
+    guide_type: Guide | None = option(
+        None,
+        "--guide-type",
+        "--guided-decoding-guide-type",
+        tensors=("guided_decoding_guide_type",),
+        help="What the answer must match.",
+        panel=GUIDES,
+    )
+    guide: str | None = option(
+        None,
+        "--guide",
+        "--guided-decoding-guide",
+        tensors=("guided_decoding_guide",),
+        help="Schema, expression or grammar, or @FILE.",
+        direct=False,
+        panel=GUIDES,
+    )
+    lora: str | None = option(
+        None,
+        tensors=("lora_name", "lora_task_id", "lora_weights", "lora_config"),
+        metavar="NAME",
+        help="Name of an adapter in the repository.",
+        direct=False,
+        panel=ADAPTERS,
+    )
+    lora_path: Path | None = option(
+        None,
+        tensors=("lora_weights", "lora_config"),
+        metavar="DIR",
+        help="Folder with model.lora_weights.npy and model.lora_config.npy.",
+        direct=False,
+        panel=ADAPTERS,
+    )
+    lora_task_id: int | None = option(
+        None,
+        tensors=("lora_task_id",),
+        help="Number of the adapter; without --lora-path the server must have it cached.",
+        minimum=0,
+        maximum=UINT64,
+        panel=ADAPTERS,
+    )
+    prompt_embedding_table_path: Path | None = option(
+        None,
+        tensors=("prompt_embedding_table", "prompt_vocab_size"),
+        metavar="FILE",
+        help=".npy file of a p-tuned prompt with the axes tasks, rows, hidden.",
+        direct=False,
+        panel=ADAPTERS,
+    )
+    prompt_task_id: int | None = option(
+        None, tensors=(), help="Task of the table.", minimum=0, direct=False, panel=ADAPTERS, unset="the first"
+    )
+    prompt_table_extra_id: int | None = option(
+        None,
+        tensors=("prompt_table_extra_id", "prompt_table_extra_ids"),
+        help="Number that keeps prompt tables apart for KV cache reuse.",
+        minimum=0,
+        maximum=UINT64,
+        direct=False,
+        panel=ADAPTERS,
+    )
+    vocab_size: int | None = option(
+        None,
+        tensors=(),
+        help="First id of the prompt table (core model only).",
+        minimum=1,
+        direct=False,
+        panel=ADAPTERS,
+        unset="the engine's vocabulary size",
+    )
+    num_draft_tokens: int | None = option(
+        None,
+        tensors=("num_draft_tokens",),
+        help="Tokens that the draft model proposes per step.",
+        minimum=0,
+        panel=DRAFTS,
+    )
+    use_draft_logits: bool = option(
+        False, tensors=("use_draft_logits",), help="Accept draft tokens by their logits.", panel=DRAFTS
+    )
+    draft_tokens_csv: Path | None = option(
+        None,
+        tensors=("draft_input_ids",),
+        metavar="FILE",
+        help="CSV file with the ids of one step's draft tokens (core model only).",
+        direct=False,
+        panel=DRAFTS,
+    )
+    draft_acceptance_threshold: float | None = option(
+        None,
+        tensors=("draft_acceptance_threshold",),
+        help="Probability above which a draft token is accepted.",
+        minimum=0,
+        maximum=1,
+        panel=DRAFTS,
+    )
+    lookahead_config: str | None = option(
+        None,
+        tensors=("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
+        metavar="[W,N,G]",
+        help="Lookahead decoding: window, n-gram and verification set.",
+        direct=False,
+        panel=DRAFTS,
     )
 
-
-def _real(name: str, tensors: tuple[str, ...], text: str, panel: str = SAMPLING, **more: Any) -> RequestOption:
-    return RequestOption(name=name, kind="float", tensors=tensors, help=text, panel=panel, **more)
-
-
-def _switch(name: str, tensors: tuple[str, ...], text: str, panel: str = RETURNED, **more: Any) -> RequestOption:
-    return RequestOption(name=name, kind="switch", tensors=tensors, help=text, panel=panel, **more)
+    def given(self) -> dict[str, Any]:
+        """Return name → value of the options that were given."""
+        values = {name: getattr(self, name) for name in REQUEST_OPTIONS}
+        return {name: value for name, value in values.items() if value != REQUEST_OPTIONS[name].default}
 
 
-def _made(name: str, kind: Kind, tensors: tuple[str, ...], text: str, panel: str, **more: Any) -> RequestOption:
-    return RequestOption(name=name, kind=kind, tensors=tensors, help=text, panel=panel, direct=False, **more)
+REQUEST_OPTIONS: Mapping[str, Option] = options_of(RequestOptions)
 
 
-_OPTIONS = (
-    _count(
-        "max_tokens",
-        ("max_tokens", "request_output_len"),
-        "New tokens at most (256); the engine may allow fewer.",
-        LENGTH,
-        also=("--request-output-len", "--output-len", "-o"),
-    ),
-    _count(
-        "min_tokens",
-        ("min_tokens", "min_length"),
-        "New tokens at least.",
-        LENGTH,
-        lowest=0,
-        also=("--min-length",),
-    ),
-    _made(
-        "stop_words",
-        "texts",
-        ("stop_words", "stop_words_list"),
-        "End the answer after these tokens (a word, also inside a sentence); repeatable.",
-        LENGTH,
-    ),
-    _made(
-        "bad_words",
-        "texts",
-        ("bad_words", "bad_words_list"),
-        "Never generate this text; repeatable.",
-        LENGTH,
-    ),
-    _made(
-        "embedding_bias",
-        "texts",
-        ("embedding_bias_words", "embedding_bias_weights", "embedding_bias"),
-        "Add this weight to the logits of the word's tokens; repeatable.",
-        LENGTH,
-        metavar="WORD=WEIGHT",
-    ),
-    _made(
-        "embedding_bias_words",
-        "texts",
-        ("embedding_bias_words",),
-        "Words of a bias, as NVIDIA's client takes them; repeatable.",
-        LENGTH,
-    ),
-    _made(
-        "embedding_bias_weights",
-        "floats",
-        ("embedding_bias_weights",),
-        "A weight for each of these words; repeatable.",
-        LENGTH,
-    ),
-    _count("end_id", ("end_id",), "Token that ends the answer; -1: none.", LENGTH, lowest=-1),
-    _count("pad_id", ("pad_id",), "Token that fills shorter rows of a batch.", LENGTH, lowest=-1),
-    _real(
-        "temperature",
-        ("temperature",),
-        "Sampling temperature; has an effect with --top-k or --top-p only.",
-        lowest=0,
-    ),
-    _count("top_k", ("top_k", "runtime_top_k"), "Sample among the k likeliest tokens; 0: all.", SAMPLING, lowest=0),
-    _real("top_p", ("top_p", "runtime_top_p"), "Sample within this probability mass; 0: off.", lowest=0, highest=1),
-    _real("top_p_min", ("runtime_top_p_min",), "Least that decay leaves of --top-p.", lowest=0, highest=1),
-    _real("top_p_decay", ("runtime_top_p_decay",), "Factor of --top-p after every token.", lowest=0, highest=1),
-    _count(
-        "top_p_reset_ids",
-        ("runtime_top_p_reset_ids",),
-        "Token after which --top-p has its first value again.",
-        SAMPLING,
-        lowest=0,
-    ),
-    RequestOption(
-        name="seed",
-        kind="int",
-        tensors=("seed", "random_seed"),
-        help="Seed; default 0: sampling is repeatable.",
-        panel=SAMPLING,
-        lowest=0,
-        highest=LARGEST_UINT64,
-        also=("--random-seed",),
-    ),
-    _real("repetition_penalty", ("repetition_penalty",), "Divide logits of tokens that were there; 1: off.", lowest=0),
-    _real("presence_penalty", ("presence_penalty",), "Subtract this from logits of generated tokens."),
-    _real("frequency_penalty", ("frequency_penalty",), "Subtract this for each time a token was generated."),
-    _count("beam_width", ("beam_width",), "Beams of a beam search; the engine has a limit.", SEQUENCES, also=("-b",)),
-    _real(
-        "length_penalty",
-        ("length_penalty", "len_penalty"),
-        "Exponent of the length by which beams are ranked.",
-        SEQUENCES,
-        also=("--len-penalty",),
-    ),
-    _switch("early_stopping", ("early_stopping",), "End a beam search as soon as enough beams have ended.", SEQUENCES),
-    _real(
-        "beam_search_diversity_rate",
-        ("beam_search_diversity_rate",),
-        "Push beams apart by this much.",
-        SEQUENCES,
-        lowest=0,
-    ),
-    _count("num_return_sequences", ("num_return_sequences",), "Samples of one prompt.", SEQUENCES, also=("-n",)),
-    _switch("return_log_probs", ("return_log_probs",), "Log-probabilities of the generated tokens."),
-    _switch("return_context_logits", ("return_context_logits",), "Logits of the prompt's tokens."),
-    _switch("return_generation_logits", ("return_generation_logits",), "Logits of the generated tokens."),
-    _switch(
-        "return_perf_metrics",
-        ("return_perf_metrics", "return_kv_cache_reuse_stats"),
-        "Times, KV cache blocks and draft acceptance of the request.",
-        also=("--return-kv-cache-reuse-stats",),
-    ),
-    _switch("return_num_input_tokens", ("return_num_input_tokens",), "Count of the prompt's tokens."),
-    _switch(
-        "return_num_output_tokens",
-        ("return_num_output_tokens",),
-        "Count of the generated tokens (always asked for where there is such an input).",
-    ),
-    RequestOption(
-        name="guide_type",
-        kind="text",
-        tensors=("guided_decoding_guide_type",),
-        help="json, json_schema, regex, ebnf_grammar.",
-        panel=GUIDES,
-        also=("--guided-decoding-guide-type",),
-    ),
-    _made(
-        "guide",
-        "text",
-        ("guided_decoding_guide",),
-        "The schema, expression or grammar, or @FILE.",
-        GUIDES,
-        also=("--guided-decoding-guide",),
-    ),
-    _made(
-        "lora",
-        "text",
-        ("lora_name", "lora_task_id", "lora_weights", "lora_config"),
-        "Adapter of the repository, by its name.",
-        ADAPTERS,
-        metavar="NAME",
-    ),
-    _made(
-        "lora_path",
-        "file",
-        ("lora_weights", "lora_config"),
-        "Folder with model.lora_weights.npy and model.lora_config.npy.",
-        ADAPTERS,
-        metavar="DIR",
-    ),
-    RequestOption(
-        name="lora_task_id",
-        kind="int",
-        tensors=("lora_task_id",),
-        help="Number of the adapter; alone: it is in the server's cache.",
-        panel=ADAPTERS,
-        lowest=0,
-        highest=LARGEST_UINT64,
-    ),
-    _made(
-        "prompt_embedding_table_path",
-        "file",
-        ("prompt_embedding_table", "prompt_vocab_size"),
-        "npy file of a p-tuned prompt; its axes: tasks, rows, hidden.",
-        ADAPTERS,
-        metavar="FILE",
-    ),
-    _made("prompt_task_id", "int", (), "Which task of the table; default: the first.", ADAPTERS, lowest=0),
-    _made(
-        "prompt_table_extra_id",
-        "int",
-        ("prompt_table_extra_id", "prompt_table_extra_ids"),
-        "Number that tells prompt tables apart for KV cache reuse.",
-        ADAPTERS,
-        lowest=0,
-        highest=LARGEST_UINT64,
-        also=("--prompt_table_extra_id",),
-    ),
-    _made(
-        "vocab_size",
-        "int",
-        (),
-        "First id of the prompt table; default: the engine's vocabulary (core model only).",
-        ADAPTERS,
-        lowest=1,
-        also=("--vocab_size",),
-    ),
-    _count(
-        "num_draft_tokens", ("num_draft_tokens",), "Tokens that the draft model proposes per step.", DRAFTS, lowest=0
-    ),
-    _switch("use_draft_logits", ("use_draft_logits",), "Accept drafts by their logits.", DRAFTS),
-    _made(
-        "draft_tokens_csv",
-        "file",
-        ("draft_input_ids",),
-        "Draft tokens of one step, as a CSV file of ids (core model only).",
-        DRAFTS,
-        metavar="FILE",
-    ),
-    _real(
-        "draft_acceptance_threshold",
-        ("draft_acceptance_threshold",),
-        "Probability from which a draft token is accepted.",
-        DRAFTS,
-        lowest=0,
-        highest=1,
-    ),
-    _made(
-        "lookahead_config",
-        "text",
-        ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
-        "Lookahead decoding: window, n-gram and verification set.",
-        DRAFTS,
-        also=("--lookahead_config",),
-        metavar="[W,N,G]",
-    ),
-)
+def tensors_of(name: str) -> tuple[str, ...]:
+    """Return the names of the inputs that the option `name` fills."""
+    return tuple(REQUEST_OPTIONS[name].declared.extra["tensors"])
 
-REQUEST_OPTIONS: Mapping[str, RequestOption] = {option.name: option for option in _OPTIONS}
+
+def is_direct(name: str) -> bool:
+    """Return whether the value of the option `name` is the value of its input."""
+    return bool(REQUEST_OPTIONS[name].declared.extra.get("direct", True))

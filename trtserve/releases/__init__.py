@@ -1,6 +1,6 @@
-"""What each release of TensorRT-LLM has: containers, build flags, converters, launcher; facts, and no behaviour.
+"""Facts about each release of TensorRT-LLM: containers, build flags, converters, launcher. One YAML file per subject.
 
-A release is `major.minor` ("0.18", "1.2"): patch releases changed nothing that a table here holds.
+A release is `major.minor` ("0.18", "1.2"): patch releases changed nothing that is recorded here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from trtserve.errors import UsageError
 
 RELEASES = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18", "0.19", "0.20", "0.21", "1.0", "1.1", "1.2")
 NEWEST = RELEASES[-1]
-"""The last release that the tables cover, and the last that builds engines."""
+"""The newest supported release."""
+LAST_WITH_ENGINES = "1.2"
+"""The last release with `trtllm-build`, converters and Triton's C++ backend."""
 
 
 def order(release: str) -> tuple[int, int]:
@@ -22,19 +24,19 @@ def order(release: str) -> tuple[int, int]:
 
 
 def release_of(version: str) -> str:
-    """`1.0.3.2510` → `1.0`, `0.17.0.post1` → `0.17`, whether or not the tables cover it; UsageError for other text."""
+    """`1.0.3.2510` → `1.0`, `0.17.0.post1` → `0.17`, supported or not. Raises UsageError for anything else."""
     found = re.fullmatch(r"v?(\d+)\.(\d+)(?:[.\-+]?[0-9A-Za-z]+)*", version.strip())
     if found is None:
-        raise UsageError(f"{version!r} is no version of TensorRT-LLM.", hint=f"Versions look like {NEWEST}.0.")
+        raise UsageError(f"{version!r} is not a version of TensorRT-LLM.", hint=f"Versions look like {NEWEST}.0.")
     return f"{int(found[1])}.{int(found[2])}"
 
 
 def normalize_release(text: str, *, option: str = "--release") -> str:
-    """`0.18.2` → `0.18`; UsageError, naming `option`, for a release that the tables do not cover."""
+    """`0.18.2` → `0.18`; UsageError, naming `option`, for an unsupported release."""
     release = ".".join(text.strip().removeprefix("v").split(".")[:2])
     if release not in RELEASES:
         raise UsageError(
-            f"{option} is {text!r}; the table covers {RELEASES[0]} … {NEWEST}.",
+            f"{option} is {text!r}; supported are {RELEASES[0]} … {NEWEST}.",
             hint=f"Use one of {', '.join(RELEASES)}.",
         )
     return release
@@ -44,9 +46,9 @@ def normalize_release(text: str, *, option: str = "--release") -> str:
 class Row:
     """Something that exists from release `since` to release `until` (None: still there)."""
 
-    since: str
+    since: str = RELEASES[0]
     until: str | None = None
 
     def within(self, release: str) -> bool:
-        """Whether the row is part of `release`."""
+        """Return whether the row is part of `release`."""
         return order(self.since) <= order(release) and (self.until is None or order(release) <= order(self.until))

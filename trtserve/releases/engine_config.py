@@ -1,4 +1,4 @@
-"""How TensorRT-LLM writes in an engine's config.json what its flags call by name.
+"""Speculative decoding modes as an engine's config.json encodes them.
 
 Source: SpeculativeDecodingMode in tensorrt_llm/models/modeling_utils.py of 0.12 … 1.2.
 """
@@ -13,11 +13,11 @@ SPECULATIVE_MODES = (
     "explicit_draft_tokens",
     "eagle",
 )
-"""`speculative_decoding_mode` is a number with one bit for each: 1 for the first, 2, 4, 8 …"""
+"""`speculative_decoding_mode` has one bit for each: 1 for the first, then 2, 4, 8 …"""
 
 
 def speculative_mode(number: object) -> str | None:
-    """The name of a speculative decoding mode; None for what is no number with one of these bits."""
+    """Return the name of a mode, or None for a value without one of these bits."""
     if isinstance(number, int) and number > 0 and number.bit_length() <= len(SPECULATIVE_MODES):
         return SPECULATIVE_MODES[number.bit_length() - 1]
     return None

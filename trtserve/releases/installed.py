@@ -1,20 +1,16 @@
-"""Which TensorRT-LLM is installed, and what its release can do: read from package metadata, nothing is imported."""
+"""Which TensorRT-LLM is installed, read from package metadata without importing it, and what its release can do."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING
 
 from trtserve.errors import UsageError
-from trtserve.releases import NEWEST, RELEASES, order, release_of
-from trtserve.releases.containers import CONTAINERS
-
-if TYPE_CHECKING:
-    from importlib.metadata import Distribution
+from trtserve.releases import LAST_WITH_ENGINES, NEWEST, RELEASES, order, release_of
+from trtserve.releases.containers import all_containers, containers_of
 
 OPTION = "--trtllm-version"
 PACKAGE = "tensorrt_llm"
@@ -24,23 +20,19 @@ _FOLDERS = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """A TensorRT-LLM: `version` as its package says it, `release` as the tables name it.
+    """A TensorRT-LLM that is installed, or that `--trtllm-version` names."""
 
-    `tensorrt` is the version of TensorRT: of its package, or what the container of that version has; None: unknown.
-    `environment` is the folder in which the packages lie, None when nobody looked.
-    """
-
-    version: str
+    version: str  # as in the package metadata, such as 0.17.0.post1
     release: str
-    tensorrt: str | None
-    source: str
-    environment: Path | None = None
+    tensorrt: str | None  # version of the TensorRT package, else of the containers with this version; None: unknown
+    source: str  # where the version was found
+    environment: Path | None = None  # folder of the packages; None for `--trtllm-version`
 
 
 def installed(override: str | None = None) -> Installed | None:
-    """What `--trtllm-version` says, else the package that trtllm-build on PATH belongs to, else that of this Python.
+    """Return what `--trtllm-version` names, else the package of the trtllm-build on PATH, else that of this Python.
 
-    None when there is none; UsageError for an override that is no version.
+    Returns None when there is none. Raises UsageError for an override that is not a version.
     """
     if override:
         version = override.strip().removeprefix("v")
@@ -66,7 +58,7 @@ def installed(override: str | None = None) -> Installed | None:
 
 
 def interpreter(found: Installed) -> Path:
-    """The Python that imports it: of PREFIX/lib/pythonX.Y/site-packages, where it was found, else the one we run in."""
+    """Return the Python of the environment that it was found in (PREFIX/lib/pythonX.Y/site-packages), else ours."""
     if found.environment is not None and not found.environment.is_relative_to(sys.prefix):
         python = Path(*found.environment.parts[:-3], "bin", "python3")
         if python.exists():
@@ -75,40 +67,35 @@ def interpreter(found: Installed) -> Path:
 
 
 def has_engine_path(release: str) -> bool:
-    """Whether a release still builds and runs TensorRT engines."""
-    return order(release) <= order(NEWEST)
+    """Return whether a release still builds and runs TensorRT engines."""
+    return order(release) <= order(LAST_WITH_ENGINES)
 
 
 def engine_route(release: str) -> str:
-    """The class that builds engines from Python: of `tensorrt_llm` itself until 0.21."""
+    """Return the name of the class that builds engines from Python."""
     return "tensorrt_llm._tensorrt_engine.LLM" if order(release) >= (1, 0) else "tensorrt_llm.LLM"
 
 
-ENGINE_REMOVED = (
-    f"TensorRT-LLM {{version}} has no TensorRT engines any more: trtllm-build, the converters and the C++ backend of "
-    f"Triton were removed after {NEWEST}."
-)
-ENGINE_REMOVED_HINT = (
-    "Serve the model without one (`trtserve import MODEL --runtime llmapi`), or use "
-    f"TensorRT-LLM {NEWEST} (container {CONTAINERS[-1].tag})."
-)
-
-
 def require_engine_path(version: str) -> str:
-    """The release of a version that builds engines; UsageError for one that does not or that the tables lack."""
+    """Return the release of a version. Raises UsageError for one that builds no engines or that is not supported."""
     release = release_of(version)
     if not has_engine_path(release):
-        raise UsageError(ENGINE_REMOVED.format(version=version), hint=ENGINE_REMOVED_HINT)
+        raise UsageError(
+            f"TensorRT-LLM {version} has no TensorRT engines any more: trtllm-build, the converters and Triton's C++ "
+            f"backend were removed after {LAST_WITH_ENGINES}.",
+            hint="Serve the model without an engine (`trtserve import MODEL --runtime llmapi`), or use "
+            f"TensorRT-LLM {LAST_WITH_ENGINES} (container {containers_of(LAST_WITH_ENGINES)[-1].tag}).",
+        )
     if release not in RELEASES:
         raise UsageError(
-            f"TensorRT-LLM {version} is older than {RELEASES[0]}, the first release that trtserve knows.",
-            hint=f"Use a container from {CONTAINERS[0].tag} on.",
+            f"TensorRT-LLM {version} is older than {RELEASES[0]}; supported are {RELEASES[0]} … {NEWEST}.",
+            hint=f"Use a container from {all_containers()[0].tag} on.",
         )
     return release
 
 
 def _environments() -> Iterator[list[str] | None]:
-    """Where packages may lie: folders beside the trtllm-build on PATH, and None for this interpreter."""
+    """Yield the package folders of the trtllm-build on PATH, then None for this interpreter."""
     builder = which(BUILDER)
     if builder is not None:
         for prefix in dict.fromkeys((Path(builder).parent.parent, Path(builder).resolve().parent.parent)):
@@ -119,19 +106,15 @@ def _environments() -> Iterator[list[str] | None]:
 
 
 def _version(package: str, folders: list[str] | None) -> tuple[str, Path] | None:
-    """Version and place of an installed package, from its dist-info."""
-    for each in _distributions(package, folders):
+    """Version and folder of an installed package, from its dist-info."""
+    from importlib import metadata  # slow to import, and most commands do not need it
+
+    for each in metadata.distributions(name=package, path=sys.path if folders is None else folders):
         return each.version, Path(str(each.locate_file("")))
     return None
 
 
-def _distributions(package: str, folders: list[str] | None) -> Iterable[Distribution]:
-    from importlib import metadata  # loads much, of which most commands need nothing
-
-    return metadata.distributions(name=package, path=sys.path if folders is None else folders)
-
-
 def _tensorrt_of_container(version: str) -> str | None:
-    """The TensorRT of the containers with a version, when they all have the same."""
-    exact = {each.tensorrt for each in CONTAINERS if each.tensorrt_llm == version}
+    """The TensorRT of the containers with a version, None unless they all have the same one."""
+    exact = {each.tensorrt for each in all_containers() if each.tensorrt_llm == version}
     return exact.pop() if len(exact) == 1 else None

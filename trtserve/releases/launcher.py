@@ -1,20 +1,17 @@
-"""What launch_triton_server.py does in each release, as facts that a launch here follows.
-
-Source: scripts/launch_triton_server.py of the tagged releases of the backend, later triton_backend/scripts.
-"""
+"""How launch_triton_server.py composes its command in each release (`launcher.yaml`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trtserve.releases import normalize_release, order
+from trtserve.releases import Row, normalize_release
+from trtserve.releases.tables import load_table
 
 TRITONSERVER = "/opt/tritonserver/bin/tritonserver"
 WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
-"""What an orchestrator spawns where the repository does not say it; the C++ backend has no other default."""
+"""Program that an orchestrator spawns unless the repository names one; the C++ backend's only default."""
 LLMAPI_LAUNCH = "trtllm-llmapi-launch"
 
-GRPC_PORT, HTTP_PORT, METRICS_PORT = 8001, 8000, 8002
 CORE_MODEL = "tensorrt_llm"
 
 ORCHESTRATOR = "TRTLLM_ORCHESTRATOR"
@@ -26,15 +23,7 @@ SPAWN_PROCESSES = "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES"
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherFacts:
-    """How the command of one release is composed, and where its examples lie.
-
-    `ports_twice`: the three port arguments stand right after the repository and again at their old place.
-    `no_mpi`: a world of one rank may be started without mpirun. `llmapi_launch`: trtllm-llmapi-launch exists.
-    `exit_timeout`: --exit-timeout-secs is passed on, right after the repository. `spawn_switch`: workers may be
-    started before the orchestrator (--disable-spawn-processes). `memory_pools`: rank 0 may get a CUDA pool, and
-    orchestrator mode empties the pools. `examples` is a folder in the containers, where guides before 0.17 mount a
-    checkout.
-    """
+    """What the launcher of one release does; `launcher.yaml` explains the switches."""
 
     ports_twice: bool
     no_mpi: bool
@@ -42,20 +31,18 @@ class LauncherFacts:
     exit_timeout: bool
     spawn_switch: bool
     memory_pools: bool
-    examples: str
+    examples: str  # folder of the examples inside the containers
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Examples(Row):
+    folder: str
 
 
 def launcher_facts(release: str) -> LauncherFacts:
-    """The facts of a release; UsageError for one that the tables lack. Paths are those inside its containers."""
+    """Return the facts of a release. Raises UsageError for an unsupported one."""
     wanted = normalize_release(release)
-    since = order(wanted)
-    top = "/app" if since >= (0, 17) else "/tensorrtllm_backend"
-    return LauncherFacts(
-        ports_twice=since >= (0, 19),
-        no_mpi=since >= (0, 19),
-        llmapi_launch=since >= (1, 0),
-        exit_timeout=since >= (1, 0),
-        spawn_switch=since >= (0, 13),
-        memory_pools=since >= (0, 13),
-        examples=f"{top}/examples" if wanted in ("0.17", "0.18") else f"{top}/tensorrt_llm/examples",
-    )
+    table = load_table("launcher")
+    switches = {name: Row(since=first).within(wanted) for name, first in table["since"].items()}
+    examples = (_Examples(**row) for row in table["examples"])
+    return LauncherFacts(**switches, examples=next(each.folder for each in examples if each.within(wanted)))

@@ -1,4 +1,4 @@
-"""LoRA adapters that a repository knows by name: `lora.json` and the adapters' files."""
+"""LoRA adapters that clients choose by name: `lora.json` and the adapters' files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor.lora_modules import MODULE_IDS, LoraModule, lora_modules
-from trtserve.repo.placement import VERSION, lora_table, model_names
+from trtserve.repo.names import VERSION, lora_table, model_names
 from trtserve.triton.profiles import CORE
 
 if TYPE_CHECKING:
@@ -27,18 +27,18 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class NamedAdapter:
-    """One adapter: its folder, and the id under which the core model caches it, which follows from its content."""
+    """An adapter of a repository."""
 
     name: str
     folder: Path
-    task_id: int
+    task_id: int  # the core model caches the adapter under it; a hash of the content
 
 
 def resolve_adapters(folders: Mapping[str, Path], config: Mapping[str, Any]) -> tuple[NamedAdapter, ...]:
-    """The adapters NAME → folder for an engine whose `config.json` is `config`, in order of their names.
+    """Return the adapters of `folders` (name → folder) in order of their names, checked against the engine's `config`.
 
-    UsageError for a name that is none; RepositoryError for a folder without an adapter in TensorRT-LLM's format, and
-    for an adapter that does not fit the engine.
+    Raises UsageError for a name that cannot be one. Raises RepositoryError for a folder without an adapter in
+    TensorRT-LLM's format, and for an adapter that does not fit the engine.
     """
     if not folders:
         return ()
@@ -53,20 +53,24 @@ def resolve_adapters(folders: Mapping[str, Path], config: Mapping[str, Any]) -> 
     adapters = []
     for name, folder in sorted(folders.items()):
         if not _NAME.fullmatch(name):
-            raise UsageError(f"--lora {name}={folder}: {name!r} is no name; use letters, digits, '.', '_' and '-'.")
+            raise UsageError(
+                f"--lora {name}={folder}: {name!r} cannot be a name; use letters, digits, '.', '_' and '-'."
+            )
         weights, rows = _read(name, folder)
         _require_fit(name, weights, rows, modules, config)
-        adapters.append(NamedAdapter(name=name, folder=folder, task_id=_task_id(weights, rows)))
+        # 63 bits, never 0, so that a changed adapter never hits the cache
+        digest = hashlib.sha256(rows.tobytes() + weights.tobytes()).digest()
+        adapters.append(NamedAdapter(name=name, folder=folder, task_id=int.from_bytes(digest[:8], "big") >> 1 or 1))
     return tuple(adapters)
 
 
 def write_adapters(adapters: tuple[NamedAdapter, ...], repository: Path, suffix: str = "") -> None:
-    """Put the adapters and their table into a repository, for the models with `suffix`; nothing for none."""
+    """Write the adapters and their table into a repository, for the models with `suffix`."""
     import numpy as np
 
     if not adapters:
         return
-    # Triton takes every folder beside the models for a model, so the adapters lie in the core model's.
+    # Triton takes every top-level folder for a model, so the adapters are stored in the core model's.
     place, table = f"{model_names(suffix)[CORE]}/{VERSION}/lora", {}
     for adapter in adapters:
         weights, rows = _read(adapter.name, adapter.folder)
@@ -80,10 +84,16 @@ def write_adapters(adapters: tuple[NamedAdapter, ...], repository: Path, suffix:
 
 
 def _read(name: str, folder: Path) -> tuple[Array, Array]:
-    """Weights FP16 [1, rows, width], as Triton's input has them, and config INT32 [1, rows, 3]."""
+    """Return weights FP16 [1, rows, width], as Triton's input has them, and config INT32 [1, rows, 3]."""
     import numpy as np
 
-    _require_files(name, folder)
+    if missing := [file for file in (WEIGHTS, CONFIG) if not (folder / file).is_file()]:
+        if (folder / "adapter_config.json").is_file():
+            raise RepositoryError(
+                f"--lora {name}={folder}: this adapter is in PEFT's format.",
+                hint=f"Convert it first, and give the folder that this prints: trtserve lora {folder}",
+            )
+        raise RepositoryError(f"--lora {name}={folder}: the folder has no {' and no '.join(missing)}.")
     try:
         weights = np.load(folder / WEIGHTS, allow_pickle=False)
         rows = np.load(folder / CONFIG, allow_pickle=False)
@@ -108,22 +118,10 @@ def _read(name: str, folder: Path) -> tuple[Array, Array]:
     return narrowed, rows.astype(np.int32)
 
 
-def _require_files(name: str, folder: Path) -> None:
-    lacking = [file for file in (WEIGHTS, CONFIG) if not (folder / file).is_file()]
-    if not lacking:
-        return
-    if (folder / "adapter_config.json").is_file():
-        raise RepositoryError(
-            f"--lora {name}={folder}: this adapter is in PEFT's format.",
-            hint=f"Convert it first, and give the folder that this prints: trtserve lora {folder}",
-        )
-    raise RepositoryError(f"--lora {name}={folder}: there is no {' and no '.join(lacking)} in that folder.")
-
-
 def _require_fit(
     name: str, weights: Array, rows: Array, modules: Mapping[int, LoraModule], config: Mapping[str, Any]
 ) -> None:
-    """RepositoryError for the first row that the core model would refuse with the request."""
+    """Raise RepositoryError for the first row that the core model would refuse in a request."""
     rank_limit = int(config["build_config"].get("lora_config", {}).get("max_lora_rank") or 0)
     layers, width = int(config["pretrained_config"]["num_hidden_layers"]), weights.shape[-1]
     names = {number: module for module, number in MODULE_IDS.items()}
@@ -142,11 +140,5 @@ def _require_fit(
             continue
         raise RepositoryError(
             f"The adapter {name} does not fit the engine: {reason}.",
-            hint="Use an adapter of this very model, or build the engine for it.",
+            hint="Use an adapter of this model, or build the engine for the adapter.",
         )
-
-
-def _task_id(weights: Array, rows: Array) -> int:
-    """63 bits of a hash of the content, never 0: a changed adapter is never taken for the one that is cached."""
-    digest = hashlib.sha256(rows.tobytes() + weights.tobytes()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1 or 1

@@ -1,4 +1,4 @@
-"""Repositories for TensorRT-LLM's LLM API: no engine, a Hugging Face model and the `model.yaml` that names it."""
+"""Repositories for TensorRT-LLM's LLM API: a Hugging Face model and the `model.yaml` that names it, no engine."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.architectures.source import weight_map
-from trtserve.artifacts import Manifest, Model, ModelRepository, fingerprint
+from trtserve.artifacts import MANIFEST, Manifest, Model, ModelRepository, fingerprint
+from trtserve.checkpoint.source import weight_map
 from trtserve.errors import CorruptFileError, RepositoryError, UsageError
 from trtserve.files import read_json_object
-from trtserve.import_.plan import INDEX, require_whole
+from trtserve.import_.model_plan import INDEX, require_whole
 from trtserve.import_.sources import served_name
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order, release_of
 from trtserve.releases.llm_arguments import dropped_argument, unknown_argument
-from trtserve.repo.group import is_there, publish_models
-from trtserve.repo.models import LLMAPI, LLMAPI_BLS, write_program
+from trtserve.repo.names import VERSION, model_names, root_of
 from trtserve.repo.options import require_one_gpu_each
-from trtserve.repo.placement import VERSION, model_names, root_of
+from trtserve.repo.programs import LLMAPI, LLMAPI_BLS, program_digest, write_program
+from trtserve.repo.publishing import RepositoryPlan, exists
 from trtserve.repo.tokenizer import check_tokenizer, tokenizer_files
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy
@@ -60,43 +60,46 @@ KEYWORDS: dict[str, tuple[type, ...]] = {
     "triton_config.cancellation_check_period_ms": (int,),
     "backend": (str,),
 }
-"""Keywords of the LLM (dotted where they are nested) whose kinds are known; it takes many more."""
+"""Keywords of the LLM (dotted where they are nested) whose types are checked; it takes many more."""
 
 OWN_KEYS = frozenset({"triton_config", "logits_post_processors"})
-"""Keys of model.yaml that Triton's model reads, and does not give to the LLM."""
+"""Keys of model.yaml that Triton's model reads and does not pass to the LLM."""
 
 _OWN = ("model", "triton_config.decoupled", "triton_config.max_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlmapiPlan:
-    """What a repository of the LLM API will hold; `model` is a folder, or a name of the hub.
+class LlmapiRepositoryPlan(RepositoryPlan):
+    """A repository of the LLM API: its model, and the alias, which has the tensors of the BLS model."""
 
-    `added`: its models become part of the repository at `path`.
-    """
-
-    spec: RepositorySpec
-    model: Path | str
+    model: Path | str  # a folder, or a hub id that the server loads when it starts
     release: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # content of model.yaml without `model`
     gpu_device_ids: str
-    manifest: Manifest
-    path: Path
-    reused: bool
-    added: bool = False
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of all its models, the alias last."""
         return llmapi_models(self.spec)
+
+    def write(self, folder: Path, progress: Progress) -> None:
+        progress.step(f"Assembling model repository {self.spec.name} for the LLM API")
+        if isinstance(self.model, Path):
+            _require_tokenizer(self.model, self.settings, progress)
+        core = model_names(self.spec.suffix)[CORE]
+        _write_core(folder / core, self)
+        _write_alias(folder / self.spec.name, core, self)
+        if isinstance(self.model, Path):
+            for file in sorted(self.model.iterdir()):
+                if file.is_file() and file.name != MANIFEST:
+                    link_or_copy(file.resolve(), folder / core / VERSION / "model" / file.name, copy=self.spec.copy)
 
 
 def llmapi_models(spec: RepositorySpec) -> tuple[str, ...]:
-    """Names of the models of a repository of the LLM API, the alias last."""
+    """Return the names of the models of a repository of the LLM API, the alias last."""
     return (model_names(spec.suffix)[CORE], spec.name)
 
 
-def plan_llmapi(
+def plan_llmapi_repository(
     model: Model | str,
     spec: RepositorySpec,
     *,
@@ -106,12 +109,12 @@ def plan_llmapi(
     into: Path | None = None,
     store: Store | None = None,
     progress: Progress = SILENT,
-) -> LlmapiPlan:
-    """Everything that can be known before a file is written.
+) -> LlmapiRepositoryPlan:
+    """Plan the repository of a model for the LLM API.
 
-    `model` is a Hugging Face folder, whose files are linked into the repository, or a name of the hub, which the server
-    loads by itself. `spec.settings` are keywords of the LLM, dotted where they are nested; `into` is a repository to
-    which the models are added. UsageError for a name, release or setting that cannot work, RepositoryError for a folder
+    `model` is a Hugging Face folder, whose files are linked into the repository, or a hub id, which the server loads
+    when it starts. `spec.settings` are keywords of the LLM, dotted where they are nested; `into` is a repository to add
+    the models to. Raises UsageError for a name, release or setting that cannot work and RepositoryError for a folder
     without weights and for names that are taken.
     """
     served_name(spec.name)
@@ -122,69 +125,45 @@ def plan_llmapi(
     given = _given(spec)
     groups = str(given.pop("gpu_device_ids", ""))
     settings = _settings(spec, given, tp_size=tp_size, pp_size=pp_size)
-    _tell_unknown(given, release, progress)
+    _warn_of_unknown(given, release, progress)
     _require_gpus(groups, settings)
-    place = (out or into or (store or Store()).root) if spec.absolute_paths else None
-    manifest = _manifest(spec, model, release, settings, groups, place)
-    found = (store or Store()).destination(ModelRepository, spec.name, manifest.fingerprint)
-    plan = LlmapiPlan(
-        spec=spec,
-        model=model.path if isinstance(model, Model) else model,
-        release=release,
-        settings=settings,
-        gpu_device_ids=groups,
-        manifest=manifest,
-        path=(into or out or found).absolute(),
-        reused=False,
-        added=into is not None,
-    )
-    return replace(plan, reused=is_there(plan.path, plan.models, manifest, into=plan.added))
-
-
-def _manifest(
-    spec: RepositorySpec,
-    model: Model | str,
-    release: str,
-    settings: Mapping[str, Any],
-    groups: str,
-    place: Path | None,
-) -> Manifest:
-    source = model.fingerprint if isinstance(model, Model) else model
+    source, place = (model.fingerprint, model.path) if isinstance(model, Model) else (model, model)
+    root = (out or into or (store or Store()).root) if spec.absolute_paths else None
     digest = fingerprint(
         stage="llmapi",
         schema=SCHEMA,
         spec=asdict(replace(spec, copy=False)),
-        place=str(place),
+        place=str(root),
         model=source,
+        programs=program_digest((LLMAPI, LLMAPI_BLS)),
         settings=settings,
         gpus=groups,
         release=release,
     )
-    facts = _facts(spec, release, settings, groups, str(model.path if isinstance(model, Model) else model))
-    inputs = {"model": source}
-    return Manifest(
-        kind="repository", name=spec.name, fingerprint=digest, inputs=inputs, spec=asdict(spec), facts=facts
+    manifest = Manifest(
+        kind="repository",
+        name=spec.name,
+        fingerprint=digest,
+        inputs={"model": source},
+        spec=asdict(spec),
+        facts=_facts(spec, release, settings, groups, str(place)),
+    )
+    path = (into or out or (store or Store()).destination(ModelRepository, spec.name, digest)).absolute()
+    return LlmapiRepositoryPlan(
+        spec=spec,
+        manifest=manifest,
+        path=path,
+        reused=exists(path, llmapi_models(spec), manifest, added=into is not None),
+        added=into is not None,
+        model=place,
+        release=release,
+        settings=settings,
+        gpu_device_ids=groups,
     )
 
 
-def assemble_llmapi(plan: LlmapiPlan, *, progress: Progress = SILENT) -> ModelRepository:
-    """Make the repository: the model of the LLM API, and the alias, which has the tensors of the BLS model."""
-
-    def produce(folder: Path) -> None:
-        progress.step(f"Assemble model repository {plan.spec.name} for the LLM API")
-        if isinstance(plan.model, Path):
-            _require_tokenizer(plan.model, plan.settings, progress)
-        core = model_names(plan.spec.suffix)[CORE]
-        _write_core(folder / core, plan)
-        _write_alias(folder / plan.spec.name, core, plan)
-        if isinstance(plan.model, Path):
-            _link_model(plan.model, folder / core / VERSION / "model", copy=plan.spec.copy)
-
-    return publish_models(plan.path, plan.models, plan.manifest, produce, into=plan.added)
-
-
 def _require_tokenizer(model: Path, settings: Mapping[str, Any], progress: Progress) -> None:
-    """RepositoryError when the model's tokenizer cannot be loaded; code of its own is the server's to run."""
+    """Raise RepositoryError when the model's tokenizer cannot be loaded; one that runs its own code is not checked."""
     if any(settings.get(key) for key in ("tokenizer", "skip_tokenizer_init", "trust_remote_code")):
         return
     try:
@@ -192,11 +171,11 @@ def _require_tokenizer(model: Path, settings: Mapping[str, Any], progress: Progr
         size = read_json_object(model / "config.json", CorruptFileError).get("vocab_size")
         check_tokenizer(model, size if isinstance(size, int) else None, progress)
     except RepositoryError as error:
-        hint = "Mend the files of the tokenizer, or name another folder: --set tokenizer=FOLDER"
+        hint = "Correct the files of the tokenizer, or name another folder: --set tokenizer=FOLDER"
         raise RepositoryError(error.message, hint=hint) from error
 
 
-def _write_core(folder: Path, plan: LlmapiPlan) -> None:
+def _write_core(folder: Path, plan: LlmapiRepositoryPlan) -> None:
     import yaml
 
     write_program(folder / VERSION, LLMAPI)
@@ -214,7 +193,7 @@ def _write_core(folder: Path, plan: LlmapiPlan) -> None:
     (folder / VERSION / LLMAPI_FILE).write_text(content, encoding="utf-8")
 
 
-def _write_alias(folder: Path, core: str, plan: LlmapiPlan) -> None:
+def _write_alias(folder: Path, core: str, plan: LlmapiRepositoryPlan) -> None:
     write_program(folder / VERSION, LLMAPI_BLS)
     own = {"tensorrt_llm_model_name": core}
     if plan.spec.accumulate_tokens is not None:
@@ -229,20 +208,12 @@ def _write_alias(folder: Path, core: str, plan: LlmapiPlan) -> None:
     (folder / "config.pbtxt").write_text(config_text(table, BLS, options, name=folder.name), encoding="utf-8")
 
 
-def _link_model(source: Path, target: Path, *, copy: bool) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.name != "manifest.json":
-            link_or_copy(file.resolve(), target / file.name, copy=copy)
-
-
 def require_weights(folder: Path) -> None:
-    """RepositoryError for a folder that is no Hugging Face model with all of its weights; CorruptFileError when one of
-    its files is cut off.
-    """
+    """Raise RepositoryError for a folder without a complete Hugging Face model, CorruptFileError for a file cut off."""
     if not (folder / "config.json").is_file() or not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         raise RepositoryError(
-            f"{folder} is no Hugging Face model: it needs a config.json and weights.",
-            hint="Import one with `trtserve import NAME --download-only`, or give a name of the hub.",
+            f"{folder} is not a Hugging Face model: it needs a config.json and weights.",
+            hint="Import one with `trtserve import NAME --download-only`, or give a hub id.",
         )
     for path in sorted(folder.glob("*.safetensors")):
         require_whole(path)
@@ -250,13 +221,13 @@ def require_weights(folder: Path) -> None:
         lacking = sorted(name for name in set(weight_map(index).values()) if not (folder / name).is_file())
         if lacking:
             raise RepositoryError(
-                f"{index} names files of weights that are not there: {', '.join(lacking)}.",
+                f"{index} names missing files: {', '.join(lacking)}.",
                 hint="Pull the model again, or copy the missing files.",
             )
 
 
 def _release(spec: RepositorySpec) -> str:
-    """`--release`, else the release of `--trtllm-version`, which may be newer than every table, else the newest."""
+    """Return `--release`, else that of `--trtllm-version`, which may be newer than all tables, else the newest."""
     if spec.release is not None:
         return normalize_release(spec.release)
     if spec.trtllm_version is None:
@@ -278,10 +249,10 @@ def _yaml(key: str, text: str) -> Any:
 
 
 def _given(spec: RepositorySpec) -> dict[str, Any]:
-    """Dotted keyword → value, from `--set` and from the flags that the LLM knows too."""
+    """Return dotted keyword → value, from `--set` and from the flags that have an LLM keyword."""
     if set_flags := [name for name in _ENGINE_ONLY if getattr(spec, name)]:
         raise UsageError(
-            f"--{set_flags[0].replace('_', '-')} has no meaning on the llmapi runtime.",
+            f"--{set_flags[0].replace('_', '-')} has no meaning with --runtime llmapi.",
             hint="Keywords of the LLM are given with --set, such as --set max_seq_len=4096.",
         )
     values: dict[str, Any] = {}
@@ -297,7 +268,7 @@ def _given(spec: RepositorySpec) -> dict[str, Any]:
 
 
 def _settings(spec: RepositorySpec, given: Mapping[str, Any], *, tp_size: int, pp_size: int) -> dict[str, Any]:
-    """The content of model.yaml without `model`."""
+    """Return the content of model.yaml without `model`."""
     result: dict[str, Any] = {
         "backend": "pytorch",
         "tensor_parallel_size": tp_size,
@@ -316,21 +287,21 @@ def _settings(spec: RepositorySpec, given: Mapping[str, Any], *, tp_size: int, p
     return result
 
 
-def _tell_unknown(given: Mapping[str, Any], release: str, progress: Progress) -> None:
-    """Warn of keywords that the LLM refuses when the server starts; the tables may lack a new one."""
+def _warn_of_unknown(given: Mapping[str, Any], release: str, progress: Progress) -> None:
+    """Warn of keywords that the LLM will refuse at start; only warn, because the tables may lack a new one."""
     for key in given:
         name = key.partition(".")[0]
-        gone, advice = dropped_argument(name, release), unknown_argument(name, besides=OWN_KEYS)
+        gone, advice = dropped_argument(name, release), unknown_argument(name, others=OWN_KEYS)
         if gone is not None:
             progress.warn(f"--set {key}: the LLM has no keyword {name} after release {gone[0]}: {gone[1]}.")
         elif advice is not None:
-            progress.warn(f"--set {key}: the LLM has no keyword {name}, and refuses those it does not have. {advice}")
+            progress.warn(f"--set {key}: the LLM has no keyword {name} and will refuse to start with it. {advice}")
 
 
 def require_setting(key: str, value: object) -> None:
-    """UsageError for a keyword that other flags decide, and for a value that is not of its kind."""
+    """Raise UsageError for a keyword that other flags set, and for a value of the wrong type."""
     if key in _OWN:
-        raise UsageError(f"--set {key} is decided by other flags.", hint="--streaming, and the MODEL that is given.")
+        raise UsageError(f"--set {key} is set by other flags.", hint="Use --streaming, and the MODEL argument.")
     kinds = KEYWORDS.get(key)
     if kinds is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
         raise UsageError(f"--set {key}={value}: expected {' or '.join(kind.__name__ for kind in kinds)}.")

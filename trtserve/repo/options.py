@@ -1,4 +1,4 @@
-"""What the configurations of a repository's models say, from its specification and its engine."""
+"""The configurations of a repository's models: release, parameters and tensor types, from the spec and the engine."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trtserve.errors import UsageError, counted
-from trtserve.repo.engine import is_embedded, limits_of
-from trtserve.repo.placement import ENGINE, TOKENIZER
-from trtserve.repo.release import engine_types, release_of_engine
+from trtserve.errors import RepositoryError, UsageError, counted
+from trtserve.executor.loaders import embedded_runtime, is_embedded
+from trtserve.releases import NEWEST, RELEASES, normalize_release, order
+from trtserve.releases import release_of as release_of_version
+from trtserve.releases.installed import require_engine_path
+from trtserve.repo.engine import limits_of
+from trtserve.repo.names import ENGINE, TOKENIZER
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import ConfigOptions
 from trtserve.triton.core_models import Groups, device_groups, world_size
-from trtserve.triton.embedded import require_carried_out, require_startable
-from trtserve.triton.parameters import find_parameter
+from trtserve.triton.embedded import require_accepted, require_startable
+from trtserve.triton.parameters import added_parameters, find_parameter
 from trtserve.triton.profiles import BLS, CORE, DRAFT, MODELS, POSTPROCESSING, PREPROCESSING, Profile, profile
 from trtserve.triton.settings import Settings, resolve_settings
 
 _MOST_BLS = 32
+_TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
 
-# Fields of RepositorySpec that are another way to say --set.
+# Fields of RepositorySpec that set the same as --set KEY.
 _NAMED = {
     "batching_strategy": "gpt_model_type",
     "batch_scheduler_policy": "batch_scheduler_policy",
@@ -34,7 +38,10 @@ _NAMED = {
 
 
 def settings_of(spec: RepositorySpec) -> dict[str, str]:
-    """`--set` and the flags that mean the same, without the draft model's; UsageError for one given in both ways."""
+    """Return the settings of `--set` and of flags that mean the same, without the draft model's.
+
+    Raises UsageError for a setting given in both ways.
+    """
     settings = {key: value for key, value in spec.settings.items() if not key.startswith(f"{DRAFT}.")}
     for field, key in _NAMED.items():
         value = getattr(spec, field)
@@ -48,24 +55,31 @@ def settings_of(spec: RepositorySpec) -> dict[str, str]:
 
 
 def spelled_as(spec: RepositorySpec) -> dict[str, str]:
-    """Key of `settings_of` → the option that gave it, for those that have one."""
+    """Return key of `settings_of` → the option that gave it, for settings given by an option."""
     return {key: f"--{field.replace('_', '-')}" for field, key in _NAMED.items() if getattr(spec, field) is not None}
 
 
 def resolve_options(
     spec: RepositorySpec, config: Mapping[str, Any], *, tokenizer: Path | None = None
 ) -> tuple[Profile, ConfigOptions]:
-    """What the models of a repository will say, for an engine whose `config.json` is `config`.
+    """Return the configuration of a repository's models for an engine whose `config.json` is `config`.
 
-    `tokenizer` is its folder where that is known. UsageError for a release or setting that cannot work; the engine need
-    not exist yet.
+    The engine need not exist yet; `tokenizer` is its folder, if known. Raises UsageError for a release or setting that
+    cannot work.
     """
-    embedded = is_embedded(config)
-    table = profile(_embedded_release(spec) if embedded else release_of_engine(spec, config))
+    runtime = embedded_runtime(config)
+    embedded = runtime is not None
+    if embedded and spec.triton_backend == "tensorrtllm":
+        raise UsageError(
+            f"--triton-backend tensorrtllm serves engines of TensorRT-LLM; this engine is for the {runtime} runtime.",
+            hint="Leave it out: the embedded executor needs the python backend.",
+        )
+    # --trtllm-version may come from the machine's environment, and means nothing to the embedded executor.
+    table = profile(spec.release if embedded else release_of_engine(spec, config))
     settings = resolve_settings(settings_of(spec), table, spelled=spelled_as(spec))
     options = _options(spec, table, settings, config, tokenizer)
     if embedded:
-        require_carried_out({**settings.parameters, CORE: {}}, table.release)
+        require_accepted({**settings.parameters, CORE: {}}, table.release)
         require_startable(
             options.parameters[CORE],
             config,
@@ -76,17 +90,8 @@ def resolve_options(
     return table, options
 
 
-def _embedded_release(spec: RepositorySpec) -> str | None:
-    if spec.triton_backend == "tensorrtllm":
-        raise UsageError(
-            "--triton-backend tensorrtllm serves engines of TensorRT-LLM; this one is for the openvino runtime.",
-            hint="Leave it out: the embedded executor is driven by the python backend.",
-        )
-    return spec.release  # --trtllm-version may come from the environment of a whole machine, and means nothing here
-
-
 def backend_of(spec: RepositorySpec, config: Mapping[str, Any]) -> str:
-    """Triton backend of the core model of an engine: `python` for the embedded executor, else what `spec` says."""
+    """Return the core model's Triton backend: `python` for the embedded executor, else what `spec` asks for."""
     return "python" if is_embedded(config) else spec.triton_backend or "tensorrtllm"
 
 
@@ -95,7 +100,8 @@ def _options(
 ) -> ConfigOptions:
     embedded, limits = is_embedded(config), limits_of(config)
     core = core_parameters(spec, table, config)
-    if embedded and tokenizer is not None and (tokenizer / "tokenizer.json").is_file() and _has_guides(table):
+    guides = find_parameter(CORE, "guided_decoding_backend", table.release) is not None
+    if embedded and guides and tokenizer is not None and (tokenizer / "tokenizer.json").is_file():
         core["guided_decoding_backend"] = "llguidance"
     defaults = {
         CORE: core,
@@ -106,13 +112,15 @@ def _options(
     parameters = {model: {**defaults.get(model, {}), **settings.parameters.get(model, {})} for model in MODELS}
     excluded = parameters[CORE].get("exclude_input_in_output", "")
     if excluded.lower() in ("true", "1"):
-        # The BLS model looks for stop words behind the prompt, and cannot see what the core model does by default.
+        # The BLS model searches stop words after the prompt, and cannot see the core model's default.
         parameters[BLS]["exclude_input_in_output"] = excluded
+    if backend_of(spec, config) == "tensorrtllm":
+        _refuse_added(settings.parameters.get(CORE, {}))
     if not embedded:
         _require_gpus(parameters[CORE].get("gpu_device_ids", ""), config, backend_of(spec, config))
     backend, batch = backend_of(spec, config), spec.triton_max_batch_size or limits["max_batch_size"] or 1
     if backend == "tensorrtllm":
-        # Answers of the C++ backend come as they are made; the python core model hands them out one by one.
+        # The C++ backend sends answers as they come; the python core model waits until each is fetched.
         parameters[BLS]["core_answers"] = "pushed"
     return ConfigOptions(
         max_batch_size=batch,
@@ -130,18 +138,27 @@ def _options(
     )
 
 
+def _refuse_added(given: Mapping[str, str]) -> None:
+    name = next((row.name for row in added_parameters(CORE) if row.name in given), None)
+    if name is not None:
+        raise UsageError(
+            f"--set {name}={given[name]}: NVIDIA's C++ backend does not read this parameter.",
+            hint="Give --triton-backend python with it, or leave it out.",
+        )
+
+
 def _require_gpus(text: str, config: Mapping[str, Any], backend: str) -> None:
     groups, ranks = device_groups(text), world_size(config)
     if backend == "python" and len(groups) > 1:
         raise UsageError(
-            f"--set gpu_device_ids={text}: the python variant takes one group of GPUs, not {len(groups)}.",
+            f"--set gpu_device_ids={text}: the python backend takes one group of GPUs, not {len(groups)}.",
             hint="Leave --triton-backend python out, or add a second model with --suffix and --into.",
         )
     require_one_gpu_each(text, groups, ranks)
 
 
 def require_one_gpu_each(text: str, groups: Groups, ranks: int) -> None:
-    """UsageError where a group of `--set gpu_device_ids=text` has more or fewer GPUs than an instance has ranks."""
+    """Raise UsageError when a group of `--set gpu_device_ids=text` has not one GPU for each rank."""
     wrong = next((group for group in groups if len(group) != ranks), None)
     if wrong is not None:
         raise UsageError(
@@ -151,9 +168,10 @@ def require_one_gpu_each(text: str, groups: Groups, ranks: int) -> None:
 
 
 def bls_instances(backend: str, max_batch_size: int | None, *, streaming: bool) -> int:
-    """Processes of the BLS model: one serves many requests, but only one stream of the C++ backend.
+    """Return the number of processes of the BLS model.
 
-    With fewer of them than the engine takes requests, its batch would never be full.
+    One process serves many requests, but only one stream of the C++ backend: fewer processes than the engine's batch
+    would never fill that batch.
     """
     if backend != "tensorrtllm" or not streaming:
         return 1
@@ -161,16 +179,12 @@ def bls_instances(backend: str, max_batch_size: int | None, *, streaming: bool) 
 
 
 def core_instances(parameters: Mapping[str, str]) -> int:
-    """Instances of a core model: as many as it has groups of GPUs."""
+    """Return the number of instances of a core model: one per group of GPUs."""
     return max(1, len(device_groups(parameters.get("gpu_device_ids", ""))))
 
 
-def _has_guides(table: Profile) -> bool:
-    return find_parameter(CORE, "guided_decoding_backend", table.release) is not None
-
-
 def core_parameters(spec: RepositorySpec, table: Profile, config: Mapping[str, Any]) -> dict[str, str]:
-    """Parameters of a core model that nobody set, for the engine whose `config.json` is `config`."""
+    """Return the default parameters of a core model for the engine whose `config.json` is `config`."""
     values: dict[str, Any] = {
         "gpt_model_type": "inflight_fused_batching",
         "gpt_model_path": ENGINE,
@@ -182,13 +196,60 @@ def core_parameters(spec: RepositorySpec, table: Profile, config: Mapping[str, A
         values["batch_scheduler_policy"] = "guaranteed_no_evict"
     if any(parameter.name == "tokenizer_dir" for parameter in table.models[CORE].parameters):
         values["tokenizer_dir"] = TOKENIZER
-    if is_embedded(config):
+    if (runtime := embedded_runtime(config)) is not None:
         values |= {
-            "executor": "openvino",
+            "executor": runtime,
             "executor_release": table.release,
-            # Long prompts are cut into pieces between the steps of running requests; nothing has to be built for it.
+            # Long prompts are split between the steps of running requests; the engine needs no build option for it.
             "enable_chunked_context": "true",
-            # A client that went away is noticed within this time; a check costs about 0.1 ms per running request.
+            # A lost client is noticed within this time; a check costs about 0.1 ms per running request.
             "cancellation_check_period_ms": 50,
         }
     return {key: str(value) for key, value in values.items() if value is not None}
+
+
+def release_of_engine(spec: RepositorySpec, config: Mapping[str, Any]) -> str:
+    """Return `--release`, else the release of `--trtllm-version`, else that of the engine, else the newest.
+
+    Raises UsageError for an unknown release and for two that contradict each other. Raises RepositoryError for an
+    engine of an unknown release.
+    """
+    asked = None if spec.release is None else normalize_release(spec.release)
+    installed = None
+    if spec.trtllm_version is not None:
+        require_engine_path(spec.trtllm_version)
+        installed = normalize_release(release_of_version(spec.trtllm_version), option="--trtllm-version")
+    if asked is not None and installed is not None and asked != installed:
+        raise UsageError(
+            f"--release {spec.release} and --trtllm-version {spec.trtllm_version} are different releases.",
+            hint="Give one of them: --release chooses the tensors, --trtllm-version is what the server has installed.",
+        )
+    return asked or installed or _built_by(config) or NEWEST
+
+
+def _built_by(config: Mapping[str, Any]) -> str | None:
+    version = config.get("version")
+    if version is None:
+        return None
+    try:
+        release = release_of_version(str(version))
+    except UsageError:
+        release = ""
+    if release not in RELEASES:
+        raise RepositoryError(
+            f"The engine was built by TensorRT-LLM {version}; supported are {RELEASES[0]} … {NEWEST}.",
+            hint=f"Build it with a supported release, or choose the tensors of one: --release {NEWEST}",
+        )
+    return release
+
+
+def engine_types(table: Profile, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return ConfigOptions fields for the types of logits and prompt tables, which follow from the engine."""
+    model = config.get("pretrained_config", {})
+    types = {}
+    if order(table.release) >= order("0.17"):
+        # The C++ backend supports these two types, and refuses logits of another type than the engine's.
+        types["logits_datatype"] = "FP16" if model.get("logits_dtype") == "float16" else "FP32"
+    if order(table.release) >= order("0.20"):
+        types["prompt_embedding_table_data_type"] = _TYPES.get(str(model.get("dtype")), "FP16")
+    return types

@@ -1,7 +1,7 @@
 """NVIDIA's own template folders, filled by the rules of its `fill_template.py` in each release.
 
-Rules: section 0 of the interface reference of the Triton models. `${name}` is replaced where a value was given; what is
-left would stop Triton, or be taken for a value, so it is refused with file and line.
+`${name}` is replaced by the given value. A placeholder without one would stop Triton or be taken for a value, so it is
+refused with file and line.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from trtserve.errors import RepositoryError, UsageError
 from trtserve.files import read_text, writing
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order
-from trtserve.releases.retired import TEMPLATE_TOOL, retired
+from trtserve.releases.old_options import TEMPLATE_TOOL, old_option
 from trtserve.triton.config import parse_config
 from trtserve.triton.parameters import find_parameter
 from trtserve.triton.profiles import CORE, profile
 
 _CONFIG = "config.pbtxt"
 _PLACEHOLDER = re.compile(r"\$\{([^}]*)\}")
-# A line up to its comment: "#" within quotes is text.
+# A line up to its comment; "#" within quotes is text.
 _CODE = re.compile(r"""(?:[^"'#]|"(?:\\.|[^"\\])*"?|'(?:\\.|[^'\\])*'?)*""")
 _BLOCK = re.compile(
     r'^parameters\s*:?\s*\{\s*key\s*:\s*"(?P<key>[^"]*)"\s*,?\s*value\s*:?\s*\{\s*string_value\s*:\s*"'
     r'(?P<text>\$\{[^}]*\})"\s*,?\s*\}\s*\}\s*\n?',
     re.MULTILINE,
 )
-# First release whose tool fills them in by itself.
+# Defaults of the tool, and the first release that has them.
 _DEFAULTS = {"max_queue_size": ("0", "0.12"), "max_queue_delay_microseconds": ("0", "0.19")}
 _RENAMED = {"visual_model_path": "Release 0.19 calls it multimodal_model_path"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilledTemplate:
-    """One config.pbtxt: `path` relative to the folder, `text` as it is written."""
+    """One filled config.pbtxt."""
 
-    path: Path
+    path: Path  # relative to the template folder
     text: str
 
 
@@ -52,11 +52,12 @@ def fill_templates(
     drop_unset: bool = False,
     progress: Progress = SILENT,
 ) -> tuple[FilledTemplate, ...]:
-    """The filled config.pbtxt of a model's folder, or of every model in a folder of models; nothing is written.
+    """Return the filled config.pbtxt of a model's folder, or of every model in a folder of models.
 
     `substitutions` is `key:value,…` as the tool of `release` (default: the newest) reads it. With `drop_unset` optional
-    parameters without a value are left out, which is what every runtime takes for unset. UsageError for a text that the
-    tool cannot read and for a key that no file has (from 0.19; before, a warning), RepositoryError for what is left.
+    parameters without a value are left out, which every runtime treats as unset. Raises UsageError for a text that the
+    tool cannot read and for a key that no file has (a warning before 0.19) and RepositoryError for unfilled
+    placeholders.
     """
     rules = NEWEST if release is None else normalize_release(release)
     values = parse_substitutions(substitutions, rules)
@@ -75,16 +76,20 @@ def fill_templates(
 
 
 def write_filled(folder: Path, filled: Iterable[FilledTemplate], out: Path | None) -> None:
-    """Write what `fill_templates` gave of `folder`: over the templates, or into `out`, a new copy of the whole folder.
+    """Write the filled templates of `folder`: in place, or into `out`, a new copy of the folder.
 
-    UsageError where `out` holds something, ArtifactError or DiskSpaceError when the file system refuses.
+    Raises UsageError when `out` is not empty, ArtifactError or DiskSpaceError when the file system refuses.
     """
     top = _top(folder)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists already; nothing there is overwritten.", hint="Choose another --out.")
+        raise UsageError(f"{out} exists already and is not overwritten.", hint="Choose another --out.")
     with writing(out or top):
         if out is not None:
-            _copy(top, out)
+            try:
+                shutil.copytree(top, out, dirs_exist_ok=True)
+            except shutil.Error as error:  # one reason per file, each with two paths
+                source, _, reason = error.args[0][0]
+                raise RepositoryError(f"{source} cannot be copied to {out}: {reason}.") from error
         for each in filled:
             target = (out or top) / each.path
             staged = target.with_name(f".{target.name}.partial")
@@ -93,23 +98,15 @@ def write_filled(folder: Path, filled: Iterable[FilledTemplate], out: Path | Non
 
 
 def _top(folder: Path) -> Path:
-    """The folder of a template that was named by its file."""
+    """Return the folder, also for a template that is named by its file."""
     return folder if folder.is_dir() else folder.parent
 
 
-def _copy(folder: Path, out: Path) -> None:
-    try:
-        shutil.copytree(folder, out, dirs_exist_ok=True)
-    except shutil.Error as error:  # the reasons of all files, each with its two paths
-        source, _, reason = error.args[0][0]
-        raise RepositoryError(f"{source} cannot be copied to {out}: {reason}.") from error
-
-
 def parse_substitutions(text: str, release: str) -> dict[str, str]:
-    """`key:value,key:value` as the tool of `release` splits it; UsageError where it stops.
+    """Split `key:value,key:value` as the tool of `release` does. Raises UsageError where that fails.
 
-    From 0.16 on a backslash keeps the next character, first when the text is split at commas and again at colons: `\\,`
-    is a comma in a value, `\\\\:` a colon. Before, neither can be in a value.
+    From 0.16 on a backslash escapes the next character, first when splitting at commas and again at colons: `\\,`
+    is a comma in a value, `\\\\:` a colon. Earlier releases cannot have either in a value.
     """
     escapes = order(release) >= order("0.16")
     pairs = _split(text, ",") if escapes else text.split(",")
@@ -141,7 +138,7 @@ def _templates(folder: Path) -> list[Path]:
     found = [own] if own.is_file() else sorted(folder.glob(f"*/{_CONFIG}"))
     if not found:
         raise RepositoryError(
-            f"{folder} holds no {_CONFIG}, and no folder in it does.",
+            f"Neither {folder} nor a folder in it has a {_CONFIG}.",
             hint="Give a model's folder, or one such as all_models/inflight_batcher_llm.",
         )
     return found
@@ -152,16 +149,16 @@ def _require_known(values: Mapping[str, str], texts: Iterable[str], release: str
     for key in values:
         if key in everything:
             continue
-        old = retired(TEMPLATE_TOOL, key)
-        gone = old.answer if old is not None and old.last is not None else _RENAMED.get(key)
+        old = old_option(TEMPLATE_TOOL, key)
+        gone = old.answer if old is not None and old.until is not None else _RENAMED.get(key)
         reason = f"The templates have no {key}" + ("" if gone is None else f". {gone.rstrip('.')}")
         if order(release) >= order("0.19"):
-            raise UsageError(f"{reason}.", hint="Leave it out; the tool of release 0.19 and later stops here too.")
-        progress.warn(f"{reason}. It is ignored, as by the tool of release {release}.")
+            raise UsageError(f"{reason}.", hint="Leave it out; NVIDIA's tool refuses it too from release 0.19 on.")
+        progress.warn(f"{reason}. It is ignored, as NVIDIA's tool of release {release} does.")
 
 
 def _require_values(values: Mapping[str, str], texts: Mapping[Path, str], release: str) -> None:
-    """UsageError for values that the parameters they fill do not take, all at once."""
+    """Raise one UsageError for all values that their parameters do not accept."""
     wrong: dict[str, str] = {}
     for path, text in texts.items():
         for block in _BLOCK.finditer(text):
@@ -171,18 +168,19 @@ def _require_values(values: Mapping[str, str], texts: Mapping[Path, str], releas
             if row is not None and value and not row.values.accepts(value):
                 wrong[name] = f"{name}:{value}: expected {row.values.expected}."
     if wrong:
-        raise UsageError("\n".join(wrong.values()), hint=f"docs/parameters.md lists what release {release} takes.")
+        hint = f"docs/reference/parameters.md lists the parameters of release {release}."
+        raise UsageError("\n".join(wrong.values()), hint=hint)
 
 
 def _without_unset(text: str, release: str) -> str:
-    """`text` without the parameters that nobody filled; those whose key must be there become empty."""
+    """Return `text` without unfilled parameters; those whose key is needed become empty."""
     core = {row.name: row for row in profile(release).models[CORE].parameters}
 
     def unset(found: re.Match[str]) -> str:
         row = core.get(found["key"])
         if row is not None and row.required:
             return found[0]
-        if row is None or row.needs_key:  # NVIDIA's python models look some keys up without asking
+        if row is None or row.needs_key:  # NVIDIA's python models fail without some keys
             return found[0].replace(found["text"], "")
         return ""
 
@@ -190,7 +188,7 @@ def _without_unset(text: str, release: str) -> str:
 
 
 def _leftovers(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Line, placeholder, and whether it stands within quotes."""
+    """Yield line number, placeholder, and whether it is within quotes."""
     for number, line in enumerate(text.splitlines(), start=1):
         code = _CODE.findall(line)[0]
         for found in _PLACEHOLDER.finditer(code):
@@ -199,7 +197,7 @@ def _leftovers(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _require_filled(texts: Mapping[Path, str]) -> None:
-    """RepositoryError for every placeholder that is left in any of the files."""
+    """Raise one RepositoryError for all placeholders that are left."""
     left = [(path, *each) for path, text in texts.items() for each in _leftovers(text)]
     if not left:
         return
@@ -207,7 +205,7 @@ def _require_filled(texts: Mapping[Path, str]) -> None:
     names = dict.fromkeys(f"{placeholder[2:-1]}:VALUE" for _, _, placeholder, quoted in left if not quoted)
     optional = any(quoted for *_, quoted in left)
     hints = [
-        *([f"Without these Triton cannot read the files: {','.join(names)}"] if names else []),
+        *([f"Triton cannot read the files without: {','.join(names)}"] if names else []),
         *(["Give the optional ones a value, or leave them out with --drop-unset."] if optional else []),
     ]
-    raise RepositoryError(f"No value was given for:\n{lines}", hint="\n".join(hints))
+    raise RepositoryError(f"These placeholders have no value:\n{lines}", hint="\n".join(hints))

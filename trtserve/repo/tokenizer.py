@@ -25,18 +25,18 @@ _PROBE = "What is machine learning?"
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that its tokenizer needs; RepositoryError when there are none."""
+    """Return the files of a Hugging Face folder that its tokenizer needs. Raises RepositoryError if there are none."""
     found = {path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
     if not any(path.name not in ("config.json", "generation_config.json") for path in found):
         raise RepositoryError(
-            f"{folder} holds no tokenizer files.",
+            f"{folder} has no tokenizer files.",
             hint="Give the folder of the Hugging Face model (or of its tokenizer) with --tokenizer.",
         )
     return sorted(found)
 
 
 def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = SILENT) -> None:
-    """Load a tokenizer as the models will, and take one text there and back; RepositoryError when that fails."""
+    """Load a tokenizer as the models will, and encode and decode a text. Raises RepositoryError when that fails."""
     from transformers import AutoTokenizer
 
     try:
@@ -52,23 +52,23 @@ def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = S
         raise RepositoryError(f"The tokenizer turns {_PROBE!r} into {text!r}; it does not fit this model.")
     if vocab_size is not None and max(ids) >= vocab_size:
         raise RepositoryError(
-            f"The tokenizer makes token {max(ids)}, but the engine's vocabulary has {vocab_size} tokens.",
+            f"The tokenizer produces token {max(ids)}, but the engine's vocabulary has {vocab_size} tokens.",
             hint="Give the tokenizer of the model that the engine was built from.",
         )
     if text.strip() != _PROBE:
-        progress.warn(f"The tokenizer does not give back the text it was given: {_PROBE!r} became {text.strip()!r}.")
+        progress.warn(f"The tokenizer does not reproduce its input: {_PROBE!r} became {text.strip()!r}.")
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of a message; all of it where that line only begins a list."""
+    """Return the first line of a message, or all of it when that line only introduces a list."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
 
 
 def require_same_tokens(target: Path, draft: Path) -> None:
-    """RepositoryError when the tokenizers of two Hugging Face folders give an id to different tokens.
+    """Raise RepositoryError when two tokenizers use an id for different tokens.
 
-    Only `tokenizer.json` is compared: a folder without one says nothing.
+    Only `tokenizer.json` is compared; a folder without one passes.
     """
     first, second = token_ids(target), token_ids(draft)
     if first is None or second is None or first == second:
@@ -77,12 +77,12 @@ def require_same_tokens(target: Path, draft: Path) -> None:
     raise RepositoryError(
         f"The draft model has another tokenizer: {token!r} is {first.get(token, 'no token')} for the target and "
         f"{second.get(token, 'no token')} for the draft.",
-        hint="Both must share one vocabulary; take a smaller model of the same family as the draft.",
+        hint="Both must share one vocabulary: use a smaller model of the same family as the draft.",
     )
 
 
 def token_ids(folder: Path) -> dict[str, int] | None:
-    """Token → id of `tokenizer.json`; None for a folder without one that can be read."""
+    """Return token → id of `tokenizer.json`, or None for a folder without a readable one."""
     try:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]

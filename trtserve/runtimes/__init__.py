@@ -1,4 +1,4 @@
-"""The runtimes that can serve a model: one file each, one line each in `RUNTIMES`."""
+"""The supported runtimes: one module each, one line each in `RUNTIMES`."""
 
 from __future__ import annotations
 
@@ -6,33 +6,46 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.launch.gpus import describe_gpus
+from trtserve.host.gpus import list_gpus
 from trtserve.progress import SILENT, Progress
 from trtserve.releases.installed import has_engine_path, installed
-from trtserve.runtimes import llmapi, openvino, tensorrt_llm
+from trtserve.runtimes import llmapi, openvino, tensorrt_llm, torch
 from trtserve.runtimes.base import EnginePlan, Limits, Runtime
 from trtserve.specs import RuntimeName
 
-__all__ = ["RUNTIMES", "EnginePlan", "Limits", "Runtime", "automatic_runtime", "choose_runtime"]
+__all__ = [
+    "CPU_RUNTIME",
+    "RUNTIMES",
+    "EnginePlan",
+    "Limits",
+    "Runtime",
+    "automatic_runtime",
+    "choose_runtime",
+    "runs_on_cpu",
+]
 
 RUNTIMES: dict[str, Runtime[Any]] = {
     tensorrt_llm.NAME: tensorrt_llm,
     llmapi.NAME: llmapi,
+    torch.NAME: torch,
     openvino.NAME: openvino,
 }
+
+CPU_RUNTIME: RuntimeName = "openvino"
+"""What `auto` means on a machine without NVIDIA GPUs."""
 
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def choose_runtime(name: RuntimeName, progress: Progress = SILENT, *, container: str | None = None) -> Runtime[Any]:
-    """The runtime called `name`; `auto` takes what this machine has and says so, with a `container` NVIDIA's.
+    """Return the runtime called `name`; `auto` picks what this machine (or the `container`) supports.
 
-    UsageError for the embedded runtime in a container, which does not have it.
+    Raises UsageError for an embedded runtime in a container.
     """
-    if container is not None and name == openvino.NAME:
+    if container is not None and name != "auto" and RUNTIMES[name].EMBEDDED:
         raise UsageError(
-            "--container runs NVIDIA's tools, and the openvino runtime needs none of them.",
-            hint="Leave --container out, or take --runtime tensorrt_llm.",
+            f"--container runs NVIDIA's tools, which the {name} runtime does not use.",
+            hint="Omit --container, or use --runtime tensorrt_llm.",
         )
     if container is not None and name == "auto":
         progress.step(f"Runtime: {tensorrt_llm.NAME} (the container {container} has it)")
@@ -44,13 +57,25 @@ def choose_runtime(name: RuntimeName, progress: Progress = SILENT, *, container:
     return RUNTIMES[chosen]
 
 
+def runs_on_cpu(name: str | None, device: str | None = None) -> bool:
+    """Return whether the runtime `name` runs engines in main memory, when asked for `device`.
+
+    False for None and unknown names.
+    """
+    runtime = RUNTIMES.get(str(name))
+    return runtime is not None and (device == "cpu" or not runtime.NEEDS_GPU)
+
+
 def automatic_runtime() -> tuple[str, str]:
-    """The runtime that `auto` takes on this machine, and why."""
+    """Return the runtime that `auto` picks on this machine, and the reason."""
     if not has_nvidia_gpu():
-        return openvino.NAME, "no NVIDIA GPU on this machine"
+        return CPU_RUNTIME, "no NVIDIA GPU on this machine"
     found = installed()
     if found is None:
-        return openvino.NAME, "this machine has an NVIDIA GPU, but TensorRT-LLM is not installed"
+        cuda = torch.cuda_version()
+        if cuda is None:
+            return CPU_RUNTIME, "this machine has an NVIDIA GPU, but neither TensorRT-LLM nor PyTorch with CUDA"
+        return torch.NAME, f"an NVIDIA GPU and PyTorch with CUDA {cuda} on this machine, and no TensorRT-LLM"
     what = f"an NVIDIA GPU and TensorRT-LLM {found.version} on this machine"
     if not has_engine_path(found.release):
         return llmapi.NAME, f"{what}, which has no engines any more"
@@ -58,5 +83,5 @@ def automatic_runtime() -> tuple[str, str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """True when NVIDIA's driver lists a GPU: in /proc, or through nvidia-smi where that is missing (WSL, sandboxes)."""
-    return (_NVIDIA_GPUS.is_dir() and any(_NVIDIA_GPUS.iterdir())) or bool(describe_gpus())
+    """Return whether NVIDIA's driver lists a GPU, in /proc or through nvidia-smi (WSL, sandboxes)."""
+    return (_NVIDIA_GPUS.is_dir() and any(_NVIDIA_GPUS.iterdir())) or bool(list_gpus())

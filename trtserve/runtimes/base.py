@@ -1,4 +1,4 @@
-"""What a runtime is: a module that turns a checkpoint into an engine of its kind, and knows the machine it needs."""
+"""The interface of a runtime: a module that turns a checkpoint into an engine and knows the machine it needs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import Any, Protocol, TypeVar
 
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import UsageError
-from trtserve.machine import gibibytes
+from trtserve.host.machine import format_bytes
 from trtserve.process import Command
 from trtserve.progress import Progress
 from trtserve.specs import BuildSpec
+from trtserve.specs.build import Device
 
 CheckpointConfig = Mapping[str, Any]
 
-# TensorRT-LLM's names of weight-only quantisation.
+# TensorRT-LLM's names for weight-only quantisation.
 WEIGHT_ONLY_INT8 = "W8A16"
 WEIGHT_ONLY_INT4 = "W4A16"
-# How the names of quantisations begin, and what matrices are kept as; FP8 is widened where nothing multiplies with it.
+# Quantisation name prefix → storage of the matrices. FP8 is widened on devices without FP8 arithmetic.
 _PRECISIONS = (("W8A", "int8"), ("W4A", "int4"), ("FP8", "fp8"))
 
-# Releases of TensorRT-LLM take this where a checkpoint does not say it.
+# TensorRT-LLM's default for checkpoints without this key.
 _UNKNOWN_MAX_POSITION = 2048
-# Kinds of rotary scaling whose factor is part of max_position_embeddings already, or that change their frequencies
-# beyond it (dynamic), which no fixed graph can.
+# Scalings whose factor max_position_embeddings already includes, and dynamic scaling, which changes frequencies beyond
+# it and does not work in a fixed graph.
 _UNSTRETCHED = frozenset({"llama3", "longrope", "su", "yarn", "dynamic"})
-# Families whose max_position_embeddings counts the factor of linear scaling too.
+# Families whose max_position_embeddings also includes the factor of linear scaling.
 _STRETCHED_ALREADY = frozenset({"Gemma3ForCausalLM"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of an engine: requests per step, tokens of a prompt, of prompt and answer, and of one step."""
+    """Limits of an engine: requests per step, tokens per prompt, tokens per prompt and answer, tokens per step."""
 
     max_batch_size: int
     max_input_len: int
@@ -42,13 +43,31 @@ class Limits:
     max_num_tokens: int
 
 
+TRTLLM_LIMITS = Limits(max_batch_size=2048, max_input_len=1 << 30, max_seq_len=1 << 30, max_num_tokens=8192)
+"""Defaults of trtllm-build."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineNeeds:
+    """Memory and disk in bytes of an engine served from main memory: `disk` of its files, `build` the peak of a build.
+
+    `serving` is the serving process's peak after a maximum-size step, without the KV cache, which adds `kv_per_token`
+    per token.
+    """
+
+    disk: int
+    build: int
+    serving: int
+    kv_per_token: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan(ABC):
-    """An engine before it is built; each runtime adds what it alone knows.
+    """An engine before it is built. Runtimes subclass it to add their own settings.
 
-    `tools` maps packages to their versions, as far as they decide the engine; `memory_bytes` and `disk_bytes` are what
-    the build needs, `serving_bytes` the memory of the process that serves the engine, beside `kv_bytes_per_token` for
-    each token in its cache; `notes` say what was decided.
+    `tools` maps the packages that determine the engine to their versions; `memory_bytes` and `disk_bytes` are what the
+    build requires; `serving_bytes` is the memory of the process that serves it, plus `kv_bytes_per_token` for each
+    token in the KV cache; `notes` explain the decisions.
     """
 
     runtime: str
@@ -63,12 +82,12 @@ class EnginePlan(ABC):
 
     @property
     def peak_memory(self) -> int:
-        """Bytes of memory that the build is expected to take; `memory_bytes` are those without which it cannot work."""
+        """Expected peak memory of the build in bytes; `memory_bytes` is its hard minimum."""
         return self.memory_bytes
 
     def memory_words(self) -> str:
-        """Memory of the build in words."""
-        return f"{gibibytes(self.peak_memory)} of memory"
+        """Describe the build's memory."""
+        return f"{format_bytes(self.peak_memory)} of memory"
 
     @property
     def weights_precision(self) -> str:
@@ -76,37 +95,42 @@ class EnginePlan(ABC):
         return weights_precision(self.config)
 
     @property
+    def needs_gpu(self) -> bool:
+        """Whether the engine runs on NVIDIA GPUs."""
+        return True
+
+    @property
     @abstractmethod
     def precision(self) -> str:
-        """Precision of weights, arithmetic and KV cache in words."""
+        """Describe the precision of weights, arithmetic and KV cache."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What decides the engine beside checkpoint, limits and tools, as JSON holds it: part of its fingerprint."""
+        """JSON values that determine the engine besides checkpoint, limits and tools; part of its fingerprint."""
 
     @abstractmethod
     def words(self) -> str:
-        """What the engine is built for beyond plain decoding; empty when nothing is."""
+        """Describe the features beyond plain decoding, or empty without any."""
 
     @abstractmethod
     def build_config(self) -> dict[str, Any]:
-        """The keys of `build_config` in its `config.json`, beside limits, that decide the settings of a server."""
+        """The keys of `build_config` in its `config.json`, besides limits, that a server's settings depend on."""
 
     def versions(self) -> dict[str, str]:
-        """What its manifest records of tools: those that decide it, and others that were there."""
+        """Tool versions for the manifest, including those that do not determine the engine."""
         return dict(self.tools)
 
     def facts(self) -> dict[str, Any]:
-        """What its manifest says of it beside `settings` and tools."""
+        """Facts for the manifest besides `settings` and tools."""
         return {}
 
     def command(self, checkpoint: Path, folder: Path) -> Command | None:
-        """The program that builds it from `checkpoint` into `folder`; None when none is run."""
+        """Return the command that builds it from `checkpoint` into `folder`, or None."""
         del checkpoint, folder
         return None
 
     def config_outline(self) -> dict[str, Any]:
-        """What decides the settings of a server in the `config.json` that the engine will have."""
+        """The part of the engine's future `config.json` that a server's settings depend on."""
         return {
             "pretrained_config": dict(self.config),
             "build_config": {**asdict(self.limits), **self.build_config()},
@@ -114,7 +138,7 @@ class EnginePlan(ABC):
 
 
 def weights_precision(config: CheckpointConfig) -> str:
-    """Precision of the layers' matrices of a checkpoint or engine with this config, in words."""
+    """Describe the precision of the layers' matrices of a checkpoint or engine config."""
     algorithm = str((config.get("quantization") or {}).get("quant_algo"))
     return next((words for start, words in _PRECISIONS if algorithm.startswith(start)), str(config["dtype"]))
 
@@ -123,30 +147,60 @@ P = TypeVar("P", bound=EnginePlan)
 
 
 class Runtime(Protocol[P]):
-    """One module per runtime."""
+    """A runtime: a module with these names."""
 
     NAME: str
+    EMBEDDED: bool
+    """True: the embedded executor serves its engines from one process, which merges all ranks of a checkpoint, and
+    `executor.loaders.MODELS` says how it loads them. False: TensorRT-LLM does, which may run in a container."""
+    HAS_ENGINES: bool
+    """False: the server loads the Hugging Face model, so nothing is converted or built."""
+    NEEDS_GPU: bool
+    """Its engines run on NVIDIA GPUs unless asked otherwise (`--device`); False: in this machine's memory."""
+    QUANTIZES: bool
+    """It quantises float weights to int8 or int4 (`convert --quantize`)."""
+    GPU_LIMITS: Limits | None
+    """Default limits of its engines on GPUs, or None for a runtime without GPUs; the model may allow less."""
+    EXTRA: str
+    """Extra of trtserve that installs what it needs here, or empty."""
+    LIBRARIES: tuple[str, ...]
+    """Libraries that a build loads into this process, or empty when another process builds."""
+    TIMED_STAGE: str
+    """Key of the rate at which its builds went, from which the next duration is estimated."""
 
     def plan(self, config: CheckpointConfig, spec: BuildSpec) -> P:
-        """Limits and settings of the engine of a checkpoint.
+        """Plan the engine of a checkpoint.
 
-        MissingDependencyError, UnsupportedModelError or UsageError when it cannot be built.
+        Raises MissingDependencyError, UnsupportedModelError or UsageError when it cannot be built.
         """
+
+    def needs_of(self, config: Mapping[str, Any]) -> EngineNeeds | None:
+        """Return what the engine with this `config.json` takes of this machine's memory, or None if GPUs serve it."""
 
     def build(
         self, plan: P, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
     ) -> dict[str, Any]:
-        """Fill `folder` with the engine, prove that it is one, and return what was measured.
+        """Write the engine to `folder`, prove that it runs, and return measurements for the manifest.
 
-        A program that is run writes to `log`; `seconds` is how long an earlier build lets expect, None without one.
+        External programs write to `log`; `seconds` is the expected duration, None without an earlier build.
         """
 
 
-def longest_sequence(config: CheckpointConfig) -> int:
-    """Positions that the model can tell apart: max_position_embeddings, times the factor of linear rope scaling.
+def require_device(spec: BuildSpec, runtime: str, device: Device) -> None:
+    """Raise UsageError when `spec` asks for another device than the only one that the runtime has."""
+    if spec.device not in (None, device):
+        where = {"cpu": "CPUs", "cuda": "NVIDIA GPUs"}[device]
+        raise UsageError(
+            f"--device {spec.device}: the {runtime} runtime runs on {where} only.",
+            hint=f"Leave out --device, or choose --runtime torch --device {spec.device}.",
+        )
 
-    TensorRT-LLM's rule for max_seq_len (`trtllm-build`); scalings that count their factor in already are left alone,
-    and so is dynamic scaling, for which a longer --max-seq-len is refused.
+
+def longest_sequence(config: CheckpointConfig) -> int:
+    """Return the model's maximum positions: max_position_embeddings, times the factor of linear rope scaling.
+
+    This is TensorRT-LLM's rule for max_seq_len. Scalings that already include their factor are not multiplied, nor is
+    dynamic scaling, which rules out a larger --max-seq-len.
     """
     positions = int(config.get("max_position_embeddings") or _UNKNOWN_MAX_POSITION)
     scaling = config.get("rotary_scaling") or {}
@@ -157,21 +211,21 @@ def longest_sequence(config: CheckpointConfig) -> int:
 
 
 def resolve_limits(config: CheckpointConfig, spec: BuildSpec, defaults: Limits) -> Limits:
-    """The limits that `spec` asks for, checked against the model and each other; UsageError with the numbers.
+    """Return the limits that `spec` requests, checked against the model. Raises UsageError when they do not fit.
 
-    `defaults` are cut to what the model and the given limits allow, the given limits never are.
+    `defaults` are reduced to what the model and the requested limits allow; requested limits never are.
     """
     longest = longest_sequence(config)
     max_seq_len = spec.max_seq_len or min(defaults.max_seq_len, longest)
     if max_seq_len > longest:
         raise UsageError(
-            f"--max-seq-len is {max_seq_len}; the model knows {longest} positions.",
+            f"--max-seq-len is {max_seq_len}; the model has {longest} positions.",
             hint=f"Choose --max-seq-len {longest} or less.",
         )
     max_input_len = spec.max_input_len or min(defaults.max_input_len, max_seq_len)
     if max_input_len > max_seq_len:
         raise UsageError(
-            f"--max-input-len is {max_input_len}, more than the {max_seq_len} tokens of prompt and answer together.",
+            f"--max-input-len is {max_input_len}, more than --max-seq-len {max_seq_len} (prompt and answer together).",
             hint=f"Choose --max-input-len {max_seq_len} or less, or a larger --max-seq-len.",
         )
     max_batch_size = spec.max_batch_size or defaults.max_batch_size

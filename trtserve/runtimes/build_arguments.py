@@ -1,6 +1,6 @@
-"""The arguments of `trtllm-build` for what a BuildSpec asks of a release, and what its engine's config.json says then.
+"""Arguments of `trtllm-build` for a BuildSpec and release, and the resulting engine's config.json.
 
-Rules: convert-and-build, section 4. Everything that upstream would correct in silence is corrected here and told.
+Whatever upstream would correct silently is corrected here and reported.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trtserve.specs import BuildSpec
 _MAX_NUM_TOKENS = 8192
 _MOST = 2**31 - 1
 _LORA_RANK = BuildSpec().max_lora_rank
-# What requests need context FMHA and packed inputs for: both are on unless somebody switches them off.
+# Requests need context FMHA and packed inputs for these features; both are on by default.
 _PACKED = ("remove_input_padding", "context_fmha")
-# Options of ours that are flags of the same name; None leaves them out.
+# Options that are flags of the same name; None omits them.
 _PASSED_ON = (
     "opt_num_tokens",
     "logits_dtype",
@@ -45,7 +45,7 @@ _PLUGIN_SWITCHES = (
     "reduce_fusion",
     "multiple_profiles",
 )
-# Flags that stand behind `--` in vain: what decides the same here.
+# Flags not allowed after `--`, and the option to use instead.
 _OURS = {
     "--checkpoint_dir": "The checkpoint is the argument of `trtserve build`.",
     "--model_config": "The checkpoint is the argument of `trtserve build`.",
@@ -76,9 +76,9 @@ _TYPED = (
 
 @dataclass(frozen=True, kw_only=True)
 class BuildArguments:
-    """Arguments without folders and workers; `limits` and `expected` are what `build_config` of the engine will say.
+    """Arguments without folders and workers, and the `limits` and `expected` values of the engine's `build_config`.
 
-    `expected` has `plugin_config` as a part of its own; `notes` say what was decided.
+    `expected` includes `plugin_config`; `notes` explain the decisions.
     """
 
     arguments: tuple[str, ...]
@@ -88,7 +88,7 @@ class BuildArguments:
 
 
 def build_arguments(release: str, config: CheckpointConfig, spec: BuildSpec) -> BuildArguments:
-    """What builds the engine that `spec` asks for from a checkpoint with `config`; UsageError when nothing can."""
+    """Return the arguments that build the engine `spec` requests from a checkpoint `config`, or raise UsageError."""
     known = build_flags(release)
     _require_behind(known, spec.builder_flags)
     limits, limit_notes = _limits(known, config, spec)
@@ -105,26 +105,26 @@ def build_arguments(release: str, config: CheckpointConfig, spec: BuildSpec) -> 
 
 
 def _require_behind(known: Mapping[str, BuildFlag], flags: tuple[str, ...]) -> None:
-    """UsageError for a flag behind `--` that an option of ours, or the checkpoint, decides."""
+    """Raise UsageError for a flag after `--` that one of our options, or the checkpoint, determines."""
     names = {spelling: flag.name for flag in known.values() for spelling in (flag.name, *flag.also)}
     if flags and not flags[0].startswith("-"):
-        raise UsageError(f"{flags[0]} is no option of trtllm-build: every argument of it has a name.")
+        raise UsageError(f"{flags[0]} is not an option of trtllm-build; all its arguments have names.")
     for argument in flags:
         typed = argument.partition("=")[0]
         name = names.get(typed, typed)
         if name in _OURS:
-            raise UsageError(f"{typed} cannot stand behind `--`.", hint=_OURS[name])
+            raise UsageError(f"{typed} is not allowed after `--`.", hint=_OURS[name])
         if name.removeprefix("--") in _TYPED:
             raise UsageError(
-                f"{typed} cannot stand behind `--`: it is an option of ours.",
-                hint=f"Give it before the `--`, as {name.replace('_', '-')}.",
+                f"{typed} is not allowed after `--`: trtserve has an option for it.",
+                hint=f"Put it before the `--`, as {name.replace('_', '-')}.",
             )
 
 
 def _limits(
     known: Mapping[str, BuildFlag], config: CheckpointConfig, spec: BuildSpec
 ) -> tuple[Limits, tuple[str, ...]]:
-    """The limits as `trtllm-build` will have them after its own corrections."""
+    """Return the limits after `trtllm-build`'s own corrections."""
     batch = int(known["--max_batch_size"].default or 1)
     defaults = Limits(max_batch_size=batch, max_input_len=_MOST, max_seq_len=_MOST, max_num_tokens=_MAX_NUM_TOKENS)
     limits, notes = resolve_limits(config, spec, defaults), []
@@ -152,32 +152,34 @@ def _max_num_tokens(known: Mapping[str, BuildFlag], spec: BuildSpec, limits: Lim
 
 
 def _mode(spec: BuildSpec) -> str | None:
-    """The speculative decoding mode that is passed on; drafts alone mean drafts that come with the requests."""
+    """Return the speculative decoding mode to pass on; draft length alone means external draft tokens."""
     mode = None if spec.speculative_decoding_mode == "none" else spec.speculative_decoding_mode
     if spec.max_draft_len and spec.speculative_decoding_mode == "none":
         raise UsageError(
-            f"--max-draft-len is {spec.max_draft_len}, but --speculative-decoding-mode none takes no drafts.",
-            hint="Choose --speculative-decoding-mode draft_tokens_external, or leave --max-draft-len out.",
+            f"--max-draft-len is {spec.max_draft_len}, but --speculative-decoding-mode none accepts no drafts.",
+            hint="Choose --speculative-decoding-mode draft_tokens_external, or omit --max-draft-len.",
         )
     if mode == "draft_tokens_external" and not spec.max_draft_len:
         raise UsageError(
             "--speculative-decoding-mode draft_tokens_external with --max-draft-len 0 leaves no room for a draft.",
-            hint="Give --max-draft-len N, the longest draft of a request.",
+            hint="Set --max-draft-len to the longest draft of a request.",
         )
     if spec.max_draft_len and (spec.gather_context_logits or spec.gather_all_token_logits):
         raise UsageError(
-            f"Context logits cannot be gathered by an engine for draft tokens (--max-draft-len {spec.max_draft_len}).",
-            hint="The logits of accepted draft tokens come with --gather-generation-logits alone.",
+            f"An engine with draft tokens cannot gather context logits (--max-draft-len {spec.max_draft_len}).",
+            hint="Use --gather-generation-logits for the logits of accepted draft tokens.",
         )
     return mode or ("draft_tokens_external" if spec.max_draft_len else None)
 
 
 def _wanted(release: str, spec: BuildSpec, limits: Limits, mode: str | None) -> dict[str, Any]:
-    """Flag without dashes → value: True for a switch, None or False for one that is left out."""
+    """Return flag (without dashes) → value: True for a switch, None or False to omit it."""
     passed = {name: getattr(spec, name) for name in _PASSED_ON}
     if release == "0.12" and passed["kv_cache_type"] is not None:
         passed.pop("kv_cache_type")
-        passed["paged_kv_cache"] = _paged_kv_cache(spec)
+        if spec.kv_cache_type == "disabled":
+            raise UsageError("--kv-cache-type disabled needs TensorRT-LLM 0.13; 0.12 always has a KV cache.")
+        passed["paged_kv_cache"] = "enable" if spec.kv_cache_type == "paged" else "disable"
     return {
         "max_batch_size": limits.max_batch_size,
         "max_input_len": limits.max_input_len,
@@ -194,18 +196,12 @@ def _wanted(release: str, spec: BuildSpec, limits: Limits, mode: str | None) -> 
     }
 
 
-def _paged_kv_cache(spec: BuildSpec) -> str:
-    if spec.kv_cache_type == "disabled":
-        raise UsageError("--kv-cache-type disabled came with TensorRT-LLM 0.13; 0.12 always has a KV cache.")
-    return "enable" if spec.kv_cache_type == "paged" else "disable"
-
-
 def require_no_adapters(spec: BuildSpec) -> None:
-    """UsageError for what means nothing without --lora-plugin."""
+    """Raise UsageError for options that need --lora-plugin."""
     given = (("--lora-target-modules", spec.lora_target_modules), ("--max-lora-rank", spec.max_lora_rank != _LORA_RANK))
     for option, value in given:
         if value:
-            raise UsageError(f"{option} does nothing without --lora-plugin.", hint="Add --lora-plugin auto.")
+            raise UsageError(f"{option} has no effect without --lora-plugin.", hint="Add --lora-plugin auto.")
 
 
 def _lora(spec: BuildSpec) -> dict[str, Any]:
@@ -215,8 +211,8 @@ def _lora(spec: BuildSpec) -> dict[str, Any]:
         return {}
     if not modules and "--lora_dir" not in spec.builder_flags:
         raise UsageError(
-            f"--lora-plugin {spec.lora_plugin} without --lora-target-modules: the engine would take no adapter.",
-            hint="Give the modules of your adapters, such as --lora-target-modules attn_q,attn_k,attn_v.",
+            f"--lora-plugin {spec.lora_plugin} needs --lora-target-modules; otherwise the engine accepts no adapter.",
+            hint="Add the modules of your adapters, such as --lora-target-modules attn_q,attn_k,attn_v.",
         )
     return {
         "lora_plugin": spec.lora_plugin,
@@ -236,7 +232,7 @@ def _typed(name: str, value: Any) -> Iterator[str]:
 
 
 def _expected(release: str, spec: BuildSpec, mode: str | None) -> dict[str, Any]:
-    """What `build_config` must say beside the limits, as far as it was asked for."""
+    """Return the `build_config` values, besides limits, that were requested."""
     expected: dict[str, Any] = {
         "max_beam_width": spec.max_beam_width,
         "max_prompt_embedding_table_size": spec.max_prompt_embedding_table_size,
@@ -244,7 +240,7 @@ def _expected(release: str, spec: BuildSpec, mode: str | None) -> dict[str, Any]
         "max_draft_len": spec.max_draft_len,
         "speculative_decoding_mode": 1 << SPECULATIVE_MODES.index(mode or "none"),
     }
-    if order(release) < (1, 0):  # deprecated since, and without meaning
+    if order(release) < (1, 0):  # deprecated, without effect
         expected["gather_generation_logits"] = spec.gather_generation_logits or spec.gather_all_token_logits
     plugins = {name: getattr(spec, name) == "enable" for name in _PLUGIN_SWITCHES if getattr(spec, name) is not None}
     if spec.tokens_per_block is not None:

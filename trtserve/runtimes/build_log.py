@@ -1,4 +1,4 @@
-"""The log of `trtllm-build` while it runs: what it has reached, in words, and how long it may still take."""
+"""Follow the log of `trtllm-build`: current phase and expected remaining time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WARNING = re.compile(r"\[W\] (.+)")
 
 
 class BuildLog:
-    """Reads what was added to a log since the last look, and tells `progress`; `seconds` are expected for all of it."""
+    """Reads new log lines and reports to `progress`; `seconds` is the expected total."""
 
     def __init__(self, path: Path, world_size: int, progress: Progress, *, seconds: float | None) -> None:
         self._path = path
@@ -32,7 +32,7 @@ class BuildLog:
         self.written: set[int] = set()
 
     def follow(self) -> None:
-        """Tell what is new; after a long silence, that the build goes on."""
+        """Report new lines; after a long silence, report that the build is still running."""
         for line in self._new_lines():
             self._tell(line)
         if time.monotonic() - self._said >= _STILL_THERE:
@@ -70,13 +70,13 @@ class BuildLog:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `3 min`, `1.5 h`."""
+    """Format seconds: `45 s`, `3 min`, `1.5 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def last_lines(log: Path) -> str:
-    """The end of a log, indented."""
+    """Return the end of a log, indented."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     return "\n".join(f"  {line}" for line in lines[-_TAIL:]) or "  (none)"

@@ -1,4 +1,4 @@
-"""Whether what `trtllm-build` left is a whole engine, and the one that was asked for."""
+"""Verify an engine written by `trtllm-build`: complete, and as requested."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import BuildError, counted
-from trtserve.machine import gibibytes
+from trtserve.host.machine import format_bytes
 from trtserve.releases import release_of
 from trtserve.runtimes.base import Limits
 
-# An engine of 4-bit weights has an eighth of a float32 checkpoint; what is far below that holds no weights.
+# 4-bit engines have an eighth of a float32 checkpoint's size; a much smaller file contains no weights.
 _LEAST_PART = 16
-# With these an engine is without its weights, which stay in the checkpoint or lie beside it.
+# With these flags an engine does not contain its weights.
 _WITHOUT_WEIGHTS = ("--strip_plan", "--weight_streaming", "--fast_build")
 
 
@@ -29,7 +29,7 @@ def require_engine(
     expected: Mapping[str, Any],
     arguments: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """config.json of the engine in `folder`; BuildError names what is missing, cut, or not what was asked for."""
+    """Return the config.json of the engine in `folder`. Raises BuildError when it is incomplete or not as requested."""
     _require_ranks(folder, checkpoint, world_size, arguments)
     config = _read(folder / "config.json")
     found = (config["pretrained_config"].get("mapping") or {}).get("world_size", 1)
@@ -37,8 +37,8 @@ def require_engine(
         raise BuildError(f"config.json is for {counted(found, 'rank')}; the checkpoint has {world_size}.")
     if not _same_release(str(config.get("version")), version):
         raise BuildError(
-            f"config.json says that TensorRT-LLM {config.get('version')} built the engine; {version} was meant to.",
-            hint="Another trtllm-build comes first on PATH: name the version that is installed with --trtllm-version.",
+            f"config.json says that TensorRT-LLM {config.get('version')} built the engine; expected {version}.",
+            hint="Another trtllm-build comes first on PATH: set --trtllm-version to the installed version.",
         )
     build = config["build_config"]
     plugins = expected.get("plugin_config", {})
@@ -58,7 +58,7 @@ def _require_ranks(folder: Path, checkpoint: Path, world_size: int, arguments: t
         weights = source.stat().st_size if source.is_file() else 0
         if path.stat().st_size == 0 or (whole and path.stat().st_size < weights // _LEAST_PART):
             raise BuildError(
-                f"{path.name} has {path.stat().st_size} bytes, too little for {gibibytes(weights)} of weights."
+                f"{path.name} has {path.stat().st_size} bytes, too little for {format_bytes(weights)} of weights."
             )
 
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _same_release(found: str, wanted: str) -> bool:
-    """`--trtllm-version 0.16` means any 0.16.x; a whole version means itself."""
+    """Return whether versions match: `--trtllm-version 0.16` matches any 0.16.x, a full version only itself."""
     return found == wanted or (wanted.count(".") < 2 and found != "None" and release_of(found) == release_of(wanted))
 
 
@@ -83,6 +83,6 @@ def _require_equal(asked: Mapping[str, Any], found: Mapping[str, Any], where: st
     for name, value in asked.items():
         if name in found and found[name] != value:
             raise BuildError(
-                f"{where} of the engine says {name} {found[name]}; asked for was {value}.",
-                hint="trtllm-build corrected it: read the warnings in its log.",
+                f"{where} of the engine has {name} = {found[name]}; expected {value}.",
+                hint="trtllm-build changed it: read the warnings in its log.",
             )

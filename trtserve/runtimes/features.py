@@ -1,9 +1,9 @@
-"""What an engine is built for beside its limits, under the names of `trtllm-build`: beams, drafts, logits, adapters."""
+"""Engine features besides limits, under the names of `trtllm-build`: beams, drafts, logits, adapters."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,10 +21,10 @@ _MODES = {"none": 1, "draft_tokens_external": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """Everything of these decides what requests an engine takes; the fields have their names in `config.json`.
+    """Features that determine which requests an engine accepts; the fields have their `config.json` names.
 
-    `lora_plugin` is the type of the adapters' weights, None without adapters; `max_lora_rank` and
-    `lora_target_modules` matter with it only.
+    `lora_plugin` is the adapters' weight type, None without adapters; `max_lora_rank` and `lora_target_modules` apply
+    only with it.
     """
 
     max_beam_width: int = 1
@@ -39,11 +39,11 @@ class Features:
     lora_target_modules: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """The fields as JSON holds them."""
+        """The fields as JSON."""
         return {**asdict(self), "lora_target_modules": list(self.lora_target_modules)}
 
     def build_config(self) -> dict[str, Any]:
-        """The keys of `build_config` that these decide."""
+        """The resulting keys of `build_config`."""
         return {
             "max_beam_width": self.max_beam_width,
             "max_prompt_embedding_table_size": self.max_prompt_embedding_table_size,
@@ -61,7 +61,7 @@ class Features:
         }
 
     def plugin_config(self) -> dict[str, Any]:
-        """The keys of `plugin_config` that these decide. Packed attention of prompts is always one kernel here."""
+        """The resulting keys of `plugin_config`. Context FMHA is always on here."""
         return {
             "lora_plugin": self.lora_plugin,
             "context_fmha": True,
@@ -69,7 +69,7 @@ class Features:
         }
 
     def words(self) -> str:
-        """What goes beyond plain decoding, in words; empty when nothing does."""
+        """Describe the features beyond plain decoding, or empty without any."""
         words = [
             (self.max_beam_width > 1, f"{self.max_beam_width} beams"),
             (self.max_draft_len > 0, f"{self.max_draft_len} draft tokens"),
@@ -86,18 +86,19 @@ class Features:
 
 
 def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Features, tuple[str, ...]]:
-    """What `spec` asks for on a checkpoint with `config`, and what has to be said about it.
+    """Return the features that `spec` requests for a checkpoint `config`, and notes about them.
 
-    The rules are those of `trtllm-build`; UsageError where it refuses, or where its engine would refuse to load.
+    Rules are those of `trtllm-build`. Raises UsageError where it refuses, or where its engine would fail to load.
     """
     _require_no_builder_options(spec)
     mode, mode_notes = _resolve_mode(spec)
     modules, lora_notes = _resolve_modules(config, spec)
+    lora_type = str(config["dtype"]) if spec.lora_plugin == "auto" else spec.lora_plugin
     context = spec.gather_context_logits or spec.gather_all_token_logits
     if context and spec.max_draft_len:
         raise UsageError(
-            f"Context logits cannot be gathered by an engine for draft tokens (--max-draft-len {spec.max_draft_len}).",
-            hint="The logits of accepted draft tokens come with --gather-generation-logits alone.",
+            f"An engine with draft tokens cannot gather context logits (--max-draft-len {spec.max_draft_len}).",
+            hint="Use --gather-generation-logits for the logits of accepted draft tokens.",
         )
     features = Features(
         max_beam_width=spec.max_beam_width,
@@ -107,7 +108,7 @@ def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Feature
         gather_context_logits=context,
         gather_generation_logits=spec.gather_generation_logits or spec.gather_all_token_logits,
         use_paged_context_fmha=spec.use_paged_context_fmha != "disable",
-        lora_plugin=_lora_type(config, spec) if modules else None,
+        lora_plugin=lora_type if modules else None,
         max_lora_rank=spec.max_lora_rank if modules else _LORA_RANK,
         lora_target_modules=modules,
     )
@@ -115,14 +116,14 @@ def resolve_features(config: CheckpointConfig, spec: BuildSpec) -> tuple[Feature
 
 
 def _require_no_builder_options(spec: BuildSpec) -> None:
-    """UsageError for what only `trtllm-build` has; `use_paged_context_fmha` means the same here."""
+    """Raise UsageError for options of `trtllm-build` alone; `use_paged_context_fmha` has the same meaning here."""
     given = [name for name in BUILDER_FIELDS if getattr(spec, name) not in (None, ())]
     if given:
         spelled = {"build_workers": "--workers", "builder_flags": "`--`"}
         shown = [spelled.get(name, f"--{name.replace('_', '-')}") for name in given]
         raise UsageError(
-            f"{', '.join(shown)} {'is' if len(shown) == 1 else 'are'} for trtllm-build, and this engine is built for "
-            "CPUs.",
+            f"{', '.join(shown)} {'is' if len(shown) == 1 else 'are'} for trtllm-build, which does not build this "
+            "engine.",
             hint=f"Leave {'it' if len(shown) == 1 else 'them'} out, or choose --runtime tensorrt_llm.",
         )
 
@@ -134,51 +135,46 @@ def _resolve_mode(spec: BuildSpec) -> tuple[str, tuple[str, ...]]:
         return "draft_tokens_external", (note,)
     if mode not in (None, *_MODES):
         raise UsageError(
-            f"--speculative-decoding-mode {mode} is done by TensorRT-LLM's GPU engines only.",
+            f"--speculative-decoding-mode {mode} needs TensorRT-LLM's GPU engines.",
             hint=f"Choose one of {', '.join(_MODES)}.",
         )
     if mode == "draft_tokens_external" and not spec.max_draft_len:
         raise UsageError(
             "--speculative-decoding-mode draft_tokens_external with --max-draft-len 0 leaves no room for a draft.",
-            hint="Give --max-draft-len N, the longest draft of a request.",
+            hint="Set --max-draft-len to the longest draft of a request.",
         )
     if mode == "none" and spec.max_draft_len:
         raise UsageError(
-            f"--max-draft-len is {spec.max_draft_len}, but --speculative-decoding-mode none takes no drafts.",
-            hint="Choose --speculative-decoding-mode draft_tokens_external, or leave --max-draft-len out.",
+            f"--max-draft-len is {spec.max_draft_len}, but --speculative-decoding-mode none accepts no drafts.",
+            hint="Choose --speculative-decoding-mode draft_tokens_external, or omit --max-draft-len.",
         )
     return mode or "none", ()
 
 
 def _resolve_modules(config: CheckpointConfig, spec: BuildSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = _split(spec.lora_target_modules or ())
+    names = [name for word in (spec.lora_target_modules or ()) for name in word.replace(",", " ").split()]
     for name in names:
         _require_module(config, name)
     if spec.lora_plugin == "disable":
         given = {"--lora-target-modules": bool(names), "--max-lora-rank": spec.max_lora_rank != _LORA_RANK}
         notes = (
-            f"{option} does nothing without --lora-plugin, as in trtllm-build." for option in given if given[option]
+            f"{option} has no effect without --lora-plugin, as in trtllm-build." for option in given if given[option]
         )
         return (), tuple(notes)
     if not names:
         raise UsageError(
-            f"--lora-plugin {spec.lora_plugin} without --lora-target-modules: the engine would take no adapter.",
-            hint="Give the modules of your adapters, such as --lora-target-modules attn_q,attn_k,attn_v.",
+            f"--lora-plugin {spec.lora_plugin} needs --lora-target-modules; otherwise the engine accepts no adapter.",
+            hint="Add the modules of your adapters, such as --lora-target-modules attn_q,attn_k,attn_v.",
         )
     return tuple(sorted(set(names), key=MODULE_IDS.__getitem__)), ()
-
-
-def _split(words: Iterable[str]) -> list[str]:
-    """Words of a list that may be given with commas, with spaces, or piece by piece."""
-    return [name for word in words for name in word.replace(",", " ").split()]
 
 
 def _require_module(config: CheckpointConfig, name: str) -> None:
     mlp = family(config["architecture"]).decoder(config).mlp
     if mlp == "experts" and name.startswith(("mlp_", "moe_")):
         raise UsageError(
-            f"--lora-target-modules {name}: adapters of experts are done by TensorRT-LLM's GPU engines only.",
-            hint=f"Choose of {', '.join(module for module in MODULE_IDS if module.startswith('attn_'))}.",
+            f"--lora-target-modules {name}: adapters of experts need TensorRT-LLM's GPU engines.",
+            hint=f"Choose from {', '.join(module for module in MODULE_IDS if module.startswith('attn_'))}.",
         )
     if name in MODULE_IDS:
         if name == "mlp_gate" and mlp != "gated":
@@ -190,14 +186,10 @@ def _require_module(config: CheckpointConfig, name: str) -> None:
     if name in OTHER_MODULES:
         raise UsageError(
             f"--lora-target-modules {name}: {config['architecture']} has no such part.",
-            hint=f"Choose of {', '.join(MODULE_IDS)}.",
+            hint=f"Choose from {', '.join(MODULE_IDS)}.",
         )
     close = difflib.get_close_matches(name, MODULE_IDS, n=1)
     raise UsageError(
         f"--lora-target-modules {name!r} is not a module; expected {', '.join(MODULE_IDS)}.",
         hint=f"Did you mean {close[0]}?" if close else None,
     )
-
-
-def _lora_type(config: CheckpointConfig, spec: BuildSpec) -> str:
-    return str(config["dtype"]) if spec.lora_plugin == "auto" else spec.lora_plugin

@@ -1,29 +1,43 @@
-"""The runtime without engines: TensorRT-LLM's PyTorch backend loads the Hugging Face model by itself."""
+"""The runtime without engines: TensorRT-LLM's PyTorch backend loads the Hugging Face model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from trtserve.artifacts import Checkpoint
 from trtserve.errors import UsageError
 from trtserve.progress import Progress
-from trtserve.runtimes.base import CheckpointConfig, EnginePlan
+from trtserve.runtimes.base import TRTLLM_LIMITS, CheckpointConfig, EnginePlan, Limits
 from trtserve.specs import BuildSpec
 
 NAME = "llmapi"
+EMBEDDED = False
+HAS_ENGINES = False
+NEEDS_GPU = True
+QUANTIZES = False
+GPU_LIMITS: Limits | None = TRTLLM_LIMITS
+EXTRA = ""
+LIBRARIES: tuple[str, ...] = ()
+TIMED_STAGE = "build"
 
 
 def plan(config: CheckpointConfig, spec: BuildSpec) -> EnginePlan:
-    """UsageError: there is nothing to build."""
+    """Raise UsageError: there is nothing to build."""
     del config, spec
     _refuse()
+
+
+def needs_of(config: Mapping[str, Any]) -> None:
+    """Return None: its engines are served from GPUs."""
+    del config
 
 
 def build(
     plan: EnginePlan, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
 ) -> dict[str, Any]:
-    """UsageError: there is nothing to build."""
+    """Raise UsageError: there is nothing to build."""
     del plan, checkpoint, folder, log, progress, seconds
     _refuse()
 
@@ -32,5 +46,5 @@ def _refuse() -> NoReturn:
     raise UsageError(
         "The llmapi runtime has no engines: TensorRT-LLM's PyTorch backend loads the Hugging Face folder, so there is "
         "nothing to convert or build.",
-        hint="`trtserve import MODEL --runtime llmapi` pulls the model and makes its repository.",
+        hint="Use `trtserve import MODEL --runtime llmapi`, which downloads the model and assembles its repository.",
     )

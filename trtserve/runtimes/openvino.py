@@ -1,20 +1,18 @@
-"""The runtime for CPUs: engines are OpenVINO graphs, served by the embedded executor."""
+"""The CPU runtime: engines are OpenVINO graphs, served by the embedded executor."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trtserve import machine
 from trtserve.architectures import family, parameter_count
 from trtserve.architectures.base import Decoder
-from trtserve.architectures.checkpoint import CheckpointReader
-from trtserve.architectures.quantized import AWQ, FP8, GPTQ, Int4Weight, quant_algo
 from trtserve.artifacts import Checkpoint
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, Int4Weight, quant_algo
+from trtserve.checkpoint.unified import CheckpointReader
 from trtserve.errors import (
     BuildError,
     MemoryLimitError,
@@ -23,14 +21,19 @@ from trtserve.errors import (
     UnsupportedModelError,
 )
 from trtserve.executor.attention_limits import require_paged_attention
+from trtserve.host import machine
+from trtserve.host.install_command import install_command
 from trtserve.progress import Progress, Task
 from trtserve.runtimes.base import (
     WEIGHT_ONLY_INT4,
     WEIGHT_ONLY_INT8,
     CheckpointConfig,
+    EngineNeeds,
     Limits,
+    require_device,
     resolve_limits,
 )
+from trtserve.runtimes.embedded_config import embedded_config, write_config
 from trtserve.runtimes.features import resolve_features
 from trtserve.runtimes.openvino_memory import engine_needs
 from trtserve.runtimes.openvino_plan import OpenvinoPlan
@@ -40,50 +43,20 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trtserve.executor.graph import Weights
-    from trtserve.executor.int4 import Packing
+    from trtserve.executor.weight_quantization import Packing
 
 NAME = "openvino"
+EMBEDDED = True
+HAS_ENGINES = True
+NEEDS_GPU = False
+QUANTIZES = True
+GPU_LIMITS: Limits | None = None
+EXTRA = "cpu"
+LIBRARIES: tuple[str, ...] = ("numpy", "openvino")
+TIMED_STAGE = "build"
 
-# Release of TensorRT-LLM whose config.json this one follows.
-_CONFIG_RELEASE = "1.2.0"
-
-# On a CPU a step over more tokens or requests gains nothing, and an answer rarely needs more than 4096 tokens: longer
-# contexts are a matter of asking for them.
+# On a CPU, larger steps gain nothing, and answers rarely need more than 4096 tokens; longer contexts must be requested.
 _DEFAULTS = Limits(max_batch_size=16, max_input_len=4096, max_seq_len=4096, max_num_tokens=2048)
-
-# Keys of TensorRT-LLM's plugin_config beside dtype and tokens_per_block: kernels that are plugins, and switches.
-_PLUGINS = (
-    "bert_attention_plugin",
-    "gpt_attention_plugin",
-    "gemm_plugin",
-    "gemm_swiglu_plugin",
-    "fp8_rowwise_gemm_plugin",
-    "nccl_plugin",
-    "lora_plugin",
-    "moe_plugin",
-    "mamba_conv1d_plugin",
-    "low_latency_gemm_plugin",
-    "low_latency_gemm_swiglu_plugin",
-    "gemm_allreduce_plugin",
-)
-_FEATURES = (
-    "dora_plugin",
-    "context_fmha",
-    "bert_context_fmha_fp32_acc",
-    "paged_kv_cache",
-    "remove_input_padding",
-    "reduce_fusion",
-    "use_paged_context_fmha",
-    "use_fp8_context_fmha",
-    "fuse_fp4_quant",
-    "norm_quant_fusion",
-    "multiple_profiles",
-    "paged_state",
-    "streamingllm",
-    "use_fused_mlp",
-    "pp_reduce_scatter",
-    "user_buffer",
-)
 
 _PACKINGS: Mapping[str, Packing] = {WEIGHT_ONLY_INT8: "int8", WEIGHT_ONLY_INT4: "int4"}
 _SUPPORTED = (*_PACKINGS, GPTQ, AWQ, FP8)
@@ -92,17 +65,21 @@ _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def plan(config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
-    """Limits and precision of the engine; the memory and disk it needs."""
+    """Plan the engine: limits, precision, memory and disk."""
     version = _openvino_version()
+    require_device(spec, NAME, "cpu")
     _require_supported(config)
     compute, kv, notes = resolve_precision(config["dtype"], spec.kv_precision, bfloat16=machine.has_bfloat16())
     features, remarks = resolve_features(config, spec)
     limits = resolve_limits(config, spec, _DEFAULTS)
     rows = limits.max_num_tokens if features.gather_context_logits else limits.max_batch_size * spec.max_beam_width
     needs = engine_needs(config, limits, compute=compute, kv=kv, rows=rows)
+    sizes = {
+        key: 1 for key in config.get("mapping") or {} if key == "world_size" or key.endswith(("tp_size", "pp_size"))
+    }
     return OpenvinoPlan(
         runtime=NAME,
-        config=_merged_config(config),
+        config={**config, "mapping": {**(config.get("mapping") or {}), **sizes}},
         limits=limits,
         features=features,
         compute_precision=compute,
@@ -112,15 +89,15 @@ def plan(config: CheckpointConfig, spec: BuildSpec) -> OpenvinoPlan:
         disk_bytes=needs.disk,
         serving_bytes=needs.serving,
         kv_bytes_per_token=needs.kv_per_token,
-        notes=(*notes, *_weight_notes(config), *remarks, *_merge_notes(config)),
+        notes=(*notes, *remarks, *_checkpoint_notes(config)),
     )
 
 
 def resolve_precision(dtype: str, kv_precision: str, *, bfloat16: bool) -> tuple[str, str, tuple[str, ...]]:
-    """Precision of arithmetic and KV cache, and what has to be said about them.
+    """Return the precision of arithmetic and KV cache, and notes about them.
 
-    float32 weights are calculated in float32 (the build that equals transformers); others in bfloat16 where the CPU
-    has it. OpenVINO's attention kernel joins bfloat16 arithmetic with a 16-bit or 8-bit cache only.
+    float32 weights use float32 arithmetic (the build that equals transformers), others bfloat16 where the CPU supports
+    it. OpenVINO's attention kernel combines bfloat16 arithmetic only with a 16-bit or 8-bit cache.
     """
     compute = "bf16" if dtype != "float32" and bfloat16 else "f32"
     if kv_precision == "auto":
@@ -138,24 +115,27 @@ _INT4_NOTE = (
 
 
 def packing_of(config: CheckpointConfig) -> Packing:
-    """What the float matrices inside the layers are to be quantised to; None: nothing."""
+    """Return the format to quantise the layers' float matrices to, or None."""
     return _PACKINGS.get(quant_algo(config) or "")
 
 
-def _weight_notes(config: CheckpointConfig) -> tuple[str, ...]:
-    algorithm = quant_algo(config)
+def _checkpoint_notes(config: CheckpointConfig) -> Iterator[str]:
+    algorithm, world = quant_algo(config), int((config.get("mapping") or {}).get("world_size", 1))
     if algorithm == WEIGHT_ONLY_INT4:
-        return (_INT4_NOTE,)
-    return ("This runtime widens FP8 weights to float16.",) if algorithm == FP8 else ()
+        yield _INT4_NOTE
+    if algorithm == FP8:
+        yield "This runtime converts FP8 weights to float16."
+    if world > 1:
+        yield f"The checkpoint's {world} ranks are merged: this runtime serves from one process."
 
 
 def build(
     plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, *, log: Path, progress: Progress, seconds: float | None
 ) -> dict[str, Any]:
-    """Write config.json, rank0.xml and rank0.bin, then load the engine and let it calculate once."""
-    del log, seconds  # no program is run, and the progress knows how much is left
-    # A weight comes, is copied and goes, and the next one is of another size: without this the peak of a model with
-    # experts was a quarter higher, and more time went into moving the heap's end.
+    """Write config.json, rank0.xml and rank0.bin, then load the engine and run it once."""
+    del log, seconds  # no external program runs, and the progress shows what remains
+    # Weights of varying sizes are copied and freed one after another. Without this setting, a model with experts peaked
+    # a quarter higher and spent more time growing the heap.
     machine.take_large_blocks_from_system()
     try:
         return _build(plan, checkpoint, folder, progress)
@@ -164,10 +144,10 @@ def build(
 
 
 def _explained(error: Exception, plan: OpenvinoPlan) -> TrtserveError:
-    """OpenVINO raises RuntimeError for everything, with the C++ place of it in the first line."""
+    """Return the first useful line of OpenVINO's RuntimeError, which starts with a C++ location."""
     if machine.refused_memory(error) is not None:
         return MemoryLimitError(
-            f"The memory ran out while the engine was built; it needs {machine.gibibytes(plan.memory_bytes)}.",
+            f"Out of memory while building the engine; it needs {machine.format_bytes(plan.memory_bytes)}.",
             hint="Free some memory or raise its limit (ulimit -v too), or convert with --quantize int4.",
         )
     reason = " ".join(str(error).split())
@@ -180,88 +160,45 @@ def _explained(error: Exception, plan: OpenvinoPlan) -> TrtserveError:
 def _build(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any]:
     _write_graph(plan, checkpoint, folder, progress)
     decoder = family(plan.config["architecture"]).decoder(plan.config)
-    _write_config(folder, engine_config(plan, decoder))
-    # The graph's weights, before the compiler packs its own copy: the peak was 1.6 × the weights without this.
+    write_config(folder, engine_config(plan, decoder))
+    # Free the graph's weights before the compiler packs its own copy: the peak was 1.6 × the weights without this.
     machine.give_memory_back()
     progress.step(f"Loading the engine: {plan.precision}")
     facts = _prove(folder)
-    # OpenVINO chooses the size of a block when it compiles, and compiling takes the rest of the config.
-    _write_config(folder, engine_config(plan, decoder, tokens_per_block=facts["tokens_per_block"]))
+    # OpenVINO chooses the block size when it compiles, which requires the rest of the config.
+    write_config(folder, engine_config(plan, decoder, tokens_per_block=facts["tokens_per_block"]))
     return facts
 
 
-def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
-
-
 def engine_config(plan: OpenvinoPlan, decoder: Decoder, *, tokens_per_block: int | None = None) -> dict[str, Any]:
-    """`config.json` of the engine: TensorRT-LLM's keys, and ours under `trtserve`.
+    """Return the engine's `config.json`.
 
-    `tokens_per_block` of the KV cache is None until the engine was compiled.
+    `tokens_per_block` of the KV cache is None until the engine has been compiled.
     """
-    return {
-        "version": _CONFIG_RELEASE,
-        "pretrained_config": dict(plan.config),
-        "build_config": _build_config(plan, tokens_per_block),
-        "trtserve": {
-            "runtime": NAME,
-            "openvino": plan.tools["openvino"],
-            "compute_precision": plan.compute_precision,
-            "kv_precision": plan.kv_precision,
-            "windows": list(decoder.windows),
-            "mlp": decoder.mlp,
-            "machine": machine.describe(),
-        },
+    own = {
+        "runtime": NAME,
+        "openvino": plan.tools["openvino"],
+        "compute_precision": plan.compute_precision,
+        "kv_precision": plan.kv_precision,
+        "windows": list(decoder.windows),
+        "mlp": decoder.mlp,
+        "machine": machine.describe(),
     }
+    return embedded_config(plan.config, plan.limits, plan.features, tokens_per_block=tokens_per_block, own=own)
 
 
-def _build_config(plan: OpenvinoPlan, tokens_per_block: int | None) -> dict[str, Any]:
-    """TensorRT-LLM's build_config, key by key in its order; what only TensorRT has is off or empty."""
-    limits, features = plan.limits, plan.features.build_config()
-    return {
-        "max_input_len": limits.max_input_len,
-        "max_seq_len": limits.max_seq_len,
-        "opt_batch_size": min(8, limits.max_batch_size),
-        "max_batch_size": limits.max_batch_size,
-        "max_beam_width": features["max_beam_width"],
-        "max_num_tokens": limits.max_num_tokens,
-        "opt_num_tokens": limits.max_batch_size * features["max_beam_width"],
-        "max_prompt_embedding_table_size": features["max_prompt_embedding_table_size"],
-        "kv_cache_type": "PAGED",
-        "gather_context_logits": features["gather_context_logits"],
-        "gather_generation_logits": features["gather_generation_logits"],
-        "strongly_typed": True,
-        "force_num_profiles": None,
-        "profiling_verbosity": "layer_names_only",
-        "enable_debug_output": False,
-        "max_draft_len": features["max_draft_len"],
-        "speculative_decoding_mode": features["speculative_decoding_mode"],
-        "use_refit": False,
-        "input_timing_cache": None,
-        "output_timing_cache": None,
-        "lora_config": features["lora_config"],
-        "auto_parallel_config": {"world_size": 1},
-        "weight_sparsity": False,
-        "weight_streaming": False,
-        "plugin_config": _plugin_config(plan, tokens_per_block),
-        "use_strip_plan": False,
-        "max_encoder_input_len": 1024,
-        "use_fused_mlp": False,
-        "monitor_memory": False,
-        "use_mrope": False,
-    }
-
-
-def _plugin_config(plan: OpenvinoPlan, tokens_per_block: int | None) -> dict[str, Any]:
-    """No plugin is used (None) but that of adapters, and of the switches (bool) only those of paged attention."""
-    switches = dict.fromkeys(_FEATURES, False) | {"remove_input_padding": True, "paged_kv_cache": True}
-    return {
-        "dtype": plan.config["dtype"],
-        **dict.fromkeys(_PLUGINS),
-        **switches,
-        **plan.features.plugin_config(),
-        "tokens_per_block": tokens_per_block,
-    }
+def needs_of(config: Mapping[str, Any]) -> EngineNeeds:
+    """Return the needs of an existing engine from its `config.json`."""
+    build, own = config["build_config"], config["trtserve"]
+    limits = Limits(**{name: int(build[name]) for name in Limits.__dataclass_fields__})
+    rows = limits.max_batch_size * int(build.get("max_beam_width", 1))
+    return engine_needs(
+        config["pretrained_config"],
+        limits,
+        compute=str(own["compute_precision"]),
+        kv=str(own["kv_precision"]),
+        rows=limits.max_num_tokens if build.get("gather_context_logits") else rows,
+    )
 
 
 def _openvino_version() -> str:
@@ -269,8 +206,8 @@ def _openvino_version() -> str:
         return metadata.version("openvino")
     except metadata.PackageNotFoundError:
         raise MissingDependencyError(
-            "The openvino runtime needs the package openvino, which is not installed.",
-            hint="pip install 'trtserve[cpu]'",
+            "The openvino runtime needs the openvino package, which is not installed.",
+            hint=install_command(EXTRA),
         ) from None
 
 
@@ -281,7 +218,7 @@ def _require_supported(config: CheckpointConfig) -> None:
         raise UnsupportedModelError(
             f"The checkpoint is quantised with {algorithm}; the openvino runtime builds float weights and "
             f"{', '.join(_SUPPORTED)}.",
-            hint="Convert the original model with --quantize int8 or int4, or without.",
+            hint="Convert the original model without --quantize, or with --quantize int8 or int4.",
         )
     if kv_algorithm is not None:
         raise UnsupportedModelError(
@@ -291,23 +228,8 @@ def _require_supported(config: CheckpointConfig) -> None:
     require_paged_attention(family(config["architecture"]).decoder(config))
 
 
-def _merged_config(config: CheckpointConfig) -> dict[str, Any]:
-    """The checkpoint's config of a model on one rank: the engine holds all shards."""
-    sizes = {
-        key: 1 for key in config.get("mapping") or {} if key == "world_size" or key.endswith(("tp_size", "pp_size"))
-    }
-    return {**config, "mapping": {**(config.get("mapping") or {}), **sizes}}
-
-
-def _merge_notes(config: CheckpointConfig) -> tuple[str, ...]:
-    world = int((config.get("mapping") or {}).get("world_size", 1))
-    return (
-        (f"The {world} ranks of the checkpoint are merged: this runtime serves from one process.",) if world > 1 else ()
-    )
-
-
 class _Reported:
-    """Weights that report to a progress task as they are read, as numbers of `item` bytes."""
+    """Weights that report to a progress task as they are read, in values of `item` bytes."""
 
     def __init__(self, weights: Weights, task: Task, item: int) -> None:
         self._weights = weights
@@ -332,7 +254,8 @@ class _Reported:
 
 
 def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
-    from trtserve.executor.graph import Sizes, build_graph, save_graph
+    from trtserve.executor.graph import build_graph, save_graph
+    from trtserve.executor.sizes import Sizes
 
     config = plan.config
     total = parameter_count(config) * _ITEM_SIZE[config["dtype"]]
@@ -344,14 +267,14 @@ def _write_graph(plan: OpenvinoPlan, checkpoint: Checkpoint, folder: Path, progr
             _Reported(reader, task, _ITEM_SIZE[config["dtype"]]),
             packing=packing_of(config),
         )
-    progress.step(f"Writing {machine.gibibytes(plan.disk_bytes)}")
+    progress.step(f"Writing {machine.format_bytes(plan.disk_bytes)}")
     save_graph(graph, folder / "rank0.xml")
 
 
 def _prove(folder: Path) -> dict[str, Any]:
-    """Load the engine, calculate one token, and say how long and how much memory it took from start to logits.
+    """Load the engine, compute one token, and return time and memory from start to logits.
 
-    The first calculation belongs to the load: OpenVINO packs the weights in it.
+    The first computation is part of loading: OpenVINO packs the weights in it.
     """
     import numpy as np
 
@@ -373,8 +296,8 @@ def _prove(folder: Path) -> dict[str, Any]:
     seconds, memory = time.monotonic() - started, _anonymous_memory() - before
     if not np.isfinite(logits).all():
         raise BuildError(
-            "The engine computes logits that are not finite.",
-            hint="The weights overflow in this precision, or are damaged: convert with another --dtype.",
+            "The engine computes non-finite logits.",
+            hint="The weights overflow in this precision or are damaged; convert with another --dtype.",
         )
     return {
         "weights_bytes": (folder / "rank0.bin").stat().st_size,
@@ -386,7 +309,7 @@ def _prove(folder: Path) -> dict[str, Any]:
 
 
 def _anonymous_memory() -> int:
-    """Bytes of this process that are not backed by files; 0 where the kernel does not say."""
+    """Return this process's bytes not backed by files, or 0 when the kernel does not report them."""
     import psutil
 
     info = psutil.Process().memory_info()

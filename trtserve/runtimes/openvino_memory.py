@@ -1,7 +1,7 @@
-"""What an engine of OpenVINO takes of memory and disk, from its config alone: what is held when.
+"""Memory and disk of an OpenVINO engine, computed from its config alone.
 
-Memory is anonymous memory (RssAnon + RssShmem); pages of the engine's file are the kernel's to drop and do not count.
-Figures in comments were measured with OpenVINO 2026.4 on a CPU with AVX-512 and bfloat16.
+Memory means anonymous memory (RssAnon + RssShmem); the kernel can drop pages of the engine's file, so they do not
+count. Figures in comments were measured with OpenVINO 2026.4 on a CPU with AVX-512 and bfloat16.
 """
 
 from __future__ import annotations
@@ -13,62 +13,48 @@ from typing import Any
 
 from trtserve.architectures import family
 from trtserve.architectures.base import Target, expert_size
-from trtserve.architectures.checkpoint import with_defaults
-from trtserve.architectures.quantized import AWQ, FP8, GPTQ, group_size, is_excluded, quant_algo
-from trtserve.runtimes.base import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, CheckpointConfig, Limits
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, group_size, is_excluded, quant_algo
+from trtserve.checkpoint.unified import with_defaults
+from trtserve.runtimes.base import WEIGHT_ONLY_INT4, WEIGHT_ONLY_INT8, CheckpointConfig, EngineNeeds, Limits
 
-# Interpreter, trtserve, NumPy and OpenVINO before the first weight: a build's process, and the executor's in Triton.
+# Interpreter, trtserve, NumPy and OpenVINO before the first weight, in a build and in Triton's executor process.
 BUILD_PROCESS = 38 * 2**20
 SERVING_PROCESS = 30 * 2**20
 
-# Each layer of the graph while it is built: nodes, names, and the holes that copies of its weights leave in the heap.
+# Per layer of the graph during a build: nodes, names, and heap fragmentation from weight copies.
 _GRAPH_LAYER = int(0.6 * 2**20)
-# The compiled graph without its weights: the plugin, its kernels, and what each layer has of them.
+# The compiled graph without weights: the plugin, its kernels, and its state per layer.
 _COMPILED = 14 * 2**20
 _COMPILED_LAYER = int(1.05 * 2**20)
-# Text of one layer in rank0.xml.
+# Text per layer in rank0.xml.
 _XML_LAYER = 75_000
 
 _ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 _SCALE_SIZE = 4
-# What is held beside a matrix as read and as kept while its codes are packed, in bytes for each weight.
+# Bytes per weight, besides the matrix as read and as kept, while its codes are packed.
 _CODES = {WEIGHT_ONLY_INT8: 1, WEIGHT_ONLY_INT4: 3, GPTQ: 3, AWQ: 3, FP8: 4}
 _PACKS_HEAD = (WEIGHT_ONLY_INT8, WEIGHT_ONLY_INT4)
-# Floats become codes in pieces of this many weights, each of which is there so many bytes wide at a time.
+# Weights are quantised in pieces of this size, each of which temporarily needs this many bytes per weight.
 _PIECE = 2**21
 _PIECE_WIDTH = {WEIGHT_ONLY_INT8: 12, WEIGHT_ONLY_INT4: 16}
 _EMBEDDINGS = frozenset({"transformer.vocab_embedding.weight", "transformer.position_embedding.weight"})
 _HEAD = "lm_head.weight"
-# What decides which experts work, and how much the shared one counts, stays as it is.
+# Routers and shared-expert gates stay unquantised.
 _NEVER_QUANTISED = ("mlp.router.weight", "mlp.shared_expert_gate.weight")
 
-# The uint8 caches keep a scale and a zero point (8 bytes): keys for each channel of a block of 32 tokens,
-# [heads, 32 + 8, size]; values for each token, [heads, 32, size + 8].
+# uint8 caches keep a scale and a zero point (8 bytes): keys per channel of a 32-token block, [heads, 32 + 8, size];
+# values per token, [heads, 32, size + 8].
 _U8_EXTRA = 8
 _U8_BLOCK = 32
-_KV_ITEM_SIZE = {"f32": 4, "f16": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineNeeds:
-    """Bytes: `disk` of the engine's files, `build` the peak of the process that builds it.
-
-    `serving` is the peak of the process that serves it, after a step of the most tokens and without its KV cache, of
-    which each token takes `kv_per_token`.
-    """
-
-    disk: int
-    build: int
-    serving: int
-    kv_per_token: int
+_KV_ITEM_SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Weight:
-    """A tensor on its way into the graph: numbers, bytes as read, and bytes as the engine keeps it.
+    """A tensor on its way into the graph: element count, bytes as read, bytes as kept.
 
-    `transient` are bytes that are held while it is made what the engine keeps; `multiplied` tells a matrix that the
-    kernels multiply with from a table and from vectors.
+    `transient` bytes are needed while converting it; `multiplied` marks a matrix that kernels multiply both as a table
+    and with vectors.
     """
 
     name: str
@@ -81,9 +67,9 @@ class _Weight:
 
 
 def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: str, rows: int) -> EngineNeeds:
-    """Needs of an engine of a checkpoint with `config`; `compute` and `kv` are precisions (f32, bf16; f32, f16, u8).
+    """Return the needs of an engine of a checkpoint `config`; `compute` is f32 or bf16, `kv` f32, f16 or u8.
 
-    `rows` is the largest number of tokens of a step whose logits are calculated.
+    `rows` is the maximum number of tokens per step whose logits are computed.
     """
     config = with_defaults(dict(config))
     weights = list(_weights(config))
@@ -98,7 +84,7 @@ def engine_needs(config: CheckpointConfig, limits: Limits, *, compute: str, kv: 
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], precision: str) -> int:
-    """Bytes of keys and values of all layers for one token, from a checkpoint's config."""
+    """Return the bytes of keys and values of all layers per token."""
     size = int(config["head_size"])
     keys = values = size * _KV_ITEM_SIZE.get(precision, 1)
     if precision == "u8":
@@ -107,14 +93,14 @@ def kv_bytes_per_token(config: Mapping[str, Any], precision: str) -> int:
 
 
 def weight_bytes(config: CheckpointConfig) -> int:
-    """Bytes of all weights in the engine's file; equal constants, such as a tied output head, are written once."""
+    """Return the bytes of all weights in the engine's file; equal constants, like a tied head, are stored once."""
     return _file_bytes(list(_weights(config)), config)
 
 
 def whole_model_bytes(config: CheckpointConfig, tokens: int) -> int:
-    """Peak of a graph that is built in memory, never written, and calculates `tokens` tokens in float32 (WholeModel).
+    """Return the peak of a graph built in memory that computes `tokens` tokens in float32 (ReferenceModel).
 
-    It owns its weights beside those that are packed for the kernels.
+    It owns its weights in addition to the copies packed for the kernels.
     """
     config = with_defaults(dict(config))
     weights, layers = list(_weights(config)), int(config["num_hidden_layers"])
@@ -125,7 +111,7 @@ def whole_model_bytes(config: CheckpointConfig, tokens: int) -> int:
 
 
 def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
-    """In the order in which the graph takes them."""
+    """Return the weights in the order in which the graph takes them."""
     algorithm = quant_algo(config)
     group = int((config.get("quantization") or {}).get("group_size") or 0)
     for target in family(config["architecture"]).targets(config):
@@ -138,7 +124,7 @@ def _weights(config: CheckpointConfig) -> Iterator[_Weight]:
 
 
 def is_quantised(target: Target) -> bool:
-    """Whether weight-only quantisation takes this weight: the matrices of the layers, but none that choose experts."""
+    """Return whether weight-only quantisation applies: the layers' matrices, except routers."""
     return target.layer is not None and len(target.shape) > 1 and not target.name.endswith(_NEVER_QUANTISED)
 
 
@@ -151,7 +137,7 @@ def _weight(target: Target, item: int, algorithm: str | None, group: int) -> _We
         rounded = count + min(count, _PIECE) * _PIECE_WIDTH.get(algorithm, 0)
         transient = read + max(rounded, _CODES[algorithm] * count + kept)
     if target.split == "expert_row":
-        # The matrices of the experts are laid side by side in a copy.
+        # Expert matrices are copied side by side.
         transient += read
     return _Weight(
         name=target.name,
@@ -165,7 +151,7 @@ def _weight(target: Target, item: int, algorithm: str | None, group: int) -> _We
 
 
 def _packed_bytes(target: Target, count: int, algorithm: str, group: int) -> int:
-    """Bytes of a matrix with its scales, of which experts have their own; `group` is that of GPTQ and AWQ."""
+    """Return the bytes of a matrix and its scales (experts have their own); `group` is GPTQ's and AWQ's group size."""
     inputs = target.shape[-1]
     if algorithm == FP8:
         return 2 * count
@@ -180,14 +166,14 @@ def _packed_bytes(target: Target, count: int, algorithm: str, group: int) -> int
 def _file_bytes(weights: list[_Weight], config: CheckpointConfig) -> int:
     total = sum(weight.kept for weight in weights)
     if quant_algo(config) in _PACKS_HEAD:
-        # The head is packed, so that it is no copy of the embedding.
+        # A packed head is not a copy of the embedding.
         return total
     tied = config.get("tie_word_embeddings", family(config["architecture"]).TIED)
     return total - (next(weight.kept for weight in weights if weight.name == _HEAD) if tied else 0)
 
 
 def _graph_peak(weights: list[_Weight], layers: int) -> int:
-    """The graph owns a copy of every weight; while one is copied or quantised, it is there as it was read too."""
+    """Return the peak while building: a copy of every weight, plus the one being copied or quantised as read."""
     held = peak = 0
     for weight in weights:
         peak = max(peak, held + max(weight.transient, weight.read + weight.kept))
@@ -196,10 +182,10 @@ def _graph_peak(weights: list[_Weight], layers: int) -> int:
 
 
 def _packed(weights: list[_Weight], compute: str) -> int:
-    """Matrices are packed for the kernels when they are first multiplied; embeddings stay in the mapped file.
+    """Return the bytes of packed matrices, which kernels pack at first use; embeddings stay in the mapped file.
 
-    float32 arithmetic packs some a second time for steps of some sizes (16 – 256 tokens): the layers' matrices where
-    they are narrower than float32, else the one at the end of each MLP. Measured after steps of all sizes.
+    float32 arithmetic packs some matrices twice for steps of 16 – 256 tokens: all of the layers' when narrower than
+    float32, otherwise the last one of each MLP. Measured after steps of all sizes.
     """
     multiplied = [weight for weight in weights if weight.multiplied]
     total = sum(weight.kept for weight in multiplied)
@@ -210,22 +196,17 @@ def _packed(weights: list[_Weight], compute: str) -> int:
     return total + sum(weight.kept for weight in (*narrow, *wide))
 
 
-def _inner_width(config: CheckpointConfig) -> int:
-    """Width of the MLP's inner part: with experts that of all of them, since a step calculates all."""
-    experts = int((config.get("moe") or {}).get("num_experts") or 0)
-    if not experts:
-        return int(config["intermediate_size"])
-    return experts * expert_size(config) + int(config.get("moe_shared_expert_intermediate_size") or 0)
-
-
 def _step_bytes(config: CheckpointConfig, tokens: int, rows: int, compute: str) -> int:
-    """What the plugin keeps for the values between operations, as wide as its arithmetic, and the logits in float32.
+    """Return the plugin's bytes for intermediate values, in its arithmetic type, and for float32 logits.
 
-    Per token four values as wide as the MLP's inner part, four as wide as the model, and two (three in bfloat16) as
-    wide as q, k and v together: blocks are shared between operations, but never given back.
+    Per token: four values of the MLP's inner width, four of the model's width, and two (three in bfloat16) of the width
+    of q, k and v together. Buffers are shared between operations but never freed.
     """
     head = int(config["head_size"])
     fused = head * (int(config["num_attention_heads"]) + 2 * int(config["num_key_value_heads"]))
-    wide = 4 * _inner_width(config) + 4 * int(config["hidden_size"])
+    inner = int(config["intermediate_size"])
+    if experts := int((config.get("moe") or {}).get("num_experts") or 0):  # a step computes all of them
+        inner = experts * expert_size(config) + int(config.get("moe_shared_expert_intermediate_size") or 0)
+    wide = 4 * inner + 4 * int(config["hidden_size"])
     numbers, item = (wide + 2 * fused, 4) if compute == "f32" else (wide + 3 * fused, 2)
     return tokens * numbers * item + rows * int(config["vocab_size"]) * 4

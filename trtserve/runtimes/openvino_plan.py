@@ -1,48 +1,53 @@
-"""What an engine of the openvino runtime is: precision of arithmetic and cache, and the features of `trtllm-build`."""
+"""The plan of an OpenVINO engine: precision of arithmetic and KV cache, and the features of `trtllm-build`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from trtserve import machine
-from trtserve.architectures.quantized import INT4_GROUPS, quant_algo
+from trtserve.checkpoint.quantized import INT4_GROUPS, quant_algo
+from trtserve.host import machine
 from trtserve.runtimes.base import WEIGHT_ONLY_INT4, EnginePlan
 from trtserve.runtimes.features import Features
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenvinoPlan(EnginePlan):
-    """An engine of OpenVINO; `compute_precision` and `kv_precision` are those of arithmetic and KV cache."""
+    """An OpenVINO engine; `compute_precision` and `kv_precision` apply to arithmetic and KV cache."""
 
     features: Features
     compute_precision: str
     kv_precision: str
 
     @property
+    def needs_gpu(self) -> bool:
+        """Whether the engine runs on NVIDIA GPUs."""
+        return False
+
+    @property
     def precision(self) -> str:
-        """Precision of weights, arithmetic and KV cache in words."""
+        """Describe the precision of weights, arithmetic and KV cache."""
         return f"{self.weights_precision} weights, {self.compute_precision} arithmetic, {self.kv_precision} KV cache"
 
     def settings(self) -> dict[str, Any]:
-        """Features and precisions, and where int4 is made of floats, in groups of how many inputs at most."""
+        """Features and precisions, and the maximum group size of int4 made from floats."""
         groups = {"int4_group_size": INT4_GROUPS[0]} if quant_algo(self.config) == WEIGHT_ONLY_INT4 else {}
         return {**self.features.record(), **self._precisions(), **groups}
 
     def words(self) -> str:
-        """What goes beyond plain decoding, in words."""
+        """Describe the features beyond plain decoding."""
         return self.features.words()
 
     def build_config(self) -> dict[str, Any]:
-        """What the features decide of it."""
+        """The features' keys of `build_config`."""
         return {**self.features.build_config(), "plugin_config": self.features.plugin_config()}
 
     def facts(self) -> dict[str, Any]:
-        """The machine, whose kernels decide speed and results."""
+        """The machine, whose kernels determine speed and results."""
         return {"machine": machine.describe(), **self._precisions()}
 
     def config_outline(self) -> dict[str, Any]:
-        """With the part that only our engines have."""
+        """The outline plus the part specific to our engines."""
         return {**super().config_outline(), "trtserve": {"runtime": self.runtime, **self._precisions()}}
 
     def _precisions(self) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""What each stage is asked to do: frozen values, checked when they are made, hashed into fingerprints.
+"""The input of each stage: frozen values that declare their options, checked when they are made.
 
-A spec is loaded when somebody names it: Python takes milliseconds to make a dataclass of thirty fields, and a command
-needs few of them.
+A spec is imported on first use: making a dataclass of thirty fields takes milliseconds, and a command needs few of
+them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trtserve.specs.bench import BenchSpec
+    from trtserve.specs.bench import BenchRuns, BenchSpec
     from trtserve.specs.build import BUILDER_FIELDS, BuildSpec, KvPrecision, RuntimeName
     from trtserve.specs.check import CheckSpec
     from trtserve.specs.convert import CALIBRATED, Converter, ConvertSpec, DType, Quantization
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BUILDER_FIELDS",
     "CALIBRATED",
+    "BenchRuns",
     "BenchSpec",
     "BuildSpec",
     "CheckSpec",
@@ -46,6 +47,7 @@ _MODULES = {
     "RuntimeName": "build",
     "RepositorySpec": "repository",
     "ServerSpec": "server",
+    "BenchRuns": "bench",
     "BenchSpec": "bench",
 }
 

@@ -1,60 +1,191 @@
-"""What `bench` is asked to do."""
+"""What `bench` sends to a model."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trtserve.errors import UsageError
-from trtserve.specs.fields import require_above_zero, require_choice, require_positive
+from trtserve.specs.options import INT32, Spec, option
+
+LENGTHS = "Lengths"
+TRAFFIC = "Traffic"
+TARGET = "Target"
+LOAD = "Load"
+RUNS = "Runs"
+RESULTS = "Results"
+LIMITS = "Limits of the engine"
+
+Kind = Literal["token-norm-dist", "token-from-histogram", "dataset", "prefix", "sessions", "replay", "e2e"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSpec:
-    """What a benchmark sends: token counts are means and standard deviations of a normal distribution.
+class BenchSpec(Spec):
+    """Requests, their arrival times and the model that gets them.
 
-    `request_rate` (requests/s) makes an open loop, whose arrivals follow a schedule; None makes a closed loop, in which
-    `concurrency` users send their next request when the last is answered. In an open loop `concurrency` caps the
-    requests in flight (None: no cap). `timeout` bounds the measured window in seconds. `vocab_size`, `max_input_len`
-    and `max_seq_len` replace what the engine's config says.
-
-    With `dataset` the prompts are those of a file, `num_requests` at most, and answers get `op_tokens_per_word` tokens
-    for each word of the file's. `tokenizer` is a folder in place of the server's. `ignore_eos`: an answer goes on after
-    its end token, so that it has the length that was asked for.
+    With `request_rate` the load is an open loop: requests arrive on a schedule. Without it the loop is closed:
+    `concurrency` users each send their next request once the last is answered.
     """
 
-    input_mean: float = 128
-    input_stdev: float = 16
-    output_mean: float = 32
-    output_stdev: float = 4
-    num_requests: int = 100
-    request_rate: float | None = None
-    concurrency: int | None = None
-    arrivals: Literal["exponential", "constant"] = "exponential"
-    seed: int = 0
-    warmup_requests: int = 10
-    model: str = "tensorrt_llm"
-    timeout: float = 600.0
-    vocab_size: int | None = None
-    max_input_len: int | None = None
-    max_seq_len: int | None = None
-    dataset: Path | None = None
-    op_tokens_per_word: float = 1.3
-    tokenizer: Path | None = None
-    ignore_eos: bool = True
+    traffic: Kind = "token-norm-dist"  # the subcommand of `bench`
+    dataset: Path | None = None  # prompts of a file instead of random ones
+    trace: Path | None = None  # arrivals and lengths of a file
+    model: str | None = option(
+        None,
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="Model to measure: the core model tensorrt_llm gets token ids, any other one text.",
+        unset="the served name",
+        common=True,
+    )
+    num_requests: int = option(100, metavar="N", help="Measured requests.", minimum=1, common=True)
+    concurrency: int | None = option(
+        None,
+        metavar="N",
+        help="Requests in flight.",
+        minimum=1,
+        unset="8; no limit with --request-rate",
+        common=True,
+    )
+    request_rate: float | None = option(
+        None,
+        metavar="REQUESTS/S",
+        help="Send requests on a schedule (open loop) instead of after each answer.",
+        above=0,
+        common=True,
+    )
+    slo: dict[str, str] = option(
+        {},
+        metavar="ttft=200ms,itl=50ms",
+        help="What a good answer meets: ttft, itl, tpot or latency. The report counts good answers.",
+        separator=",",
+        common=True,
+    )
+    input_mean: float = option(128, metavar="TOKENS", help="Mean prompt length.", minimum=1, maximum=INT32, common=True)
+    output_mean: float = option(32, metavar="TOKENS", help="Mean answer length.", minimum=1, maximum=INT32, common=True)
+    input_stdev: float = option(
+        16, metavar="TOKENS", help="Standard deviation of prompt lengths.", minimum=0, panel=LENGTHS
+    )
+    output_stdev: float = option(
+        4, metavar="TOKENS", help="Standard deviation of answer lengths.", minimum=0, panel=LENGTHS
+    )
+    op_tokens_per_word: float = option(
+        1.3, metavar="TOKENS", help="Tokens to generate for each word of `output`.", above=0, panel=LENGTHS
+    )
+    ignore_eos: bool = option(
+        True,
+        "--ignore-eos/--no-ignore-eos",
+        help="Continue after an end token, up to the requested length.",
+        panel=LENGTHS,
+    )
+    tokenizer: Path | None = option(
+        None,
+        "--tokenizer",
+        "--tokenizer-dir",
+        metavar="DIR",
+        help="Tokenizer of texts.",
+        unset="that of the server's repository",
+        panel=LENGTHS,
+    )
+    histogram: str = option(
+        "example",
+        "--histogram",
+        "--histogram-key",
+        metavar="FILE",
+        help="CSV or JSON file with buckets of lengths, or `example`: the one in benchmark_core_model.py.",
+        panel=LENGTHS,
+    )
+    prefix_len: int = option(
+        256, metavar="TOKENS", help="Tokens that prompts have in common.", minimum=1, panel=TRAFFIC
+    )
+    num_prefixes: int = option(1, metavar="N", help="Different shared prefixes.", minimum=1, panel=TRAFFIC)
+    reuse_rate: float = option(
+        1.0, metavar="0-1", help="Part of the requests that have a shared prefix.", minimum=0, maximum=1, panel=TRAFFIC
+    )
+    turns: int = option(4, metavar="N", help="Turns of a conversation.", minimum=1, panel=TRAFFIC)
+    speed: float = option(1.0, metavar="FACTOR", help="Play a trace so many times as fast.", above=0, panel=TRAFFIC)
+    seed: int = option(0, help="Seed of lengths, prompts and arrivals.", minimum=0, panel=TRAFFIC)
+    protocol: Literal["grpc", "http"] = option(
+        "grpc", "--protocol", "-i", help="Protocol to a Triton server; http means generate_stream.", panel=TARGET
+    )
+    streaming: bool = option(
+        True, "--streaming/--no-streaming", help="Ask for answers token by token, where the model can.", panel=TARGET
+    )
+    openai: str | None = option(
+        None, metavar="URL", help="Measure a server with OpenAI's API: http://HOST:PORT/v1.", panel=TARGET
+    )
+    chat: bool = option(False, help="With --openai: chat completions instead of completions.", panel=TARGET)
+    in_process: str | None = option(
+        None, metavar="ENGINE", help="Measure an engine in this process, without a server.", panel=TARGET
+    )
+    arrivals: Literal["exponential", "constant", "gamma"] = option(
+        "exponential", help="Gaps between the requests of --request-rate.", panel=LOAD
+    )
+    burstiness: float = option(
+        1.0, metavar="SHAPE", help="Shape of gamma gaps: below 1 bursts, above 1 more even.", above=0, panel=LOAD
+    )
+    ramp_to: float | None = option(
+        None, metavar="REQUESTS/S", help="Change the rate linearly up or down to this.", above=0, panel=LOAD
+    )
+    cancel_rate: float = option(
+        0.0, metavar="0-1", help="Part of the requests that the client cancels.", minimum=0, maximum=1, panel=LOAD
+    )
+    workers: int = option(
+        1, metavar="N", help="Processes that send; under mpirun or srun, per rank.", minimum=1, maximum=1024, panel=LOAD
+    )
+    warmup_requests: int = option(10, help="Requests before the measurement starts.", minimum=0, panel=LOAD)
+    timeout: float = option(600.0, metavar="SECONDS", help="Longest measurement.", above=0, panel=LOAD)
+    calibrate: bool = option(
+        True, "--calibrate/--no-calibrate", help="First measure the client itself on an echo server.", panel=LOAD
+    )
+    vocab_size: int | None = option(
+        None, metavar="TOKENS", help="Random ids are below this.", minimum=1, unset="the engine's", panel=LIMITS
+    )
+    max_input_len: int | None = option(
+        None, metavar="TOKENS", help="Longest prompt.", minimum=1, unset="the engine's", panel=LIMITS
+    )
+    max_seq_len: int | None = option(
+        None,
+        metavar="TOKENS",
+        help="Longest prompt and answer together.",
+        minimum=1,
+        unset="the engine's",
+        panel=LIMITS,
+    )
 
     @property
-    def traffic(self) -> str:
-        """The kind of traffic, as the subcommand of `bench` is called."""
-        return "token-norm-dist" if self.dataset is None else "dataset"
+    def open_loop(self) -> bool:
+        """Whether requests arrive on a schedule."""
+        return self.request_rate is not None or self.traffic == "replay"
 
-    def __post_init__(self) -> None:
-        require_above_zero(self, "input_mean", "output_mean", "request_rate", "timeout", "op_tokens_per_word")
-        require_positive(self, "input_mean", "output_mean", "num_requests", "concurrency", "vocab_size")
-        require_positive(self, "max_input_len", "max_seq_len")
-        require_choice("--arrivals", self.arrivals, ("exponential", "constant"))
-        for name in ("input_stdev", "output_stdev", "warmup_requests", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must not be negative.")
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRuns(Spec):
+    """Which runs a benchmark consists of, and what becomes of their results."""
+
+    sweep_rate: tuple[float, ...] = option(
+        (), metavar="RATE,…", help="One run for each of these rates.", separator=",", panel=RUNS
+    )
+    sweep_concurrency: tuple[int, ...] = option(
+        (), metavar="N,…", help="One run for each number of requests in flight.", separator=",", panel=RUNS
+    )
+    find_rate: bool = option(False, help="Search the highest rate at which 99 % of the answers meet --slo.", panel=RUNS)
+    diagnose: bool = option(
+        False, help="Measure the engine in this process and the core model too, and name the gaps.", panel=RUNS
+    )
+    strict: bool = option(False, help="Fail if the verdict is not `valid`.", panel=RESULTS)
+    table: Literal["upstream", "genai-perf"] = option(
+        "upstream", help="Table to print; genai-perf's has 95 % intervals.", panel=RESULTS
+    )
+    html: Path | None = option(
+        None, metavar="FILE", help="Write plots and tables as one page (.svg, .png: only the plots).", panel=RESULTS
+    )
+    metrics_url: str | None = option(
+        None, metavar="URL", help="Metrics page to sample.", unset="that of a server started here", panel=RESULTS
+    )
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one run."""
+        return bool(self.sweep_rate or self.sweep_concurrency or self.find_rate)

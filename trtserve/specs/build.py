@@ -1,16 +1,17 @@
-"""What `build` is asked to do."""
+"""Options of `build`: how an engine is built from a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Literal
 
-from trtserve.errors import UsageError
-from trtserve.specs.fields import require_choice, require_not_negative, require_positive
+from trtserve.specs.options import option, panel_of
+from trtserve.specs.tools import InContainer
 
 KvPrecision = Literal["auto", "f32", "f16", "u8"]
-RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "openvino"]
+RuntimeName = Literal["auto", "tensorrt_llm", "llmapi", "torch", "openvino"]
+Device = Literal["cpu", "cuda"]
 PluginType = Literal["disable", "auto", "float16", "float32", "bfloat16"]
 GemmPluginType = Literal["disable", "auto", "float16", "float32", "bfloat16", "fp8", "nvfp4"]
 Switch = Literal["enable", "disable"]
@@ -20,103 +21,170 @@ SpeculativeMode = Literal[
     "none", "draft_tokens_external", "lookahead_decoding", "medusa", "explicit_draft_tokens", "eagle"
 ]
 
-_BUILD_CHOICES = {
-    "speculative_decoding_mode": SpeculativeMode,
-    "lora_plugin": PluginType,
-    **dict.fromkeys(
-        (
-            "use_paged_context_fmha",
-            "use_fp8_context_fmha",
-            "context_fmha",
-            "remove_input_padding",
-            "reduce_fusion",
-            "multiple_profiles",
-        ),
-        Switch,
-    ),
-    "gemm_plugin": GemmPluginType,
-    "gpt_attention_plugin": PluginType,
-    "kv_cache_type": KvCacheType,
-    "logits_dtype": Literal["float16", "float32"],
-    "profiling_verbosity": ProfilingVerbosity,
-}
+ENGINE = "Engine"
+FEATURES = "Features that requests may use"
+TRTLLM_BUILD = "trtllm-build (--runtime tensorrt_llm)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildSpec:
-    """Limits, features and precision of an engine; None means: derived from the model by the runtime.
+class BuildSpec(InContainer):
+    """Limits, features and precision of an engine; None leaves a value to the runtime, which derives it from the model.
 
-    `max_input_len`, `max_seq_len` and `max_num_tokens` count tokens, `max_batch_size` counts requests. From
-    `max_beam_width` to `max_lora_rank` the names and defaults are those of `trtllm-build` of TensorRT-LLM 1.2.
-
-    The fields from `use_paged_context_fmha` on are `trtllm-build`'s too, and None leaves its default alone; those of
-    BUILDER_FIELDS mean nothing to other runtimes. `build_workers` counts ranks that are built at the same time, None
-    takes as many as memory and GPUs allow; `builder_flags` are handed on as they are. `container` is a tag or image.
+    Names and defaults are those of `trtllm-build` of TensorRT-LLM 1.2 where it has the option.
     """
 
-    max_batch_size: int | None = None
-    max_input_len: int | None = None
-    max_seq_len: int | None = None
-    max_num_tokens: int | None = None
-    max_beam_width: int = 1
-    max_draft_len: int = 0
-    speculative_decoding_mode: SpeculativeMode | None = None
-    max_prompt_embedding_table_size: int = 0
-    gather_context_logits: bool = False
-    gather_generation_logits: bool = False
-    gather_all_token_logits: bool = False
-    lora_plugin: PluginType = "disable"
-    lora_target_modules: Sequence[str] | None = None
-    max_lora_rank: int = 64
-    kv_precision: KvPrecision = "auto"
-    runtime: RuntimeName = "auto"
-    trtllm_version: str | None = None
-    use_paged_context_fmha: Switch | None = None
-    use_fp8_context_fmha: Switch | None = None
-    context_fmha: Switch | None = None
-    remove_input_padding: Switch | None = None
-    reduce_fusion: Switch | None = None
-    multiple_profiles: Switch | None = None
-    gemm_plugin: GemmPluginType | None = None
-    gpt_attention_plugin: PluginType | None = None
-    kv_cache_type: KvCacheType | None = None
-    tokens_per_block: int | None = None
-    opt_num_tokens: int | None = None
-    logits_dtype: Literal["float16", "float32"] | None = None
-    profiling_verbosity: ProfilingVerbosity | None = None
-    build_workers: int | None = None
-    builder_flags: tuple[str, ...] = ()
-    container: str | None = None
-    container_flags: tuple[str, ...] = ()
+    max_batch_size: int | None = option(
+        None,
+        metavar="REQUESTS",
+        help="Requests served at the same time.",
+        minimum=1,
+        unset="16 on CPUs, 256 with torch, trtllm-build's with tensorrt_llm",
+        common=True,
+    )
+    max_input_len: int | None = option(
+        None, metavar="TOKENS", help="Longest prompt.", minimum=1, unset="--max-seq-len", common=True
+    )
+    max_seq_len: int | None = option(
+        None,
+        metavar="TOKENS",
+        help="Longest prompt and answer together.",
+        minimum=1,
+        unset="the model's limit, on CPUs at most 4096",
+        common=True,
+    )
+    runtime: RuntimeName = option(
+        "auto",
+        help="tensorrt_llm builds engines for NVIDIA GPUs, llmapi serves on GPUs without an engine, torch on GPUs "
+        "without TensorRT-LLM, openvino runs on CPUs; auto: what this machine has.",
+        common=True,
+    )
+    device: Device | None = option(
+        None, help="Where engines of --runtime torch run; cpu is slow.", unset="cuda", panel=ENGINE
+    )
+    max_num_tokens: int | None = option(
+        None,
+        metavar="TOKENS",
+        help="Tokens of all requests in one step.",
+        minimum=1,
+        unset="2048 on CPUs, 8192 on GPUs",
+        panel=ENGINE,
+    )
+    kv_precision: KvPrecision = option(
+        "auto", help="Type of the KV cache on CPUs; auto: u8, or f32 for float32 weights.", panel=ENGINE
+    )
+    use_paged_context_fmha: Switch | None = option(
+        None,
+        help="Attention of prompts over a paged KV cache; blocks of other requests are reused only with it.",
+        unset="enable; disable up to TensorRT-LLM 0.18",
+        panel=ENGINE,
+    )
+    max_beam_width: int = option(1, metavar="BEAMS", help="Most beams of a beam search.", minimum=1, panel=FEATURES)
+    max_draft_len: int = option(
+        0,
+        metavar="TOKENS",
+        help="Draft tokens per request; above 0 requests may bring drafts.",
+        minimum=0,
+        panel=FEATURES,
+    )
+    speculative_decoding_mode: SpeculativeMode | None = option(
+        None,
+        help="CPUs have none and draft_tokens_external.",
+        unset="what --max-draft-len needs",
+        panel=FEATURES,
+    )
+    max_prompt_embedding_table_size: int = option(
+        0,
+        "--max-prompt-embedding-table-size",
+        "--max-multimodal-len",
+        metavar="ROWS",
+        help="Rows of the prompt tables (p-tuning) of all requests in a step.",
+        minimum=0,
+        panel=FEATURES,
+    )
+    gather_context_logits: bool = option(
+        False, help="Requests may ask for the logits of their prompts.", panel=FEATURES
+    )
+    gather_generation_logits: bool = option(
+        False, help="Requests may ask for the logits of their answers.", panel=FEATURES
+    )
+    gather_all_token_logits: bool = option(
+        False, help="Same as --gather-context-logits --gather-generation-logits.", panel=FEATURES
+    )
+    lora_plugin: PluginType = option(
+        "disable", help="Serve LoRA adapters with weights of this type; auto: the model's.", panel=FEATURES
+    )
+    lora_target_modules: Sequence[str] | None = option(
+        None,
+        metavar="NAME,…",
+        help="Modules that adapters may change: attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, "
+        "mlp_4h_to_h, mlp_gate; repeatable.",
+        separator=",",
+        panel=FEATURES,
+    )
+    max_lora_rank: int = option(64, metavar="RANK", help="Largest rank of an adapter.", minimum=1, panel=FEATURES)
+    gemm_plugin: GemmPluginType | None = option(
+        None, help="Type of the GEMM plugin; auto: the model's.", unset="disable", panel=TRTLLM_BUILD
+    )
+    gpt_attention_plugin: PluginType | None = option(
+        None, help="Type of the attention plugin; auto: the model's.", unset="auto", panel=TRTLLM_BUILD
+    )
+    context_fmha: Switch | None = option(None, help="Fused attention over prompts.", unset="enable", panel=TRTLLM_BUILD)
+    use_fp8_context_fmha: Switch | None = option(
+        None, help="Fused attention over prompts in FP8.", unset="enable from 0.19 on", panel=TRTLLM_BUILD
+    )
+    remove_input_padding: Switch | None = option(
+        None, help="Packed inputs, which in-flight batching needs.", unset="enable", panel=TRTLLM_BUILD
+    )
+    reduce_fusion: Switch | None = option(
+        None, help="Fuse the layers after an all-reduce into it.", unset="disable", panel=TRTLLM_BUILD
+    )
+    multiple_profiles: Switch | None = option(
+        None,
+        help="Tune kernels for several step sizes; building takes longer.",
+        unset="disable",
+        panel=TRTLLM_BUILD,
+    )
+    kv_cache_type: KvCacheType | None = option(None, help="Layout of the KV cache.", unset="paged", panel=TRTLLM_BUILD)
+    tokens_per_block: int | None = option(
+        None,
+        metavar="TOKENS",
+        help="Size of a KV cache block.",
+        minimum=1,
+        unset="32; 64 up to 0.18",
+        panel=TRTLLM_BUILD,
+    )
+    opt_num_tokens: int | None = option(
+        None,
+        metavar="TOKENS",
+        help="Tokens per step to tune kernels for.",
+        minimum=1,
+        unset="trtllm-build's",
+        panel=TRTLLM_BUILD,
+    )
+    logits_dtype: Literal["float16", "float32"] | None = option(
+        None, help="Type of the logits.", unset="the checkpoint's", panel=TRTLLM_BUILD
+    )
+    profiling_verbosity: ProfilingVerbosity | None = option(
+        None, help="Details that profilers see.", unset="layer_names_only", panel=TRTLLM_BUILD
+    )
+    build_workers: int | None = option(
+        None,
+        "--build-workers",
+        "--workers",
+        metavar="N",
+        help="Ranks to build at the same time.",
+        minimum=1,
+        unset="as many as memory and GPUs allow",
+        panel=TRTLLM_BUILD,
+    )
+    builder_flags: tuple[str, ...] = option(
+        (),
+        "--builder-flag",
+        metavar="FLAG",
+        help="Pass FLAG to trtllm-build unchanged, for example --builder-flag=--moe_plugin=auto; repeatable.",
+        panel=TRTLLM_BUILD,
+    )
 
-    def __post_init__(self) -> None:
-        require_positive(self, "max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens")
-        require_positive(self, "max_beam_width", "max_lora_rank", "tokens_per_block", "opt_num_tokens")
-        if self.build_workers is not None and self.build_workers < 1:
-            raise UsageError(f"The number of workers is {self.build_workers}; it must be at least 1.")
-        require_not_negative(self, "max_draft_len", "max_prompt_embedding_table_size")
-        for name, choices in _BUILD_CHOICES.items():
-            value = getattr(self, name)
-            if value is not None:
-                require_choice(f"--{name.replace('_', '-')}", value, get_args(choices))
-        require_choice("--kv-precision", self.kv_precision, get_args(KvPrecision))
-        require_choice("--runtime", self.runtime, get_args(RuntimeName))
 
-
-BUILDER_FIELDS = (
-    "use_fp8_context_fmha",
-    "context_fmha",
-    "remove_input_padding",
-    "reduce_fusion",
-    "multiple_profiles",
-    "gemm_plugin",
-    "gpt_attention_plugin",
-    "kv_cache_type",
-    "tokens_per_block",
-    "opt_num_tokens",
-    "logits_dtype",
-    "profiling_verbosity",
-    "build_workers",
-    "builder_flags",
-)
-"""Fields of BuildSpec that mean something to `trtllm-build` alone."""
+BUILDER_FIELDS = tuple(field.name for field in fields(BuildSpec) if panel_of(field) == TRTLLM_BUILD)
+"""Fields that only `trtllm-build` uses."""

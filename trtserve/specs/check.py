@@ -1,19 +1,36 @@
-"""What a numerical check is asked to do."""
+"""Options of `check`: what an artefact must satisfy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtserve.specs.fields import require_positive
+from trtserve.specs.options import Spec, option
+
+CHECKPOINTS = "Checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckSpec:
-    """What a numerical check asks both models: `max_tokens` of each greedy answer; None: the built-in prompts."""
+class CheckSpec(Spec):
+    """The release that an artefact must fit, and prompts for a numerical check of a checkpoint and its original."""
 
-    max_tokens: int = 16
-    prompts: Path | None = None
+    trtllm_version: str | None = option(
+        None,
+        metavar="VERSION",
+        help="TensorRT-LLM that will load the checkpoint, or serve the repository (implies --machine).",
+        common=True,
+    )
 
-    def __post_init__(self) -> None:
-        require_positive(self, "max_tokens")
+    prompts: Path | None = option(
+        None,
+        metavar="FILE",
+        help="One prompt per line, a text or a JSON list of token ids.",
+        unset="a small built-in set of both",
+        panel=CHECKPOINTS,
+    )
+    max_tokens: int = option(16, metavar="TOKENS", help="Length of each greedy answer.", minimum=1, panel=CHECKPOINTS)
+
+    @property
+    def compares(self) -> tuple[str, ...]:
+        """The fields of the numerical check."""
+        return ("prompts", "max_tokens")

@@ -1,78 +1,131 @@
-"""What `convert` is asked to do."""
+"""Options of `convert`: how a Hugging Face model is converted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from trtserve.errors import UsageError
-from trtserve.specs.fields import require_choice, require_positive
+from trtserve.specs.options import given_flags, option
+from trtserve.specs.tools import NVIDIA_TOOLS, InContainer
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["none", "int8", "int4", "int4_awq", "int8_sq", "fp8"]
 Converter = Literal["own", "upstream"]
 
-# Quantisations that look at activations: NVIDIA ModelOpt does them.
 CALIBRATED = ("int4_awq", "int8_sq", "fp8")
+"""Quantisations that look at activations; NVIDIA ModelOpt does them."""
+
+CHECKPOINT = "Checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertSpec:
+class ConvertSpec(InContainer):
     """How a Hugging Face model becomes a TensorRT-LLM checkpoint.
 
-    `moe_tp_size` × `moe_ep_size` is `tp_size`: how many ranks split each expert, and how many share the experts out.
-    `gpu_sm` is the compute capability (× 10) for which 4-bit weights are put in order, `trtllm_version` what is to load
-    the checkpoint (None: any). Ranks split rows (dimension 0) or columns (1) of a parallel embedding. `ignore_tensors`
-    are patterns (fnmatch) of tensors that are left out although nothing says that the model does without them.
-    NVIDIA's tools convert when `converter` is upstream or `quantize` is one of CALIBRATED; the fields from `workers` on
-    are for them: threads, a dataset (name or folder) and how many of its samples, the folder of TensorRT-LLM's
-    examples, which of its converters (folder or script), flags that they get as they are, and the `container` (tag or
-    image) to run them in.
+    NVIDIA's tools convert when `converter` is upstream or `quantize` is one of CALIBRATED.
     """
 
-    tp_size: int = 1
-    pp_size: int = 1
-    moe_tp_size: int | None = None
-    moe_ep_size: int | None = None
-    dtype: DType = "auto"
-    quantize: Quantization = "none"
-    gpu_sm: int = 80
-    trtllm_version: str | None = None
-    use_parallel_embedding: bool = False
-    embedding_sharding_dim: int = 0
-    ignore_tensors: tuple[str, ...] = ()
-    converter: Converter = "own"
-    workers: int | None = None
-    calib_dataset: str | None = None
-    calib_size: int | None = None
-    trtllm_examples: Path | None = None
-    trtllm_script: str | None = None
-    converter_flags: tuple[str, ...] = ()
-    container: str | None = None
-    container_flags: tuple[str, ...] = ()
+    tp_size: int = option(
+        1, metavar="N", help="Tensor-parallel size: GPUs that share every layer.", minimum=1, common=True
+    )
+    pp_size: int = option(
+        1, metavar="N", help="Pipeline-parallel size: groups of layers, one after the other.", minimum=1, common=True
+    )
+    dtype: DType = option(
+        "auto", help="Type of the weights; auto: the model's own, and float16 for float32 models.", common=True
+    )
+    quantize: Quantization = option(
+        "none",
+        help="int8 and int4 are weight-only and happen when the engine is built; int4_awq, int8_sq and fp8 are done by "
+        "NVIDIA ModelOpt.",
+        common=True,
+    )
+    moe_tp_size: int | None = option(
+        None,
+        help="GPUs that share every expert; --moe-tp-size × --moe-ep-size is --tp-size.",
+        minimum=1,
+        unset="--tp-size / --moe-ep-size",
+        panel=CHECKPOINT,
+    )
+    moe_ep_size: int | None = option(
+        None, help="GPUs that the experts are distributed over.", minimum=1, unset="1", panel=CHECKPOINT
+    )
+    gpu_sm: int = option(
+        80,
+        metavar="SM",
+        help="Compute capability × 10 of the GPUs that will serve a 4-bit model (AWQ, GPTQ): the order of its weights "
+        "depends on it. 80: A100, 86 and 89: RTX and L40S, 90: H100.",
+        minimum=1,
+        panel=CHECKPOINT,
+    )
+    use_parallel_embedding: bool = option(
+        False, help="Split the embedding over tensor-parallel ranks; Gemma always does.", panel=CHECKPOINT
+    )
+    embedding_sharding_dim: Literal[0, 1] = option(
+        0, help="Axis to split a parallel embedding along: 0 vocabulary, 1 hidden size.", panel=CHECKPOINT
+    )
+    ignore_tensors: tuple[str, ...] = option(
+        (),
+        metavar="PATTERN",
+        help="Skip unrecognised tensors that match PATTERN, such as v_head.*; repeatable.",
+        panel=CHECKPOINT,
+    )
+    converter: Converter = option(
+        "own", help="own, or upstream: NVIDIA's convert_checkpoint.py of the installed TensorRT-LLM.", panel=CHECKPOINT
+    )
+    workers: int | None = option(
+        None,
+        help="Threads of NVIDIA's converter; each converts one rank.",
+        minimum=1,
+        unset="the converter's",
+        panel=NVIDIA_TOOLS,
+    )
+    calib_dataset: str | None = option(
+        None,
+        metavar="DATASET",
+        help="Texts to calibrate int4_awq, int8_sq and fp8 with: name or folder of a dataset.",
+        unset="ModelOpt's",
+        panel=NVIDIA_TOOLS,
+    )
+    calib_size: int | None = option(
+        None, help="How many of these texts to use.", minimum=1, unset="ModelOpt's", panel=NVIDIA_TOOLS
+    )
+    trtllm_examples: Path | None = option(
+        None,
+        metavar="DIR",
+        help="Folder of TensorRT-LLM's examples, or a checkout of its release.",
+        unset="where NVIDIA's containers have them",
+        variable="TRTSERVE_TRTLLM_EXAMPLES",
+        panel=NVIDIA_TOOLS,
+    )
+    trtllm_script: str | None = option(
+        None,
+        metavar="FOLDER",
+        help="Folder, or path below the examples, of the convert_checkpoint.py to run.",
+        unset="by architecture",
+        panel=NVIDIA_TOOLS,
+    )
+    converter_flags: tuple[str, ...] = option(
+        (),
+        "--converter-flag",
+        metavar="FLAG",
+        help="Pass FLAG to NVIDIA's converter unchanged, for example --converter-flag=--load_by_shard; repeatable.",
+        panel=NVIDIA_TOOLS,
+    )
 
     def __post_init__(self) -> None:
-        require_positive(self, "workers", "calib_size")
-        require_choice("--converter", self.converter, get_args(Converter))
-        self._require_upstream()
-        require_positive(self, "tp_size", "pp_size", "moe_tp_size", "moe_ep_size", "gpu_sm")
-        require_choice("--dtype", self.dtype, get_args(DType))
-        require_choice("--quantize", self.quantize, get_args(Quantization))
-        require_choice("--embedding-sharding-dim", str(self.embedding_sharding_dim), ("0", "1"))
+        super().__post_init__()
+        # --trtllm-examples and --container may come from the environment of a whole machine, so they do not count.
+        names = ("workers", "calib_dataset", "calib_size", "trtllm_script", "converter_flags")
+        if not self.upstream and (given := given_flags(self, names)):
+            raise UsageError(
+                f"{given[0]} is for NVIDIA's tools, but our own converter runs here.",
+                hint=f"Add --converter upstream, or --quantize {', '.join(CALIBRATED)}.",
+            )
 
     @property
     def upstream(self) -> bool:
         """True when one of NVIDIA's tools makes the checkpoint."""
         return self.converter == "upstream" or self.quantize in CALIBRATED
-
-    def _require_upstream(self) -> None:
-        # `trtllm_examples` may come from the environment of a machine, and is no wish then.
-        wishes = ("workers", "calib_dataset", "calib_size", "trtllm_script", "converter_flags")
-        given = [name for name in wishes if getattr(self, name) not in (None, ())]
-        if given and not self.upstream:
-            raise UsageError(
-                f"--{given[0].replace('_', '-').replace('flags', 'flag')} is for NVIDIA's tools, which do not convert "
-                "here.",
-                hint=f"Add --converter upstream, or --quantize {', '.join(CALIBRATED)}.",
-            )

@@ -1,84 +1,172 @@
-"""What `repo` is asked to do."""
+"""Options of `repo`: how a model repository is assembled."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from trtserve.errors import UsageError
-from trtserve.specs.fields import require_choice, require_not_negative, require_positive
+from trtserve.specs.options import option
+from trtserve.specs.tools import ForRelease
 
 TritonBackend = Literal["tensorrtllm", "python"]
+BatchingStrategy = Literal["inflight_fused_batching", "inflight_batching", "V1"]
+SchedulerPolicy = Literal["guaranteed_no_evict", "max_utilization"]
+
+REPOSITORY = "Model repository"
+REQUESTS = "Requests and KV cache"
+PATHS = "Names and paths"
 
 _SUFFIX = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepositorySpec:
+class RepositorySpec(ForRelease):
     """How a model repository is assembled from an engine and a tokenizer.
 
-    `name` is the alias under which a copy of the BLS model is served. `settings` are parameters of the Triton
-    models, keyed `parameter` (core model) or `model.parameter`; the fields from `batching_strategy` to
-    `max_queue_size` are another way to give the common ones, None leaves them alone. `lora` maps names to folders.
-
-    `triton_backend`, `trtllm_version` and the paths are for engines of TensorRT-LLM: None takes the C++ backend, the
-    release of the engine. `suffix` ends the names of all models but the alias.
-    Paths in the configurations are relative to the repository, unless `absolute_paths`, or `container_paths` says
-    where a container will see the repository. `bls_instance_count` None follows from the engine.
+    `settings` are parameters of the Triton models, keyed `parameter` (core model) or `model.parameter`; options such as
+    `batching_strategy` set the common ones, and None leaves them alone.
     """
 
-    name: str
-    streaming: bool = True
-    release: str | None = None
-    triton_max_batch_size: int | None = None
-    preprocessing_instance_count: int = 1
-    postprocessing_instance_count: int = 1
-    bls_instance_count: int | None = None
-    max_tokens_in_paged_kv_cache: int | None = None
-    kv_cache_free_gpu_mem_fraction: float | None = None
-    batching_strategy: str | None = None
-    batch_scheduler_policy: str | None = None
-    enable_kv_cache_reuse: bool | None = None
-    enable_chunked_context: bool | None = None
-    max_attention_window_size: str | None = None
-    exclude_input_in_output: bool | None = None
-    accumulate_tokens: bool | None = None
-    max_queue_size: int | None = None
-    lora: dict[str, Path] = field(default_factory=dict)
-    settings: dict[str, str] = field(default_factory=dict)
-    copy: bool = False
-    triton_backend: TritonBackend | None = None
-    trtllm_version: str | None = None
-    suffix: str = ""
-    absolute_paths: bool = False
-    container_paths: str | None = None
+    name: str = option("", help="Name under which the model is served.", unset="the engine's name", common=True)
+    streaming: bool = option(
+        True,
+        "--streaming/--no-streaming",
+        "--decoupled/--no-decoupled",
+        help="Stream answers: the core and BLS models are decoupled and accept streaming calls only.",
+        common=True,
+    )
+    settings: dict[str, str] = option(
+        {},
+        "--set",
+        metavar="[MODEL.]KEY=VALUE",
+        help="Set a parameter of a Triton model (of the core model without MODEL); repeatable.",
+        common=True,
+    )
+    lora: dict[str, Path] = option(
+        {},
+        "--lora",
+        metavar="NAME=FOLDER",
+        help="Serve this LoRA adapter under NAME: a PEFT folder or one that `trtserve lora` made; repeatable.",
+        common=True,
+    )
+    release: str | None = option(
+        None,
+        metavar="RELEASE",
+        help="Declare exactly the tensors of this TensorRT-LLM release, such as 0.18. Some clients of 0.12 and 0.13 "
+        "need it.",
+        unset="the engine's; on CPUs the inputs of all releases",
+        panel=REPOSITORY,
+    )
+    triton_backend: TritonBackend | None = option(
+        None,
+        help="What runs a TensorRT-LLM engine: NVIDIA's C++ backend, or Python.",
+        unset="tensorrtllm",
+        panel=REPOSITORY,
+    )
+    triton_max_batch_size: int | None = option(
+        None,
+        metavar="PROMPTS",
+        help="Prompts that Triton accepts in one request.",
+        minimum=1,
+        unset="the engine's batch size",
+        panel=REPOSITORY,
+    )
+    preprocessing_instance_count: int = option(
+        1, metavar="PROCESSES", help="Processes that tokenise.", minimum=1, panel=REPOSITORY
+    )
+    postprocessing_instance_count: int = option(
+        1, metavar="PROCESSES", help="Processes that turn tokens into text.", minimum=1, panel=REPOSITORY
+    )
+    bls_instance_count: int | None = option(
+        None,
+        metavar="N",
+        help="Processes of the BLS model; each serves one request at a time.",
+        minimum=1,
+        unset="1; for streams of the C++ backend the engine's batch size, at most 32",
+        panel=REPOSITORY,
+    )
+    max_tokens_in_paged_kv_cache: int | None = option(
+        None, metavar="TOKENS", help="Size of the KV cache.", minimum=1, unset="what memory allows", panel=REQUESTS
+    )
+    kv_cache_free_gpu_mem_fraction: float | None = option(
+        None,
+        metavar="SHARE",
+        help="Share of the free memory for the KV cache.",
+        above=0,
+        maximum=1,
+        unset="the backend's, 0.9",
+        panel=REQUESTS,
+    )
+    batching_strategy: BatchingStrategy | None = option(
+        None,
+        help="V1 adds no request to a running batch.",
+        unset="inflight_fused_batching",
+        panel=REQUESTS,
+    )
+    batch_scheduler_policy: SchedulerPolicy | None = option(
+        None,
+        help="guaranteed_no_evict starts a request only when all of its memory is free; max_utilization may pause it.",
+        unset="guaranteed_no_evict",
+        panel=REQUESTS,
+    )
+    enable_kv_cache_reuse: bool | None = option(
+        None,
+        "--enable-kv-cache-reuse/--disable-kv-cache-reuse",
+        help="Reuse the KV cache of prompts that begin alike. With an 8-bit cache log-probs then differ slightly from "
+        "request to request, which NVIDIA's end_to_end_test.py --return-log-probs reports as a failure.",
+        panel=REQUESTS,
+    )
+    enable_chunked_context: bool | None = option(
+        None,
+        "--enable-chunked-context/--disable-chunked-context",
+        help="Process long prompts in pieces, between other requests.",
+        panel=REQUESTS,
+    )
+    max_attention_window_size: str | None = option(
+        None,
+        metavar="TOKENS[,…]",
+        help="How far attention looks back; a list gives a window per layer.",
+        panel=REQUESTS,
+    )
+    exclude_input_in_output: bool | None = option(
+        None,
+        "--exclude-input-in-output/--include-input-in-output",
+        help="Whether answers leave out the prompt by default.",
+        panel=REQUESTS,
+    )
+    accumulate_tokens: bool | None = option(
+        None,
+        "--accumulate-tokens/--no-accumulate-tokens",
+        help="Whether streamed answers of the BLS model repeat the whole text so far.",
+        panel=REQUESTS,
+    )
+    max_queue_size: int | None = option(
+        None,
+        metavar="REQUESTS",
+        help="Requests that may wait; further ones are refused.",
+        minimum=0,
+        unset="no limit",
+        panel=REQUESTS,
+    )
+    suffix: str = option("", help="End of the names of all models but the served one, such as _b.", panel=PATHS)
+    absolute_paths: bool = option(False, help="Write absolute paths, for servers that others start.", panel=PATHS)
+    container_paths: str | None = option(
+        None, metavar="PREFIX", help="Write paths for a container that sees the repository at PREFIX.", panel=PATHS
+    )
+    copy: bool = option(False, help="Copy the engine's files instead of hard-linking them.", panel=PATHS)
 
     def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "triton_max_batch_size",
-            "preprocessing_instance_count",
-            "postprocessing_instance_count",
-            "bls_instance_count",
-            "max_tokens_in_paged_kv_cache",
-        )
-        require_not_negative(self, "max_queue_size")
-        fraction = self.kv_cache_free_gpu_mem_fraction
-        if fraction is not None and not 0 < fraction <= 1:
-            raise UsageError(f"--kv-cache-free-gpu-mem-fraction is {fraction}; it must lie in (0, 1].")
-        if self.triton_backend is not None:
-            require_choice("--triton-backend", self.triton_backend, get_args(TritonBackend))
+        super().__post_init__()
         if self.suffix and not _SUFFIX.fullmatch(self.suffix):
             raise UsageError(f"--suffix is {self.suffix!r}; use letters, digits, '.', '_' and '-'.")
-        if self.container_paths is not None:
-            self._require_container_paths()
-
-    def _require_container_paths(self) -> None:
+        if self.container_paths is None:
+            return
         if self.absolute_paths:
             raise UsageError("--absolute-paths and --container-paths contradict each other; give one.")
-        if not str(self.container_paths).startswith("/"):
+        if not self.container_paths.startswith("/"):
             raise UsageError(
                 f"--container-paths is {self.container_paths!r}; expected the absolute path under which the container "
                 "sees the repository."

@@ -1,60 +1,164 @@
-"""What `start` is asked to do."""
+"""Options of `start`: how a model repository is served."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from trtserve.errors import UsageError
-from trtserve.specs.fields import require_above_zero, require_not_negative, require_positive
+from trtserve.specs.options import option
+from trtserve.specs.tools import InContainer
+
+GPUS = "Engines on GPUs"
+ACCESS = "Access and protection"
+Api = Literal["shared-memory", "trace", "logging", "model-control"]
+"""Parts of Triton's protocol that change or reveal more than a client of a model needs."""
+SUPERVISION = "Supervision"
+_LAST_PORT = 65535
+# Triton's default ports, which clients assume too.
+HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSpec:
-    """How a server is started; port 0 is not allowed, since clients must know the ports beforehand.
+class ServerSpec(InContainer):
+    """How a server is started; ports are fixed beforehand, since clients must know them."""
 
-    With `auto_ports` further instances pass over ports that are taken. `gpus` are the devices for all instances, empty
-    for all of the machine. `multi_model` is orchestrator mode, whose workers `spawn_processes` False starts before it.
-    `trtllm_version` replaces the version that is found. `gpu0_pool_bytes` is the CUDA pool of GPU 0 on rank 0,
-    `exit_timeout` the seconds that tritonserver has to end in order. `proxy_port` and the one above it are those of
-    the reverse proxy that is written for several `instances`. `container` is the tag or image to run in.
-    """
-
-    name: str | None = None
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    auto_ports: bool = False
-    world_size: int | None = None
-    instances: int = 1
-    proxy_port: int = 8080
-    gpus: tuple[int, ...] = ()
-    multi_model: bool = False
-    spawn_processes: bool = True
-    oversubscribe: bool = False
-    gpu0_pool_bytes: int = 0
-    exit_timeout: int = 3
-    trtllm_version: str | None = None
-    ready_timeout: float = 600.0
-    extra_arguments: tuple[str, ...] = ()
-    container: str | None = None
-    container_flags: tuple[str, ...] = ()
+    name: str | None = option(None, help="Name of the server.", unset="the repository's", common=True)
+    host: str = option("127.0.0.1", metavar="ADDRESS", help="Interface to listen on.", common=True)
+    http_port: int = option(HTTP_PORT, metavar="PORT", help="HTTP port.", minimum=1, maximum=_LAST_PORT, common=True)
+    grpc_port: int = option(GRPC_PORT, metavar="PORT", help="gRPC port.", minimum=1, maximum=_LAST_PORT, common=True)
+    metrics_port: int = option(
+        METRICS_PORT, metavar="PORT", help="Metrics port.", minimum=1, maximum=_LAST_PORT, common=True
+    )
+    auto_ports: bool = option(False, help="Replace each taken port by the next free one.", common=True)
+    ready_timeout: float = option(
+        600.0, metavar="SECONDS", help="Longest wait until all models are ready.", above=0, common=True
+    )
+    bindings: str | None = option(
+        None,
+        metavar="RELEASE",
+        help="Serve models that import tensorrt_llm.bindings.executor, such as NVIDIA's Python models, on the embedded "
+        "executor, with the names of this release.",
+        common=True,
+    )
+    restart: Literal["never", "on-failure", "always"] = option(
+        "never", help="When to start again a server that ended by itself.", panel=SUPERVISION
+    )
+    restart_limit: int = option(
+        5,
+        metavar="N",
+        help="With --restart on-failure: most restarts in a row; five minutes of service begin a new row.",
+        minimum=1,
+        panel=SUPERVISION,
+    )
+    verify: bool = option(
+        True,
+        "/--no-verify",
+        help="Serve files without comparing them with the checksums of the manifest.",
+        panel=SUPERVISION,
+    )
+    log_format: Literal["text", "json"] = option(
+        "text",
+        help="json: write every line of the logs, Triton's included, to stderr as one JSON object.",
+        panel=SUPERVISION,
+    )
+    world_size: int | None = option(
+        None,
+        metavar="RANKS",
+        help="Number of ranks; another number than the engine's converts and builds an imported model again.",
+        minimum=1,
+        unset="the engine's",
+        panel=GPUS,
+    )
+    gpus: tuple[int, ...] = option(
+        (), metavar="N,…", help="GPUs to use, such as 0,1.", separator=",", minimum=0, unset="all", panel=GPUS
+    )
+    instances: int = option(
+        1,
+        metavar="N",
+        help="Servers of this model, each with its own GPUs and ports, behind one reverse proxy (nginx).",
+        minimum=1,
+        panel=GPUS,
+    )
+    proxy_port: int = option(
+        8080,
+        metavar="PORT",
+        help="HTTP port of that proxy; the next port is for gRPC.",
+        minimum=1,
+        maximum=_LAST_PORT - 1,
+        panel=GPUS,
+    )
+    multi_model: bool = option(
+        False, help="Orchestrator mode: one server spawns the workers of several models.", panel=GPUS
+    )
+    spawn_processes: bool = option(
+        True,
+        "/--disable-spawn-processes",
+        help="With --multi-model: start all workers together with the orchestrator, as participant_ids say.",
+        panel=GPUS,
+    )
+    oversubscribe: bool = option(False, help="Let mpirun start more ranks than there are cores.", panel=GPUS)
+    gpu0_pool_bytes: int = option(
+        0,
+        "--multimodal-gpu0-cuda-mem-pool-bytes",
+        metavar="BYTES",
+        help="CUDA memory pool of GPU 0 on rank 0.",
+        minimum=0,
+        panel=GPUS,
+    )
+    ui: bool = option(False, "--ui", help="Serve a page with a conversation and the server's figures.", common=True)
+    exit_timeout: int = option(
+        3, metavar="SECONDS", help="Time for tritonserver to end in order.", minimum=1, panel=GPUS
+    )
+    api_key: str | None = option(
+        None,
+        metavar="KEY",
+        help="Key that clients must send. Other users can see it here: better set the variable, or give a file.",
+        variable="TRTSERVE_API_KEY",
+        panel=ACCESS,
+    )
+    api_key_file: Path | None = option(
+        None, metavar="FILE", help="File with that key in its first line, readable only by you.", panel=ACCESS
+    )
+    tls_certificate: Path | None = option(
+        None, metavar="FILE", help="Encrypt HTTP and gRPC with this certificate chain (PEM).", panel=ACCESS
+    )
+    tls_key: Path | None = option(None, metavar="FILE", help="Private key of the certificate (PEM).", panel=ACCESS)
+    no_auth: bool = option(False, help="Let everyone who reaches --host use the server.", panel=ACCESS)
+    no_tls: bool = option(
+        False, help="Do not encrypt on other interfaces than loopback, because a proxy in front does.", panel=ACCESS
+    )
+    open_api: tuple[Api, ...] = option(
+        (),
+        metavar="NAME,…",
+        help="Open parts of Triton's protocol: shared-memory, trace, logging, model-control.",
+        separator=",",
+        panel=ACCESS,
+    )
+    raw_http: bool = option(
+        False, help="Let Triton itself answer on --http-port; malformed requests can crash it.", panel=ACCESS
+    )
+    max_requests: int = option(
+        512, metavar="N", help="HTTP requests at the same time; further ones get 503.", minimum=1, panel=ACCESS
+    )
+    max_request_mib: int = option(
+        64, metavar="MIB", help="Largest body of an HTTP request.", minimum=1, maximum=4096, panel=ACCESS
+    )
+    request_timeout: float = option(
+        3600.0, metavar="SECONDS", help="Longest time of an HTTP request, its answer included.", above=0, panel=ACCESS
+    )
+    extra_arguments: tuple[str, ...] = ()  # for tritonserver
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ports = (self.http_port, self.grpc_port, self.metrics_port)
-        for port in ports:
-            if not 1 <= port <= 65535:
-                raise UsageError(f"Port {port} is outside 1 … 65535.")
         if len(set(ports)) != len(ports):
             raise UsageError(f"The HTTP, gRPC and metrics ports must differ; got {', '.join(map(str, ports))}.")
-        require_positive(self, "world_size", "instances", "exit_timeout")
-        require_not_negative(self, "gpu0_pool_bytes")
-        require_above_zero(self, "ready_timeout")
-        if not 1 <= self.proxy_port < 65535:
-            raise UsageError(f"--proxy-port {self.proxy_port} is outside 1 … 65534 (the next one is for gRPC).")
-        self._require_mode()
-
-    def _require_mode(self) -> None:
+        if len(set(self.gpus)) != len(self.gpus):
+            listed = ",".join(map(str, self.gpus))
+            raise UsageError(f"--gpus {listed} names a GPU twice: two ranks cannot share it.")
+        self._check_access()
         if not self.spawn_processes and not self.multi_model:
             raise UsageError(
                 "--disable-spawn-processes belongs to orchestrator mode.", hint="Give --multi-model with it."
@@ -63,4 +167,16 @@ class ServerSpec:
             raise UsageError(
                 "--instances starts several leaders; an orchestrator has its instances in the repository.",
                 hint="Set the instance_group count and gpu_device_ids of the core model: 0,1;2,3 for two.",
+            )
+
+    def _check_access(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise UsageError("--tls-certificate and --tls-key must be given together.")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise UsageError("The API key is given twice: in --api-key (or TRTSERVE_API_KEY) and in --api-key-file.")
+        has_key = self.api_key is not None or self.api_key_file is not None
+        if self.raw_http and (has_key or self.tls_certificate is not None):
+            raise UsageError(
+                "--raw-http opens Triton's own HTTP service, which knows neither keys nor TLS.",
+                hint="Leave --raw-http out, or the key and the certificate.",
             )

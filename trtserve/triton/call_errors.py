@@ -1,41 +1,54 @@
-"""What the user is told when a call to a Triton server fails."""
+"""The errors that users see when a call to a Triton server fails."""
 
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from trtserve.errors import RequestError, ServerUnreachableError
-from trtserve.triton.first_contact import Spoken, spoken_at
+from trtserve.specs.server import GRPC_PORT, HTTP_PORT
+
+CONNECT_TIMEOUT = 10.0
+"""Default seconds for a server's first answer."""
+
+Spoken = Literal["HTTP", "gRPC", "TLS"]
+
+_DETECTION_TIMEOUT = 2.0
+_PROBE = b"GET /v2/health/live HTTP/1.0\r\n\r\n"
+_HTTP = b"HTTP/1."
+# TLS records: an alert, or a handshake, of version 3.x.
+_TLS = (b"\x15\x03", b"\x16\x03")
+# HTTP/2 frame header: three bytes of length, then type, flags and stream number.
+_FRAME_HEADER = 9
+_SETTINGS = 4
 
 _CONNECTION_LOST = re.compile(
     r"failed to connect|connection (refused|reset)|socket closed|http1|dns resolution|errors resolving|handshake",
     re.IGNORECASE,
 )
 _REQUEST_ID = re.compile(r"^\[request id: [^\]]*\] ")
-# What gRPC says of a server that answers, but in another protocol.
+# gRPC's words for a server that answers in another protocol.
 _OTHER_PROTOCOL = re.compile(r"socket closed|http1|parsing http", re.IGNORECASE)
 _HANDSHAKE_FAILED = re.compile(r"ssl|handshake|certificate", re.IGNORECASE)
 _PORTS: dict[Spoken, str] = {"HTTP": "an HTTP port", "gRPC": "a gRPC port", "TLS": "an encrypted port (TLS)"}
-# What is asked in the wrong protocol → what to do.
+# Protocol of the port → what to do after calling it with another protocol.
 _INSTEAD: dict[Spoken, str] = {
-    "HTTP": "Ask over HTTP with --protocol http (query), or give the gRPC port, which is 8001 unless Triton was told "
-    "another.",
-    "gRPC": "Ask over gRPC with --protocol grpc (query), or give the HTTP port, which is 8000 unless Triton was told "
-    "another.",
+    "HTTP": f"Use --protocol http (query), or give the gRPC port, which is {GRPC_PORT} by default.",
+    "gRPC": f"Use --protocol grpc (query), or give the HTTP port, which is {HTTP_PORT} by default.",
     "TLS": "Add --ssl (query), and --root-certificates for a certificate that is not publicly signed.",
 }
 _FETCHING = "Encountered an error when fetching new request: "
-# The preprocessing and BLS models' preamble of a wrong input.
+# The core model's preamble to an error about inputs.
 _WRONG_INPUT = re.compile(
     r"^An error occurred when processing the input values(?: for request id \S+)?, the error was '(.*)'$", re.DOTALL
 )
-# What the server refuses a request with → what to do.
+# Part of the server's error → what to do.
 _HINTS = (
     (
         re.compile(r"Stub process '[^']*' is not healthy"),
-        "A process of the server has died; `trtserve status` names the server: stop it and start it again.",
+        "A process of the server has died. Find the server with `trtserve status`, stop it and start it again.",
     ),
     (
         re.compile("exceeds maximum input length", re.IGNORECASE),
@@ -43,36 +56,36 @@ _HINTS = (
     ),
     (
         re.compile("larger than configured max beam width"),
-        "Ask for fewer beams, or build with a larger --max-beam-width.",
+        "Use fewer beams, or build with a larger --max-beam-width.",
     ),
     (re.compile("built with gather_context_logits"), "Build it again with --gather-context-logits."),
     (re.compile("built with gather_generation_logits"), "Build it again with --gather-generation-logits."),
     (re.compile("mMaxLowRank"), "Build the engine again with a larger --max-lora-rank."),
-    (re.compile("LoRA task .* not found in cache"), "Give the weights again: --lora-path, or --lora NAME."),
+    (re.compile("LoRA task .* not found in cache"), "Send the weights again: --lora-path, or --lora NAME."),
     (
         re.compile("exceeds maximum draft tokens length"),
-        "Propose fewer tokens, or build with a larger --max-draft-len.",
+        "Use fewer draft tokens, or build with a larger --max-draft-len.",
     ),
     (
         re.compile("speculative decoding without draft model"),
-        "Give the repository one: trtserve repo … --draft-engine ENGINE.",
+        "Make the repository with a draft model: trtserve repo … --draft-engine ENGINE.",
     ),
 )
 
 
 class RequestCancelledError(RequestError):
-    """The request was ended by `Client.cancel`."""
+    """`Client.cancel` ended the request."""
 
 
 def unknown_model(name: str, where: str, available: Sequence[str]) -> RequestError:
-    """Error for a model that the server does not have."""
+    """Return the error for a model that the server does not have."""
     return RequestError(
         f"The server at {where} has no model {name!r}.", hint=f"Models there: {', '.join(sorted(available)) or 'none'}."
     )
 
 
 def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableError:
-    """Error for an endpoint that does not answer; `hint` goes before the general one."""
+    """Return the error for an endpoint that does not answer; `hint` comes before the general one."""
     general = "`trtserve status` lists the running servers, `trtserve start` starts one."
     return ServerUnreachableError(
         f"No Triton server answers at {where}: {reason}.", hint=f"{hint} {general}" if hint else general
@@ -80,24 +93,24 @@ def unreachable(where: str, reason: str, hint: str = "") -> ServerUnreachableErr
 
 
 def silent(where: str, seconds: float) -> ServerUnreachableError:
-    """Error for an endpoint whose first answer did not come within `seconds`."""
+    """Return the error for an endpoint whose first answer did not arrive within `seconds`."""
     return unreachable(
         where,
-        f"nothing came back within {seconds:g} s",
-        "Another program may listen there, or the server hangs; --connect-timeout gives a slow one more time.",
+        f"no answer within {seconds:g} s",
+        "Another program may listen there, or the server hangs. Give a slow server more time with --connect-timeout.",
     )
 
 
 def other_protocol(where: str, wanted: Spoken) -> ServerUnreachableError | None:
-    """Error for a port that answers, but in another protocol than `wanted`; None where it cannot be told."""
+    """Return the error for a port that speaks another protocol than `wanted`, or None when that is unknown."""
     spoken = spoken_at(where)
     if spoken is None or spoken == wanted:
         return None
-    return ServerUnreachableError(f"{where} is {_PORTS[spoken]}, and was asked over {wanted}.", hint=_INSTEAD[spoken])
+    return ServerUnreachableError(f"{where} is {_PORTS[spoken]}, but was called over {wanted}.", hint=_INSTEAD[spoken])
 
 
 def plain(message: str) -> str:
-    """The server's error text without its request id, the models' preambles and the python backend's stack."""
+    """Strip the request id, the models' preambles and the Python backend's stack from an error text."""
     message = _WRONG_INPUT.sub(r"\1", _REQUEST_ID.sub("", message).removeprefix(_FETCHING))
     if "Traceback (most recent call last)" in message:
         return message.strip().splitlines()[-1].strip()
@@ -105,7 +118,7 @@ def plain(message: str) -> str:
 
 
 def refused(message: str) -> RequestError:
-    """Error for a request that the server answered with an error text."""
+    """Return the error for a request that the server answered with an error text."""
     hint = next((hint for pattern, hint in _HINTS if pattern.search(message)), None)
     return RequestError(plain(message), hint=hint)
 
@@ -113,9 +126,9 @@ def refused(message: str) -> RequestError:
 def explain_rpc_error(
     error: Any, where: str, *, tls: bool = False, first: float | None = None
 ) -> RequestError | ServerUnreachableError:
-    """Map a failed call to the error that the user sees; `tls`: it went over an encrypted connection.
+    """Return the error that the user sees for a failed gRPC call.
 
-    `first` are the seconds that the server had where this was its first answer.
+    `tls`: the connection was encrypted. `first`: the seconds allowed, if this was the server's first answer.
     """
     import grpc
 
@@ -133,16 +146,40 @@ def explain_rpc_error(
 
 
 def _lost_connection(details: str, *, tls: bool) -> tuple[str, str]:
-    """Why there is no connection, and what to do."""
+    """Return why there is no connection, and what to do."""
     reason = details.rsplit(": ", 1)[-1].rstrip("]")
     if _HANDSHAKE_FAILED.search(details):
-        hint = "--root-certificates names the roots that this server's certificate is signed with."
+        hint = "Name the roots that signed this server's certificate with --root-certificates."
         return "its certificate is not trusted, or the port is not encrypted", hint
     if not _OTHER_PROTOCOL.search(details):
         return reason, ""
     if tls:
-        return reason, "A server may want this client's certificate: --private-key and --certificate-chain."
+        return reason, "The server may require a client certificate: --private-key and --certificate-chain."
     return (
         reason,
         "If that is the HTTP port, use --protocol http (query) or give the gRPC port; a TLS port needs --ssl.",
     )
+
+
+def spoken_at(where: str) -> Spoken | None:
+    """Return the protocol of the port `host:port`, or None when it cannot be recognised within two seconds.
+
+    An HTTP/2 server starts with its settings whatever it receives (RFC 9113, section 3.4); a TLS server answers plain
+    bytes with an alert (RFC 8446, section 6).
+    """
+    host, _, port = where.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_DETECTION_TIMEOUT) as connection:
+            connection.sendall(_PROBE)
+            return _recognised_protocol(connection.recv(_FRAME_HEADER))
+    except (OSError, ValueError):
+        return None
+
+
+def _recognised_protocol(first: bytes) -> Spoken | None:
+    if first.startswith(_HTTP):
+        return "HTTP"
+    if first.startswith(_TLS):
+        return "TLS"
+    settings = len(first) == _FRAME_HEADER and first[3] == _SETTINGS and not any(first[5:])
+    return "gRPC" if settings else None

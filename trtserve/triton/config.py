@@ -1,9 +1,10 @@
-"""How a model's `config.pbtxt` is written: through Triton's own protobuf, never by filling text."""
+"""Write and parse `config.pbtxt`, through Triton's own protobuf messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from trtserve.errors import RepositoryError
@@ -12,45 +13,43 @@ from trtserve.triton.profiles import BLS, CORE, ENSEMBLE, POSTPROCESSING, PREPRO
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions:
-    """What the configs of one repository have in common, beside the profile.
-
-    `parameters` maps model → parameter → text; `instance_counts` maps model → number of instances. The four
-    data types are Triton names without the TYPE_ prefix. `model_names` renames models of the profile; without
-    `keep_unset` only parameters with a value are written, and those whose key must exist.
-    """
+    """Settings shared by all configs of one repository, in addition to the profile."""
 
     max_batch_size: int
     decoupled: bool
     backend: str = "python"
+    """Backend of the core model."""
     max_queue_size: int = 0
     max_queue_delay_microseconds: int = 0
+    # Triton data types without the TYPE_ prefix.
     logits_datatype: str = "FP32"
     encoder_input_features_data_type: str = "FP16"
     prompt_embedding_table_data_type: str = "FP16"
     lora_weights_data_type: str = "FP16"
     parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Model → parameter → text."""
     instance_counts: Mapping[str, int] = field(default_factory=dict)
+    """Model → number of instances."""
     model_names: Mapping[str, str] = field(default_factory=dict)
+    """Model of the profile → its name in the repository, where that differs."""
     keep_unset: bool = True
+    """Whether to write parameters of the core model without a value; keys that the backend needs are always written."""
 
 
 def config_text(profile: Profile, model: str, options: ConfigOptions, *, name: str | None = None) -> str:
-    """`config.pbtxt` of `model` as the profile has it; `name` renames it (the alias is a renamed BLS model)."""
+    """Return the text of `config.pbtxt` for `model`; `name` renames it (the alias is a renamed BLS model)."""
     from google.protobuf import text_format
 
     return str(text_format.MessageToString(build_config(profile, model, options, name=name)))
 
 
 def build_config(profile: Profile, model: str, options: ConfigOptions, *, name: str | None = None) -> Any:
-    """The `ModelConfig` message of `model`; see `config_text`."""
+    """Return the `ModelConfig` message of `model`; see `config_text`."""
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
     description = profile.models[model]
     config = ModelConfig(name=name or options.model_names.get(model, model), max_batch_size=options.max_batch_size)
-    for tensor in description.inputs:
-        _add_input(config, tensor, options)
-    for tensor in description.outputs:
-        config.output.add(name=tensor.name, data_type=_data_type(tensor, options), dims=tensor.dims)
+    _add_tensors(config, description, options)
     if model == ENSEMBLE:
         config.platform = "ensemble"
         _add_steps(config, description, options)
@@ -60,19 +59,16 @@ def build_config(profile: Profile, model: str, options: ConfigOptions, *, name: 
 
 
 def llmapi_config_text(description: ModelProfile, *, name: str, decoupled: bool, gpu_device_ids: str) -> str:
-    """`config.pbtxt` of a model of the LLM API, which has no batch axis; one instance for each group of GPUs.
+    """Return the text of `config.pbtxt` for a model of the LLM API: no batch axis, one instance per group of GPUs.
 
-    Batches and streaming are told here and not in model.yaml alone: servers are started without auto-completion.
+    Batch size and streaming stand here as well as in model.yaml, because servers start without auto-completion.
     """
     from google.protobuf import text_format
     from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
     options = ConfigOptions(max_batch_size=0, decoupled=decoupled)
     config = ModelConfig(name=name, backend="python")
-    for tensor in description.inputs:
-        _add_input(config, tensor, options)
-    for tensor in description.outputs:
-        config.output.add(name=tensor.name, data_type=_data_type(tensor, options), dims=tensor.dims)
+    _add_tensors(config, description, options)
     config.model_transaction_policy.decoupled = decoupled
     if gpu_device_ids:
         config.parameters["gpu_device_ids"].string_value = gpu_device_ids
@@ -81,19 +77,44 @@ def llmapi_config_text(description: ModelProfile, *, name: str, decoupled: bool,
     return str(text_format.MessageToString(config))
 
 
+def tensors_config(description: ModelProfile, options: ConfigOptions) -> Any:
+    """Return a `ModelConfig` message that only declares the inputs and outputs of a model."""
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+    config = ModelConfig()
+    _add_tensors(config, description, options)
+    return config
+
+
+def _add_tensors(config: Any, description: ModelProfile, options: ConfigOptions) -> None:
+    for tensor in description.inputs:
+        _add_input(config, tensor, options)
+    for tensor in description.outputs:
+        config.output.add(name=tensor.name, data_type=_data_type(tensor, options), dims=tensor.dims)
+
+
 def parse_config(text: str, name: object = "The text") -> Any:
-    """The `ModelConfig` message that `text` says; RepositoryError, which calls it `name`, when it says none."""
+    """Return the `ModelConfig` message of a config.pbtxt; RepositoryError, which calls it `name`, if it is not one."""
     from google.protobuf import text_format
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
     try:
-        return text_format.Parse(text, ModelConfig())
+        return ModelConfig.FromString(_serialized(text))
     except (text_format.ParseError, ValueError) as error:
         raise RepositoryError(f"{name} is not a Triton model configuration: {str(error).rstrip('.')}.") from error
 
 
+@lru_cache(maxsize=64)
+def _serialized(text: str) -> bytes:
+    """Cache parsed texts: parsing takes milliseconds, and the start of a server reads each file several times."""
+    from google.protobuf import text_format
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+    return bytes(text_format.Parse(text, ModelConfig()).SerializeToString())
+
+
 def type_name(tensor: Any) -> str:
-    """The type of an input or output of a ModelConfig message, without TYPE_."""
+    """Return the type of an input or output of a ModelConfig message, without TYPE_."""
     from tritonclient.grpc.model_config_pb2 import DataType
 
     return str(DataType.Name(tensor.data_type)).removeprefix("TYPE_")
@@ -143,8 +164,8 @@ def _add_python_parts(config: Any, profile: Profile, description: ModelProfile, 
     _add_batching(config, profile, name, options)
     given = options.parameters.get(name, {})
     for parameter in description.parameters:
-        text = given.get(parameter.name, parameter.text)
-        # NVIDIA's C++ backend takes some empty values for values, such as a list of no GPUs.
+        text = given.get(parameter.name, parameter.unset)
+        # NVIDIA's C++ backend logs a warning for each empty text; it reads it as unset.
         if text or options.keep_unset or name != CORE or parameter.needs_key:
             config.parameters[parameter.name].string_value = text
     for key in given.keys() - {parameter.name for parameter in description.parameters}:

@@ -1,4 +1,4 @@
-"""The models of a repository that run an engine (or, for llmapi, a Hugging Face model), and what they need."""
+"""The core models of a repository: those that run an engine or, for llmapi, a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtserve.errors import RepositoryError
+from trtserve.executor.loaders import is_embedded
 from trtserve.files import read_json_object
+from trtserve.triton.placeholders import parameter_texts
 
 Backend = Literal["tensorrtllm", "python", "llmapi"]
 Groups = tuple[tuple[int, ...], ...]
@@ -20,32 +22,44 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
 @dataclass(frozen=True, kw_only=True)
 class CoreModel:
-    """One core model, as its config.pbtxt and its engine tell.
-
-    `engine` is the engine's folder on this machine, None where it lies elsewhere (another container's path, llmapi);
-    `config` its config.json, `settings` the model.yaml of llmapi. `world_size` counts the ranks of one instance:
-    tensor × pipeline parallel. `gpu_device_ids` and `participant_ids` have one group for each instance, and are empty
-    when the parameter is not set; `worker` is executor_worker_path, "" when that is not set. `origin` says where the
-    engine was built, as far as a manifest tells: versions of `tensorrt_llm`, `tensorrt`, `cuda`, `driver`, and the
-    `gpu` with its `sm`. `built_with` are the wishes of `trtserve build`; None for the engine of somebody else's.
-    """
+    """One core model, as read from its config.pbtxt and its engine."""
 
     name: str
     backend: Backend
     engine: Path | None = None
+    """The engine's folder, or None when it is not on this machine (a path of another container) and for llmapi."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's config.json."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """The model.yaml of llmapi."""
     world_size: int = 1
+    """Ranks of one instance: tensor × pipeline parallel."""
     instances: int = 1
     gpu_device_ids: Groups = ()
+    """One group per instance, or empty when the parameter is not set."""
     participant_ids: Groups = ()
+    """One group per instance, or empty when the parameter is not set."""
     worker: str = ""
+    """executor_worker_path, or empty when it is not set."""
     origin: Mapping[str, str] = field(default_factory=dict)
+    """Where the engine was built, if a manifest says: versions of `tensorrt_llm`, `tensorrt`, `cuda` and `driver`, and
+    the `gpu` with its `sm`."""
     built_with: Mapping[str, Any] | None = None
+    """The options of `trtserve build`, or None for an engine that another tool built."""
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the embedded executor serves it."""
+        return is_embedded(self.config)
+
+    @property
+    def uses_llmapi(self) -> bool:
+        """Whether the LLM API loads a Hugging Face model, instead of an engine."""
+        return self.backend == "llmapi"
 
     @property
     def version(self) -> str | None:
-        """The TensorRT-LLM that built the engine, by its config.json, else by a manifest; None when neither says it."""
+        """The TensorRT-LLM that built the engine, from its config.json or a manifest, or None when it is unknown."""
         found = self.config.get("version") or self.origin.get("tensorrt_llm")
         return None if found is None else str(found)
 
@@ -53,9 +67,9 @@ class CoreModel:
 def core_models(
     repository: Path, configs: Mapping[str, Any], facts: Mapping[str, Any] | None = None
 ) -> tuple[CoreModel, ...]:
-    """Every core model among `configs` (model → ModelConfig), the first one of `facts` (a manifest's) first.
+    """Return the core models among `configs` (model → ModelConfig), in the order of the manifest's `facts`.
 
-    RepositoryError for a config.json or model.yaml that cannot be read, and for device lists that are none.
+    Raises RepositoryError for a config.json or model.yaml that cannot be read, and for wrong lists of devices.
     """
     facts = facts or {}
     known = facts.get("core_models") or {}
@@ -65,7 +79,7 @@ def core_models(
 
 
 def world_size(config: Mapping[str, Any]) -> int:
-    """Ranks of the engine whose config.json is `config`: tensor × pipeline (× context) parallel."""
+    """Return the ranks of the engine with this config.json: tensor × pipeline × context parallel."""
     mapping = config.get("pretrained_config", {}).get("mapping", {})
     sizes = (int(mapping.get(name) or 1) for name in ("tp_size", "pp_size", "cp_size"))
     total = 1
@@ -75,7 +89,7 @@ def world_size(config: Mapping[str, Any]) -> int:
 
 
 def device_groups(text: str) -> Groups:
-    """`0,1;2,3` → ((0, 1), (2, 3)); "" → (). ValueError for other text."""
+    """`0,1;2,3` → ((0, 1), (2, 3)); "" → (). Raises ValueError for other text."""
     return tuple(tuple(int(part) for part in group.split(",")) for group in text.split(";")) if text.strip() else ()
 
 
@@ -90,7 +104,10 @@ def _found(
             yield _llmapi(name, config, yaml, instances)
         elif config.backend == "tensorrtllm" or (config.backend == "python" and "gpt_model_type" in config.parameters):
             engine = _engine_folder(repository, _parameter(config, "gpt_model_path"), facts.get("container_paths"))
-            content = _engine_config(engine)
+            config_file = None if engine is None else engine / "config.json"
+            content: Mapping[str, Any] = {}
+            if config_file is not None and config_file.is_file():
+                content = read_json_object(config_file, RepositoryError)
             yield CoreModel(
                 name=name,
                 backend="python" if config.backend == "python" else "tensorrtllm",
@@ -120,19 +137,19 @@ def _llmapi(name: str, config: Any, path: Path, instances: int) -> CoreModel:
 
 
 def _parallel_sizes(settings: Mapping[str, Any], path: Path) -> list[int]:
-    """Tensor and pipeline parallelism of a model.yaml; RepositoryError with every wrong value."""
+    """Return tensor and pipeline parallelism of a model.yaml; RepositoryError names every wrong value."""
     found = {key: 1 if settings.get(key) is None else settings[key] for key in PARALLEL_SIZES}
     wrong = [key for key, value in found.items() if type(value) is not int or value < 1]
     if wrong:
-        told = " and ".join(f"{key} is {found[key]!r}" for key in wrong)
+        given = " and ".join(f"{key} is {found[key]!r}" for key in wrong)
         raise RepositoryError(
-            f"{path}: {told}; expected a whole number of 1 or more.", hint=f"Correct it in {LLMAPI_FILE}."
+            f"{path}: {given}; expected a whole number of 1 or more.", hint=f"Correct it in {LLMAPI_FILE}."
         )
     return list(found.values())
 
 
 def read_model_yaml(path: Path) -> dict[str, Any]:
-    """The content of an llmapi model's model.yaml; RepositoryError when it is no table with a `model`."""
+    """Read the model.yaml of an llmapi model. Raises RepositoryError when it names no model."""
     import yaml
 
     try:
@@ -147,25 +164,18 @@ def read_model_yaml(path: Path) -> dict[str, Any]:
 
 
 def _parameter(config: Any, key: str) -> str:
-    return str(config.parameters[key].string_value).strip() if key in config.parameters else ""
+    return parameter_texts(config).get(key, "")
 
 
 def _engine_folder(repository: Path, text: str, container: str | None) -> Path | None:
-    """The folder that gpt_model_path means on this machine; None when there is none here."""
+    """Return the folder that gpt_model_path names, or None when it is not on this machine."""
     if not text:
         return None
     if container is not None and Path(text).is_relative_to(container):
         folder = repository / Path(text).relative_to(container)
     else:
-        folder = repository / text  # an absolute path stays what it is
+        folder = repository / text  # an absolute path replaces `repository`
     return folder if folder.is_dir() else None
-
-
-def _engine_config(folder: Path | None) -> Mapping[str, Any]:
-    path = None if folder is None else folder / "config.json"
-    if path is None or not path.is_file():
-        return {}
-    return read_json_object(path, RepositoryError)
 
 
 def _groups(name: str, config: Any, key: str) -> Groups:

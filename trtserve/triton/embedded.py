@@ -1,4 +1,4 @@
-"""Whether the embedded executor starts with the parameters of a core model, asked of the code that will start it."""
+"""Check that the embedded executor starts with a core model's parameters, with the code that will start it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.triton.core_program import core_modules
 from trtserve.triton.parameters import find_parameter, parameter_classes
 from trtserve.triton.profiles import CORE
 
@@ -23,10 +22,10 @@ def require_startable(
     settings: Mapping[str, str],
     max_queue_size: int = 0,
 ) -> None:
-    """UsageError when the embedded executor refuses `parameters` on an engine whose `config.json` is `engine`.
+    """Raise UsageError when the embedded executor refuses `parameters` for an engine with this config.json.
 
-    `settings` are those of `parameters` that the user set; the error names the one that is refused. `max_queue_size`
-    is that of the model's `dynamic_batching`.
+    `settings` are the parameters that the user set; the error names the refused one. `max_queue_size` is that of the
+    model's `dynamic_batching`.
     """
 
     def refused(chosen: Mapping[str, str]) -> str | None:
@@ -42,64 +41,67 @@ def require_startable(
             choices = () if declared is None else declared.values.choices
             starting = " or ".join(word for word in choices if refused({**others, name: word}) is None)
             raise UsageError(
-                f"--set {name}={value} cannot start on the openvino runtime: {own}",
+                f"--set {name}={value} cannot start in the embedded executor: {own}",
                 hint=f"Leave {name} out{f', or set it to {starting}' if starting else ''}.",
             )
-    raise UsageError(f"The openvino runtime cannot start with these settings: {reason}")
+    raise UsageError(f"The embedded executor cannot start with these settings: {reason}")
 
 
 def startup_refusal(
     parameters: Mapping[str, str], engine: Mapping[str, Any], *, release: str, max_queue_size: int = 0
 ) -> str | None:
-    """What the embedded executor says against `parameters` of a repository that exists; None when it starts.
+    """Return why the embedded executor refuses the `parameters` of an existing repository, or None when it starts.
 
-    Where its engine lies is no question here.
+    The path of the engine is not checked.
     """
     return _refusal({**parameters, "gpt_model_path": _ENGINE_FOLDER}, engine, release, max_queue_size)
 
 
-def require_carried_out(given: Mapping[str, Mapping[str, str]], release: str) -> None:
-    """UsageError for a parameter of `given` (model → parameter → text) that a model refuses when it is loaded."""
+def require_accepted(given: Mapping[str, Mapping[str, str]], release: str) -> None:
+    """Raise UsageError for a parameter in `given` (model → parameter → text) that a model refuses at load."""
     for model, parameters in given.items():
         if (reason := refused_parameter(parameters, parameter_classes(model, release))) is not None:
             raise UsageError(
-                f"--set cannot start on the openvino runtime: {model}: {reason}", hint="Leave the parameter out."
+                f"--set cannot start in the embedded executor: {model}: {reason}", hint="Leave the parameter out."
             )
 
 
 def refused_parameter(parameters: Mapping[str, str], classes: Mapping[str, Any]) -> str | None:
-    """What a model says at load against one of `parameters` that it cannot carry out; None when there is none.
+    """Return why a model refuses one of `parameters` at load, or None when it accepts all.
 
     `classes` is the content of its CLASSES_FILE.
     """
-    refusal = core_modules()["parameter_classes"].refusal
+    from trtserve.models.shared.parameter_classes import refusal
+
     entries = classes.get("refused", {}).items()
     reasons = (refusal(name, parameters.get(name, "").strip() or None, entry) for name, entry in entries)
     return next((str(reason) for reason in reasons if reason is not None), None)
 
 
 def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: str, max_queue_size: int) -> str | None:
-    """What the core model or its executor says against `parameters`; None when they start."""
+    """Return why the core model or its executor refuses `parameters`, or None when they start."""
     from trtserve.executor.limits import resolve_limits
-    from trtserve.executor.unbuilt import refuse_unbuilt_config
+    from trtserve.executor.unsupported import refuse_unsupported_config
+    from trtserve.models.core.executor_module import load_embedded_executor
+    from trtserve.models.core.settings import executor_config
+    from trtserve.models.shared.parameters import ModelParameters
 
     classes = parameter_classes(CORE, release)
     if (reason := refused_parameter(parameters, classes)) is not None:
         return reason
-    modules = core_modules()
-    module = modules["executor_module"].load_executor_module("openvino", release)
+    module = load_embedded_executor(release)
     model = {
         "parameters": {name: {"string_value": value} for name, value in parameters.items()},
         "dynamic_batching": {"default_queue_policy": {"max_queue_size": max_queue_size}},
     }
     ignored: list[str] = []
-    reader = modules["model_parameters"].ModelParameters(model, Path(), ignored.append)
-    reader = reader.without(classes["without_meaning"])
+    reader = ModelParameters(model, Path(), ignored.append)
+    reader = reader.without(classes["ignored"])
     try:
-        config = modules["core_settings"].executor_config(module, reader, model)
+        config = executor_config(module, reader, model)
         _refuse_beam_search(config)
         _refuse_missing_engine(parameters.get("gpt_model_path", ""))
-        refuse_unbuilt_config(config)
+        refuse_unsupported_config(config)
         resolve_limits(engine, config)
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
@@ -107,7 +109,7 @@ def _refusal(parameters: Mapping[str, str], engine: Mapping[str, Any], release: 
 
 
 def _refuse_beam_search(config: Any) -> None:
-    """The executor replaces this mode with a warning in its log, as TensorRT-LLM does; nobody wants that served."""
+    """Refuse a mode that the executor, like TensorRT-LLM, would replace with only a warning in its log."""
     mode = config.decoding_config and config.decoding_config.decoding_mode
     if mode and mode.isBeamSearch() and config.max_beam_width == 1:
         raise ValueError(
@@ -116,6 +118,6 @@ def _refuse_beam_search(config: Any) -> None:
 
 
 def _refuse_missing_engine(folder: str) -> None:
-    """A relative folder is one of the repository, which holds its engine in one place."""
+    """Accept the engine folder of the repository, or an existing absolute path."""
     if folder != _ENGINE_FOLDER and not (Path(folder).is_absolute() and Path(folder).is_dir()):
         raise ValueError(f"gpt_model_path {folder!r} is neither {_ENGINE_FOLDER} nor the absolute path of a folder")

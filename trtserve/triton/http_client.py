@@ -1,7 +1,7 @@
-"""How to talk to a Triton server over HTTP: generate and generate_stream for decoupled models, infer for the others.
+"""A client of Triton over HTTP: generate and generate_stream for decoupled models, infer for the others.
 
-Sources: Triton's docs/protocol/extension_generate.md and extension_binary_data.md. Decoupled models are not served by
-infer; generate knows flat values only. Errors may arrive with status 200 once a reply has begun.
+Sources: Triton's docs/protocol/extension_generate.md and extension_binary_data.md. The infer endpoint does not serve
+decoupled models; generate takes flat values only. Errors may arrive with status 200 once a reply has begun.
 """
 
 from __future__ import annotations
@@ -25,24 +25,19 @@ from trtserve.triton.call_errors import (
     unknown_model,
     unreachable,
 )
-from trtserve.triton.client import (
-    Endpoint,
-    ModelDescription,
-    Reply,
-    Tls,
-)
+from trtserve.triton.client import Endpoint, ModelDescription, Reply, Tls
 from trtserve.triton.tensors import Tensor, decoded, generate_shape, text_array
 
 _EVENT = "data:"
 _JSON_LENGTH = "Inference-Header-Content-Length"
-# What the answer of generate has beside outputs and parameters of the response.
+# Keys in the answer of generate that are neither outputs nor parameters of the response.
 _ENVELOPE = ("id", "model_name", "model_version")
 
 
 def generate_body(tensors: Sequence[Tensor], *, request_id: str, model: ModelDescription) -> dict[str, Any]:
-    """JSON body of generate and generate_stream: scalars for single values, flat lists for several.
+    """Return the JSON body for generate and generate_stream: scalars for single values, flat lists for several.
 
-    UsageError for a tensor to which the endpoint would give another shape.
+    Raises UsageError for a tensor that the endpoint would give another shape.
     """
     for tensor in tensors:
         _require_flat(tensor, model)
@@ -63,7 +58,7 @@ def _require_flat(tensor: Tensor, model: ModelDescription) -> None:
 
 
 def infer_body(tensors: Sequence[Tensor], *, request_id: str, outputs: Sequence[str] = ()) -> tuple[bytes, int]:
-    """Body of an infer request with binary tensors, and the length of its JSON part."""
+    """Return the body of an infer request with binary tensors, and the length of its JSON part."""
     contents = [tensor.raw() for tensor in tensors]
     inputs = [
         {
@@ -82,14 +77,14 @@ def infer_body(tensors: Sequence[Tensor], *, request_id: str, outputs: Sequence[
 
 
 class HttpClient:
-    """Blocking client over HTTP or HTTPS; one connection per call, so that closing it reaches exactly one request."""
+    """Blocking client over HTTP or HTTPS, with one connection per call, so that closing it ends exactly one request."""
 
     def __init__(self, endpoint: Endpoint, *, timeout: float) -> None:
         self._endpoint = endpoint
         self._where = endpoint.http
         self._timeout = timeout
         self._first = min(timeout, endpoint.connect_timeout)
-        self._tls = None if endpoint.tls is None else _tls_context(endpoint.tls)
+        self._tls = None if endpoint.tls is None else tls_context(endpoint.tls)
         self._cancelled = False
         self._request: http.client.HTTPConnection | None = None
 
@@ -118,7 +113,7 @@ class HttpClient:
                 yield _infer_reply(answer, answer.read())
             return
         if outputs:
-            raise UsageError("--requested-outputs needs --protocol grpc: HTTP's generate endpoint sends all outputs.")
+            raise UsageError("--requested-outputs needs --protocol grpc: the HTTP generate endpoint sends all outputs.")
         yield from self._generated(model, tensors, request_id=request_id, stream=stream)
 
     def _generated(
@@ -126,7 +121,7 @@ class HttpClient:
     ) -> Iterator[Reply]:
         verb = "generate_stream" if stream else "generate"
         body = json.dumps(generate_body(tensors, request_id=request_id, model=model)).encode()
-        # The socket's own timeout bounds one read, and a stream has many.
+        # The socket's timeout limits one read, and a stream has many.
         deadline = time.monotonic() + self._timeout
         with self._response("POST", f"{_place(model.name)}/{verb}", body) as response:
             if verb == "generate":
@@ -147,7 +142,7 @@ class HttpClient:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nothing stays open between calls."""
+        """Do nothing: no connection stays open between calls."""
 
     def _call(self, method: str, path: str, body: object = None) -> tuple[int, str]:
         content = json.dumps(body).encode() if body is not None else None
@@ -164,21 +159,20 @@ class HttpClient:
         *,
         first: bool = False,
     ) -> Iterator[http.client.HTTPResponse]:
-        self._request = connection = self._connection(self._first if first else self._timeout)
+        host, port, timeout = self._endpoint.host, self._endpoint.http_port, self._first if first else self._timeout
+        if self._tls is None:
+            connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        else:
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=self._tls)
+        self._request = connection
         try:
             with self._explained(first=first):
-                connection.request(method, path, body, headers or {})
+                connection.request(method, path, body, {**self._endpoint.http_headers, **(headers or {})})
                 if self._cancelled:
                     raise RequestCancelledError("The request was cancelled.")
                 yield connection.getresponse()
         finally:
             connection.close()
-
-    def _connection(self, timeout: float) -> http.client.HTTPConnection:
-        host, port = self._endpoint.host, self._endpoint.http_port
-        if self._tls is not None:
-            return http.client.HTTPSConnection(host, port, timeout=timeout, context=self._tls)
-        return http.client.HTTPConnection(host, port, timeout=timeout)
 
     @contextmanager
     def _explained(self, *, first: bool) -> Iterator[None]:
@@ -194,44 +188,48 @@ class HttpClient:
             return silent(self._where, self._first)
         if isinstance(error, TimeoutError):
             message = f"No answer from {self._where} within {self._timeout:g} s."
-            return RequestError(message, hint="Raise the bound with --timeout.")
+            return RequestError(message, hint="Raise it with --timeout.")
         if isinstance(error, http.client.IncompleteRead):
             return unreachable(self._where, "the connection ended in the middle of the answer")
-        # Of an encrypted server: it ends the connection, or answers with what is no HTTP.
+        # An encrypted port ends the connection, or answers with bytes that are not HTTP.
         if self._tls is None and isinstance(error, (http.client.BadStatusLine, ConnectionError)):
             return other_protocol(self._where, "HTTP") or self._lost(error)
         return self._lost(error)
 
     def _lost(self, error: Exception) -> Exception:
-        """What is to be said of a connection that was not made, or ended before the answer."""
+        """Return the error for a connection that failed, or ended before the answer."""
         if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
             hint = "If that is the gRPC port, use --protocol grpc (query) or give the HTTP port."
-            return unreachable(self._where, "what answers there does not speak HTTP", hint=hint)
+            return unreachable(self._where, "the port does not speak HTTP", hint=hint)
         hint = ""
         if isinstance(error, ssl.SSLCertVerificationError):
-            hint = "--root-certificates names the roots that this server's certificate is signed with."
+            hint = "Name the roots that signed this server's certificate with --root-certificates."
         elif isinstance(error, ssl.SSLError):
-            hint = "Without --ssl the connection is plain, which is all that Triton itself speaks over HTTP."
+            hint = "Try without --ssl: Triton itself has no encryption over HTTP."
         reason = getattr(error, "verify_message", "") or str(error) or type(error).__name__
         return unreachable(self._where, reason, hint=hint)
 
 
 def _place(model: str) -> str:
-    """The path of a model, whose name may be any that a user types."""
+    """Return the path of a model; its name may be any text that a user types."""
     return f"/v2/models/{quote(model, safe='')}"
 
 
 def _text(content: bytes) -> str:
-    """A body as text; bytes that are no UTF-8 are seen as such in the answer, or in the error about it."""
+    """Decode a body; invalid UTF-8 shows as replacement characters."""
     return content.decode("utf-8", errors="replace")
 
 
-def _tls_context(tls: Tls) -> ssl.SSLContext:
+def tls_context(tls: Tls) -> ssl.SSLContext:
+    """Return what an encrypted connection trusts and shows. Raises UsageError for files that cannot be used."""
     try:
         context = ssl.create_default_context(cafile=tls.root_certificates)
+        if tls.server_name is not None:  # the roots are the server's own certificate, whatever the host is called
+            context.check_hostname = False
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         if tls.certificate_chain is not None:
             context.load_cert_chain(tls.certificate_chain, tls.private_key)
-    except OSError as error:  # includes files that hold no certificate
+    except OSError as error:  # also for files without a certificate
         files = (tls.root_certificates, tls.private_key, tls.certificate_chain)
         named = ", ".join(str(path) for path in files if path is not None)
         raise UsageError(f"The certificates ({named}) cannot be used: {error.strerror or error}.") from None
@@ -239,9 +237,9 @@ def _tls_context(tls: Tls) -> ssl.SSLContext:
 
 
 def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Lines as they come; IncompleteRead when the connection ends before the answer does.
+    """Yield lines as they arrive; IncompleteRead when the connection ends before the answer does.
 
-    Iterating over the response itself takes a lost connection for the end (its `peek` swallows the error).
+    Iterating over the response itself would take a lost connection for the end, because its `peek` hides the error.
     """
     pending = b""
     while received := response.read1(1 << 16):
@@ -251,11 +249,13 @@ def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def _checked(status: int, text: str) -> Any:
-    """The parsed body; RequestError with the server's text when it reports one, whatever the status."""
+    """Return the parsed body. Raises RequestError when it reports an error, whatever the status."""
     try:
         content = json.loads(text.strip().removeprefix(_EVENT))
     except json.JSONDecodeError:
-        raise RequestError(f"The server answered with status {status} and no JSON: {text[:200]!r}.") from None
+        raise RequestError(
+            f"The server answered with status {status} and a body that is not JSON: {text[:200]!r}."
+        ) from None
     if isinstance(content, Mapping) and "error" in content:
         raise refused(str(content["error"]))
     if status >= http.client.BAD_REQUEST:
@@ -264,20 +264,20 @@ def _checked(status: int, text: str) -> Any:
 
 
 def _reply(content: Mapping[str, Any], model: ModelDescription) -> Reply:
-    """What a generate answer has: outputs of the model as flat arrays, and whatever else it says as parameters."""
+    """Return the outputs of a generate answer as flat arrays, and its other values as parameters."""
     import numpy as np
 
     outputs = {}
     for name in content.keys() & model.outputs.keys():
         values = content[name] if isinstance(content[name], list) else [content[name]]
-        # Without a type, since generate writes numbers that are none (NaN) as texts.
+        # Without a type, because generate writes NaN as text.
         outputs[name] = text_array(values) if model.outputs[name].datatype == "BYTES" else np.asarray(values)
     parameters = {name: content[name] for name in content.keys() - model.outputs.keys() - set(_ENVELOPE)}
     return Reply(outputs=outputs, parameters=parameters)
 
 
 def _infer_reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
-    """Outputs of an infer answer, whose binary tensors follow its JSON part in order."""
+    """Return the outputs of an infer answer, whose binary tensors follow its JSON part in order."""
     length = int(response.headers.get(_JSON_LENGTH, len(body)))
     head = _checked(response.status, _text(body[:length]))
     outputs, start = {}, length

@@ -1,4 +1,4 @@
-"""A client of an executor in this very process: the core model's own code between tensors and executor, no server."""
+"""A client of an executor in this process, without a server, with the core model's own code."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trtserve.errors import MissingDependencyError, RequestError
+from trtserve.host.install_command import install_command
+from trtserve.models.core.executor_module import load_executor_module
+from trtserve.models.core.request import RequestFactory, vocabulary_to_wrap
+from trtserve.models.core.response import Wanted, output_arrays
+from trtserve.models.core.settings import executor_config
+from trtserve.models.shared.parameters import ModelParameters
 from trtserve.triton.call_errors import RequestCancelledError, unknown_model
 from trtserve.triton.client import Endpoint, ModelDescription, Reply
-from trtserve.triton.core_program import core_modules
 from trtserve.triton.tensors import Tensor, numpy_type, text_array
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
 _AWAIT = timedelta(milliseconds=100)
-# What the core model raises for inputs that cannot be a request, and executors for requests they do not take.
+# What the core model raises for wrong inputs, and executors for requests that they refuse.
 _REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError, AttributeError)
 
 
 class LocalClient:
-    """Drives an executor; `model` is the JSON form of the core model's configuration, for the engine in `engine`.
+    """Runs an executor on the engine in `engine`; `model` is the JSON form of the core model's configuration.
 
-    MissingDependencyError when the runtime is not installed, RequestError when the engine cannot be loaded.
+    Raises MissingDependencyError when the runtime is not installed and RequestError when the engine cannot be loaded.
     """
 
     def __init__(self, engine: Path, model: Mapping[str, Any], *, timeout: float) -> None:
@@ -35,42 +40,41 @@ class LocalClient:
         self._timeout = timeout
         self._running: dict[str, list[int]] = {}
         self._cancelled = threading.Event()
-        modules = core_modules()
         warnings: list[str] = []
-        parameters = modules["model_parameters"].ModelParameters(dict(model), engine, warnings.append)
+        parameters = ModelParameters(dict(model), engine, warnings.append)
         try:
-            self._module = modules["executor_module"].load_executor_module(
-                parameters.text("executor"), parameters.text("executor_release")
-            )
-            settings = modules["core_settings"].executor_config(self._module, parameters, dict(model))
+            self._module = load_executor_module(parameters.text("executor"), parameters.text("executor_release"))
+            settings = executor_config(self._module, parameters, dict(model))
             api = self._module.api
             self._executor = api.Executor(engine, api.ModelType.DECODER_ONLY, settings)
         except ImportError as error:
             raise MissingDependencyError(
                 f"The executor of this engine cannot be imported: {error}.",
                 hint="Run this where the runtime is installed: in NVIDIA's container for engines of TensorRT-LLM, "
-                "pip install 'trtserve[cpu]' for those of CPUs.",
+                f"{install_command('cpu')} for CPU engines.",
             ) from error
         except (*_REFUSALS, OSError) as error:
             raise RequestError(f"The engine {engine} cannot be loaded: {error}") from error
-        self._factory = modules["core_request"].RequestFactory(
-            self._module, decoupled=True, exclude_input=bool(parameters.switch("exclude_input_in_output"))
+        self._factory = RequestFactory(
+            self._module,
+            decoupled=True,
+            exclude_input=bool(parameters.switch("exclude_input_in_output")),
+            vocabulary=vocabulary_to_wrap(parameters, engine),
         )
-        self._responses = modules["core_response"]
 
     def shutdown(self) -> None:
-        """End the executor; on ranks other than the leader this returns when the leader ends."""
-        self._running.clear()  # a reader that is dropped later has nothing to stop any more
+        """End the executor; on worker ranks, return when the leader ends."""
+        self._running.clear()  # iterators that are closed later have nothing to stop
         self._executor.shutdown()
 
     def describe(self, model: str) -> ModelDescription:
-        """The core model, which is the only one; RequestError for any other."""
+        """Return the description of the core model. Raises RequestError for any other."""
         if model != self._description.name:
             raise unknown_model(model, "this process", self.model_names())
         return self._description
 
     def model_names(self) -> list[str]:
-        """The core model."""
+        """Return the name of the core model."""
         return [self._description.name]
 
     def infer(
@@ -82,7 +86,7 @@ class LocalClient:
         stream: bool,
         outputs: Sequence[str] = (),
     ) -> Iterator[Reply]:
-        """Hand one request to the executor and yield what it answers; see `Client.infer`."""
+        """Send one request to the executor and yield its responses; see `Client.infer`."""
         del model
         inputs = {tensor.name: _array(tensor) for tensor in tensors}
         if "stop" in inputs and bool(inputs["stop"].any()):
@@ -90,14 +94,28 @@ class LocalClient:
             return iter(())
         return self._answers(inputs, request_id, stream=stream, outputs=outputs)
 
+    def submit(self, tensors: Sequence[Tensor], *, request_id: str) -> dict[int, Any]:
+        """Enqueue one request without waiting; return executor id → what its replies depend on, for `reply`."""
+        return self._submit({tensor.name: _array(tensor) for tensor in tensors}, request_id)
+
+    def arrived(self) -> Sequence[Any]:
+        """Wait a moment for the executor's responses to any request; for a caller that serves all of them itself."""
+        responses: Sequence[Any] = self._executor.await_responses(timeout=_AWAIT)
+        return responses
+
+    def stop(self, request_id: str) -> None:
+        """Cancel a request of `submit`, and forget it."""
+        self._stop(request_id)
+        self._running.pop(request_id, None)
+
     def cancel(self) -> None:
-        """Cancel what runs; its iterator raises RequestCancelledError."""
+        """Cancel the running requests; their iterators raise RequestCancelledError."""
         self._cancelled.set()
         for request_id in list(self._running):
             self._stop(request_id)
 
     def close(self) -> None:
-        """Nothing: the executor lives as long as its owner wants it, see `shutdown`."""
+        """Do nothing: the owner ends the executor with `shutdown`."""
 
     def _stop(self, request_id: str) -> None:
         for number in self._running.get(request_id, ()):
@@ -111,18 +129,20 @@ class LocalClient:
         try:
             while rows:
                 if time.monotonic() > deadline:
-                    raise RequestError(f"The answer took longer than {self._timeout:g} s.", hint="Give --timeout.")
+                    raise RequestError(
+                        f"The answer took longer than {self._timeout:g} s.", hint="Raise it with --timeout."
+                    )
                 for answer in self._executor.await_responses(timeout=_AWAIT):
                     if answer.request_id in rows:
-                        yield self._reply(answer, rows, outputs)
+                        yield self.reply(answer, rows, outputs)
         finally:
-            self._stop(request_id)  # of a reader that went away; harmless for a request that has ended
+            self._stop(request_id)  # for an iterator that was closed early; harmless after the end
             self._running.pop(request_id, None)
         if self._cancelled.is_set() and not stream:
             raise RequestCancelledError("The request was cancelled.")
 
     def _submit(self, inputs: dict[str, npt.NDArray[Any]], request_id: str) -> dict[int, Any]:
-        """Executor id → what is wanted of the answer, for each row."""
+        """Enqueue one executor request per row; return executor id → what its outputs depend on."""
         try:
             requests = self._factory.requests(inputs)
             wanted = [self._wanted(request, row, len(requests), inputs) for row, request in enumerate(requests)]
@@ -136,7 +156,7 @@ class LocalClient:
         length = len(request.input_token_ids)
         repeats_prompt = not request.streaming and not request.output_config.exclude_input_from_output
         samples = int(inputs["num_return_sequences"].max()) if "num_return_sequences" in inputs else 1
-        return self._responses.Wanted(
+        return Wanted(
             prompt_length=length,
             output_prompt_length=length if repeats_prompt else 0,
             max_tokens=request.max_tokens if self._module.since("0.13") else request.max_new_tokens,
@@ -147,14 +167,18 @@ class LocalClient:
             count_output=True,
         )
 
-    def _reply(self, answer: Any, rows: dict[int, Any], wanted_outputs: Sequence[str]) -> Reply:
+    def reply(self, answer: Any, rows: dict[int, Any], wanted_outputs: Sequence[str] = ()) -> Reply:
+        """Return the outputs of an executor's response to a request of `rows`, which lose the id of a final one.
+
+        Raises RequestError for a failed request.
+        """
         wanted = rows[answer.request_id]
         if answer.has_error():
             del rows[answer.request_id]
             raise RequestError(f"The executor failed the request: {answer.error_msg}")
         if answer.result.is_final:
             del rows[answer.request_id]
-        arrays = self._responses.output_arrays(self._module, answer.result, wanted)
+        arrays = output_arrays(self._module, answer.result, wanted)
         found = {name: _texts(array) for name, array in arrays.items()}
         chosen = {name: array for name, array in found.items() if not wanted_outputs or name in wanted_outputs}
         return Reply(outputs=chosen)
@@ -172,9 +196,7 @@ class LocalEndpoint(Endpoint):
 
 
 def _array(tensor: Tensor) -> npt.NDArray[Any]:
-    """The tensor as the python backend gives it to a model: strings as bytes."""
-    import numpy as np
-
+    """Return the tensor as the Python backend gives it to a model: strings as bytes."""
     if tensor.datatype == "BYTES":
         flat = np.empty(len(tensor.flat()), dtype=object)
         flat[:] = [str(value).encode() for value in tensor.flat()]
@@ -183,7 +205,7 @@ def _array(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 def _texts(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Strings as a client receives them."""
+    """Decode strings, as a client receives them."""
     if array.dtype != object:
         return array
     return text_array([value.decode(errors="replace") for value in array.reshape(-1)]).reshape(array.shape)

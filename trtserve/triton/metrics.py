@@ -1,6 +1,6 @@
-"""Triton's metrics page: Prometheus' text format, and the families of the core model and of Triton itself.
+"""Read Triton's metrics page: Prometheus' text format, with the metrics of Triton and of the core models.
 
-Source of the families: section 8 of the reference of clients and benchmarks; `nv_trtserve_tokens_total` is ours.
+`nv_trtserve_tokens_total` is trtserve's own; the other names are NVIDIA's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CORE_LABELS: Mapping[str, str] = {
     "nv_trt_llm_general_metrics": "general_type",
     "nv_trtserve_tokens_total": "token_type",
 }
-"""Family of a core model → the label that tells its values apart."""
+"""Family of a core model → the label that distinguishes its values."""
 
 LENGTHS = ("nv_llm_input_token_len", "nv_llm_output_token_len")
 """Histograms of a core model: tokens of prompts and of answers, one observation for each finished request."""
@@ -30,6 +30,7 @@ GENERAL = "nv_trt_llm_general_metrics"
 TOKENS = "nv_trtserve_tokens_total"
 
 _INFERENCE = "nv_inference_"
+_GPU = "nv_gpu_"
 _SAMPLE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?")
 _LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
@@ -46,36 +47,45 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreMetrics:
-    """What one core model reports: family → value of its label → number.
-
-    Of LENGTHS: `count` of the requests, `sum` of their tokens, and `le N`, the requests of N tokens or fewer.
-    """
+    """The metrics of one core model."""
 
     model: str
     version: str
     families: Mapping[str, Mapping[str, float]]
+    """Family → value of its label → number. The histograms LENGTHS have `count` (requests), `sum` (tokens) and `le N`
+    (requests of at most N tokens)."""
 
     def value(self, family: str, kind: str) -> float | None:
-        """One number; None when the model does not report it."""
+        """One number, or None when the model does not report it."""
         return self.families.get(family, {}).get(kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMetrics:
-    """What Triton counts for one model: its `nv_inference_…` families without that prefix, summed over other labels."""
+    """Triton's own metrics of one model."""
 
     model: str
     version: str
     values: Mapping[str, float]
+    """The `nv_inference_…` families without that prefix, summed over other labels."""
 
     def mean_ms(self, duration: str) -> float | None:
-        """Mean milliseconds per successful request of the cumulative `duration`; None before the first request."""
+        """Return mean milliseconds per successful request of a cumulative `duration`, or None before the first."""
         requests, total = self.values.get("request_success"), self.values.get(duration)
         return total / requests / 1000 if requests and total is not None else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuMetrics:
+    """Triton's metrics of one GPU."""
+
+    uuid: str
+    values: Mapping[str, float]
+    """The `nv_gpu_…` families without that prefix: `utilization` (0 … 1), `memory_used_bytes` and others."""
+
+
 def parse(text: str) -> list[Sample]:
-    """The samples of a page; lines that are none are passed over."""
+    """Parse a page; lines that are not samples are skipped."""
     samples = []
     for line in text.splitlines():
         match = None if line.startswith("#") else _SAMPLE.fullmatch(line.strip())
@@ -85,13 +95,16 @@ def parse(text: str) -> list[Sample]:
             value = float(match["value"])
         except ValueError:
             continue
-        labels = {name: _unescaped(content) for name, content in _LABEL.findall(match["labels"] or "")}
+        labels = {
+            name: _ESCAPE.sub(lambda match: "\n" if match[1] == "n" else match[1], content)
+            for name, content in _LABEL.findall(match["labels"] or "")
+        }
         samples.append(Sample(name=match["name"], value=value, labels=labels))
     return samples
 
 
 def core_metrics(samples: Iterable[Sample]) -> list[CoreMetrics]:
-    """The core models of a page by name; those of release profiles without a family lack it."""
+    """Return the core models of a page, sorted by name."""
     found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for sample in samples:
         family, kind = _place(sample)
@@ -104,13 +117,13 @@ def core_metrics(samples: Iterable[Sample]) -> list[CoreMetrics]:
 
 
 def _ordered(families: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """The families in the order of CORE_LABELS, which a page has in none; buckets stay in theirs."""
+    """Sort families by CORE_LABELS, because a page has no fixed order; buckets keep their order."""
     gauges = {name: dict(sorted(families[name].items())) for name in CORE_LABELS if name in families}
     return gauges | {name: dict(families[name]) for name in LENGTHS if name in families}
 
 
 def _place(sample: Sample) -> tuple[str, str | None]:
-    """The core model's family that a sample belongs to, and which of its values it is; None for other samples."""
+    """Return the family of a core model's sample, and which of its values it is, or None for other samples."""
     family, _, part = sample.name.rpartition("_")
     if family not in LENGTHS:
         return sample.name, sample.labels.get(CORE_LABELS.get(sample.name, ""))
@@ -118,7 +131,7 @@ def _place(sample: Sample) -> tuple[str, str | None]:
 
 
 def model_metrics(samples: Iterable[Sample]) -> list[ModelMetrics]:
-    """Every model that Triton counts requests of, by name."""
+    """Return every model whose requests Triton counts, sorted by name."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for sample in samples:
         if sample.name.startswith(_INFERENCE) and "model" in sample.labels:
@@ -129,8 +142,17 @@ def model_metrics(samples: Iterable[Sample]) -> list[ModelMetrics]:
     ]
 
 
+def gpu_metrics(samples: Iterable[Sample]) -> list[GpuMetrics]:
+    """Return the GPUs of a page, sorted by UUID."""
+    found: dict[str, dict[str, float]] = {}
+    for sample in samples:
+        if sample.name.startswith(_GPU) and "gpu_uuid" in sample.labels:
+            found.setdefault(sample.labels["gpu_uuid"], {})[sample.name.removeprefix(_GPU)] = sample.value
+    return [GpuMetrics(uuid=uuid, values=values) for uuid, values in sorted(found.items())]
+
+
 def kv_blocks(text: str, model: str) -> dict[str, int]:
-    """Gauges of the KV cache of the core model `model`, or of the only one; {} when the page has none."""
+    """Return the KV cache gauges of the core model `model`, else of the first one, or {} when there are none."""
     found = core_metrics(parse(text))
     chosen = next((each for each in found if each.model == model), found[0] if found else None)
     gauges = {} if chosen is None else chosen.families.get(KV_BLOCKS, {})
@@ -139,7 +161,3 @@ def kv_blocks(text: str, model: str) -> dict[str, int]:
 
 def _identity(sample: Sample) -> tuple[str, str]:
     return sample.labels.get("model", ""), sample.labels.get("version", "")
-
-
-def _unescaped(text: str) -> str:
-    return _ESCAPE.sub(lambda match: "\n" if match[1] == "n" else match[1], text)

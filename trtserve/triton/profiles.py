@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 from trtserve.errors import UsageError
-from trtserve.releases import NEWEST, RELEASES, Row, normalize_release, order
-from trtserve.triton.tables import bls, core, ensemble, llmapi, parameters, processing
-from trtserve.triton.tables.rows import Parameter
+from trtserve.releases import NEWEST, Row, normalize_release, order
+from trtserve.triton.parameters import Parameter, parameters_of
+from trtserve.triton.tables import load_model, read_releases, rows_of
 
 CORE = "tensorrt_llm"
 DRAFT = "tensorrt_llm_draft"
@@ -27,24 +28,25 @@ MODELS = (PREPROCESSING, CORE, POSTPROCESSING, ENSEMBLE, BLS)
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Row):
-    """One input or output; `type` without the TYPE_ prefix, `dims` without the batch axis, -1 = variable.
-
-    `scalar` means `reshape { }`: the model sees [batch] where the client sends [batch, 1].
-    """
+    """One input or output of a model."""
 
     name: str
     type: str
+    """Triton's type without the TYPE_ prefix, or a name such as `$logits` for one that the repository chooses."""
     dims: tuple[int, ...]
+    """Without the batch axis; -1 is variable."""
     optional: bool = False
     scalar: bool = False
+    """`reshape { }`: the model sees [batch] where the client sends [batch, 1]."""
     ragged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link(Row):
-    """One line of an ensemble step's map: `name` of the model's tensor, `ensemble_tensor` of the ensemble."""
+    """One line of the input or output map of an ensemble step."""
 
     name: str
+    """Tensor of the step's model."""
     ensemble_tensor: str
 
 
@@ -70,21 +72,82 @@ class ModelProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The five models as one release has them.
-
-    `release` is the release whose outputs, parameters and executor keywords are used. `union` is set when the
-    inputs are those of all releases, so that clients of each of them work.
-    """
+    """The five models of one release, or of all releases together."""
 
     release: str
+    """The release whose outputs, parameters and executor keywords are used."""
     union: bool
-    models: dict[str, ModelProfile]
+    """Whether the inputs are those of all releases, so that clients of each of them work."""
+    models: Mapping[str, ModelProfile]
+
+
+def profile(release: str | None = None) -> Profile:
+    """Return the five models in `release`; None: with the inputs of all releases and the outputs of the newest."""
+    return _profile(None if release is None else normalize_release(release))
+
+
+def llmapi_model(release: str, *, own: bool = True) -> ModelProfile:
+    """Return the model of the LLM API, with the inputs and outputs that trtserve adds if `own`, else as NVIDIA has it.
+
+    Releases newer than the tables have the tensors of the newest. Raises UsageError for one without such a model.
+    """
+    chosen = NEWEST if order(release) > order(NEWEST) else normalize_release(release)
+    if order(chosen) < order(LLMAPI_SINCE):
+        raise UsageError(
+            f"Release {chosen} has no model for the LLM API; {LLMAPI_SINCE} was the first.",
+            hint="Serve an engine of that release, or name the newer one that is installed: --trtllm-version",
+        )
+    table = load_model("llmapi")
+    inputs, outputs = (table[side] + (table[f"added_{side}"] if own else "") for side in ("inputs", "outputs"))
+    return ModelProfile(
+        name=CORE, inputs=_of_release(_tensors(inputs), chosen), outputs=_of_release(_tensors(outputs), chosen)
+    )
+
+
+@cache
+def _profile(release: str | None) -> Profile:
+    union, chosen = release is None, release or NEWEST
+    models = {}
+    for name in MODELS:
+        table = load_model(name)
+        rows = _tensors(_side(table, "inputs", union=union))
+        models[name] = ModelProfile(
+            name=name,
+            inputs=_of_all(rows) if union else _of_release(rows, chosen),
+            outputs=_of_release(_tensors(_side(table, "outputs", union=union)), chosen),
+            parameters=_of_release(parameters_of(name), chosen),
+            steps=_steps(table["steps"], chosen, union=union) if name == ENSEMBLE else (),
+        )
+    return Profile(release=chosen, union=union, models=models)
+
+
+R = TypeVar("R", Tensor, Parameter, Link)
+
+
+def _of_release(rows: Iterable[R], release: str) -> tuple[R, ...]:
+    return tuple(row for row in rows if row.within(release))
+
+
+# Release 0.12 sent the prompt table through preprocessing, as FP16; later releases send it to the core model directly,
+# in a type that is chosen. An ensemble tensor has one type, so the union has the later way only.
+_REPLACED = frozenset({"PROMPT_EMBEDDING_TABLE"})
+
+
+def _of_all(rows: Sequence[R]) -> tuple[R, ...]:
+    """Return the last form of every row, in table order, without what was replaced."""
+    newest = {row.name: row for row in rows if row.name not in _REPLACED}
+    return tuple(row for row in rows if newest.get(row.name) is row)
+
+
+def _side(table: Mapping[str, str], side: str, *, union: bool) -> str:
+    """Return the lines of `side` (inputs or outputs); `union` adds those that no release has."""
+    return table[side] + (table.get(f"added_{side}", "") if union else "")
 
 
 def _tensors(table: str) -> list[Tensor]:
     tensors = []
-    for line in filter(None, table.splitlines()):
-        name, kind, dims, flags, since, *until = line.split()
+    for name, kind, dims, flags, releases in rows_of(table):
+        since, until = read_releases(releases)
         tensors.append(
             Tensor(
                 name=name,
@@ -94,7 +157,7 @@ def _tensors(table: str) -> list[Tensor]:
                 scalar="scalar" in flags,
                 ragged="ragged" in flags,
                 since=since,
-                until=until[0] if until else None,
+                until=until,
             )
         )
     return tensors
@@ -102,158 +165,22 @@ def _tensors(table: str) -> list[Tensor]:
 
 def _links(table: str) -> list[Link]:
     links = []
-    for line in filter(None, table.splitlines()):
-        name, ensemble_tensor, since, *until = line.split()
-        links.append(Link(name=name, ensemble_tensor=ensemble_tensor, since=since, until=until[0] if until else None))
+    for name, ensemble_tensor, releases in rows_of(table):
+        since, until = read_releases(releases)
+        links.append(Link(name=name, ensemble_tensor=ensemble_tensor, since=since, until=until))
     return links
 
 
-R = TypeVar("R", Tensor, Parameter, Link)
-
-
-def _supported(row: Row) -> bool:
-    """Whether any release of RELEASES has the row."""
-    return row.until is None or order(row.until) >= order(RELEASES[0])
-
-
-def _of_release(rows: Iterable[R], release: str) -> tuple[R, ...]:
-    return tuple(row for row in rows if row.within(release))
-
-
-# Release 0.12 sent the prompt table through preprocessing, as FP16; later ones hand it to the core model themselves, in
-# a type that is chosen. An ensemble tensor has one type, so the union has the later way only.
-_REPLACED = frozenset({"PROMPT_EMBEDDING_TABLE"})
-
-
-def _of_all(rows: Sequence[R]) -> tuple[R, ...]:
-    """The last form of every row that any supported release has, in table order, without what was replaced."""
-    newest = {row.name: row for row in rows if _supported(row) and row.name not in _REPLACED}
-    return tuple(row for row in rows if newest.get(row.name) is row)
-
-
-def profile(release: str | None = None) -> Profile:
-    """The five models in `release`; None: the inputs of all releases together with the outputs of the newest."""
-    union = release is None
-    chosen = NEWEST if release is None else normalize_release(release)
-
-    def inputs(table: str) -> tuple[Tensor, ...]:
-        rows = _tensors(table)
-        return _of_all(rows) if union else _of_release(rows, chosen)
-
-    def model(name: str, tables: ModelTables, **more: tuple[Step, ...]) -> ModelProfile:
-        if union:
-            tables = tables.of_union()
-        return ModelProfile(
-            name=name,
-            inputs=inputs(tables.inputs),
-            outputs=_of_release(_tensors(tables.outputs), chosen),
-            parameters=_of_release(tables.parameters, chosen),
-            **more,
-        )
-
-    models = [
-        model(name, tables, **({"steps": _steps(chosen, union=union)} if name == ENSEMBLE else {}))
-        for name, tables in _TABLES.items()
-    ]
-    return Profile(release=chosen, union=union, models={each.name: each for each in models})
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelTables:
-    """The tables of one model; `union_…` are added for the union of all releases."""
-
-    inputs: str
-    outputs: str
-    parameters: tuple[Parameter, ...] = ()
-    union_inputs: str = ""
-    union_outputs: str = ""
-
-    def of_union(self) -> ModelTables:
-        """The same tables with what only the union has."""
-        return replace(self, inputs=self.inputs + self.union_inputs, outputs=self.outputs + self.union_outputs)
-
-
-_TABLES = {
-    PREPROCESSING: ModelTables(
-        inputs=processing.PREPROCESSING_INPUTS,
-        outputs=processing.PREPROCESSING_OUTPUTS,
-        parameters=parameters.PREPROCESSING,
-        union_inputs=processing.UNION_PREPROCESSING_INPUTS,
-        union_outputs=processing.UNION_PREPROCESSING_OUTPUTS,
-    ),
-    CORE: ModelTables(
-        inputs=core.INPUTS,
-        outputs=core.OUTPUTS,
-        parameters=parameters.CORE,
-        union_inputs=core.UNION_INPUTS,
-        union_outputs=core.UNION_OUTPUTS,
-    ),
-    POSTPROCESSING: ModelTables(
-        inputs=processing.POSTPROCESSING_INPUTS,
-        outputs=processing.POSTPROCESSING_OUTPUTS,
-        parameters=parameters.POSTPROCESSING,
-    ),
-    ENSEMBLE: ModelTables(
-        inputs=ensemble.INPUTS,
-        outputs=ensemble.OUTPUTS,
-        union_inputs=ensemble.UNION_INPUTS,
-        union_outputs=ensemble.UNION_OUTPUTS,
-    ),
-    BLS: ModelTables(
-        inputs=bls.INPUTS,
-        outputs=bls.OUTPUTS,
-        parameters=parameters.BLS,
-        union_inputs=bls.UNION_INPUTS,
-        union_outputs=bls.UNION_OUTPUTS,
-    ),
-}
-_MAPS = (
-    ModelTables(
-        inputs=ensemble.PREPROCESSING_INPUT_MAP,
-        outputs=ensemble.PREPROCESSING_OUTPUT_MAP,
-        union_inputs=ensemble.UNION_PREPROCESSING_INPUT_MAP,
-        union_outputs=ensemble.UNION_PREPROCESSING_OUTPUT_MAP,
-    ),
-    ModelTables(
-        inputs=ensemble.CORE_INPUT_MAP,
-        outputs=ensemble.CORE_OUTPUT_MAP,
-        union_inputs=ensemble.UNION_CORE_INPUT_MAP,
-        union_outputs=ensemble.UNION_CORE_OUTPUT_MAP,
-    ),
-    ModelTables(inputs=ensemble.POSTPROCESSING_INPUT_MAP, outputs=ensemble.POSTPROCESSING_OUTPUT_MAP),
-)
-
-
-def llmapi_model(release: str, *, own: bool = True) -> ModelProfile:
-    """The model of the LLM API, with trtserve's `own` tensors or as NVIDIA has it.
-
-    Releases after the newest of the tables have its tensors; UsageError for one that has no such model.
-    """
-    chosen = NEWEST if order(release) > order(NEWEST) else normalize_release(release)
-    if order(chosen) < order(LLMAPI_SINCE):
-        raise UsageError(
-            f"Release {chosen} has no model for the LLM API; {LLMAPI_SINCE} was the first.",
-            hint="Serve an engine of that release, or name the newer one that is installed: --trtllm-version",
-        )
-    inputs = llmapi.INPUTS + (llmapi.OWN_INPUTS if own else "")
-    outputs = llmapi.OUTPUTS + (llmapi.OWN_OUTPUTS if own else "")
-    return ModelProfile(
-        name=CORE, inputs=_of_release(_tensors(inputs), chosen), outputs=_of_release(_tensors(outputs), chosen)
-    )
-
-
-def _steps(release: str, *, union: bool) -> tuple[Step, ...]:
-    ends = _TABLES[ENSEMBLE].of_union() if union else _TABLES[ENSEMBLE]
-    known = {row.name for row in _tensors(ends.inputs)}
+def _steps(tables: Mapping[str, Mapping[str, str]], release: str, *, union: bool) -> tuple[Step, ...]:
+    known = {row.name for row in _tensors(_side(load_model(ENSEMBLE), "inputs", union=union))}
     steps = []
-    for name, map_tables in zip((PREPROCESSING, CORE, POSTPROCESSING), _MAPS, strict=True):
-        tables = map_tables.of_union() if union else map_tables
-        outputs = _of_release(_links(tables.outputs), release)
-        links = _links(tables.inputs)
+    for name, table in tables.items():
+        outputs = _of_release(_links(_side(table, "outputs", union=union)), release)
+        links = _links(_side(table, "inputs", union=union))
         # An old input whose source tensor only an old release produces cannot be part of the union.
-        inputs = (
-            _of_all([link for link in links if link.ensemble_tensor in known]) if union else _of_release(links, release)
+        available = [link for link in links if link.ensemble_tensor in known]
+        steps.append(
+            Step(model=name, inputs=_of_all(available) if union else _of_release(links, release), outputs=outputs)
         )
-        steps.append(Step(model=name, inputs=inputs, outputs=outputs))
         known |= {link.ensemble_tensor for link in outputs}
     return tuple(steps)

@@ -1,13 +1,13 @@
-"""What Triton's log says: why a model did not load, and which lines are harmless noise on a machine without a GPU."""
+"""Read Triton's log: why models did not load, and which ranks wrote what."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trtserve.triton.rank_log import untagged
+from trtserve.process import how_it_ended
 
 _NOISE = (
     "Unable to allocate pinned system memory",
@@ -18,7 +18,8 @@ _NOISE = (
     "Collecting CPU metrics",
     "Non-graceful termination detected",
 )
-_HEADER = re.compile(r"^[IWEF]\d{4} [\d:.]+\s+\d+ [\w.]+:\d+\]\s*")
+_HEADER = re.compile(r"^([IWEF])(\d{4} [\d:.]+)\s+(\d+) ([\w.]+:\d+)\]\s*")
+_LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "error"}
 _LOAD_FAILED = re.compile(r"failed to load '([^']+)' version \d+: (.*)$")
 _POLL_FAILED = re.compile(r"Poll failed for model directory '([^']+)': (.*)$")
 _STUB_FAILED = re.compile(r"Failed to preinitialize Python stub: (.*)$")
@@ -27,14 +28,22 @@ _SOCKET = re.compile(r"failed to start \w+ service: (.*)$")
 _USAGE = re.compile(r"^\S*tritonserver: (.*)$")
 _LOADING = re.compile(r"\bloading: ([^:\"]+):\d+")
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
+_INITIALIZING = re.compile(r"python_be.*TRITONBACKEND_ModelInstanceInitialize: (.+)_\d+_\d+ \(")
 _ERROR_LINE = re.compile(r"^(E\d{4} |error:|Error:)")
+# mpirun --tag-output puts `[job,rank]<stdout>:` in front of each line.
+_TAG = re.compile(r"^\[\d+,(\d+)\]<(?:stdout|stderr|stddiag)>: ?")
+# The words of Open MPI 4 and 5 about the rank that ended first.
+_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited\s+on\s+signal (\d+)")
+_CODE = re.compile(r"Process name: \[\S*?,(\d+)\]\s+Exit code:\s+(\d+)")
+_SLOTS = re.compile(r"not enough slots available|nodes allocated for this job are already filled|already filled")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One reason why the server did not come up; `model` is None when it concerns the server."""
+    """One reason why the server did not start."""
 
     model: str | None
+    """None when it concerns the server."""
     message: str
 
     def __str__(self) -> str:
@@ -42,51 +51,136 @@ class Failure:
 
 
 def failures(text: str) -> list[Failure]:
-    """Why models failed to load, each reason once, in the order of the log; else the log's other error lines."""
+    """Return why models failed to load, in the order of the log; else the log's other error lines."""
     lines = significant(text)
     found = [failure for line in lines if (failure := _failure(line)) is not None]
     proto = [match[1] for line in lines if (match := _PROTO_ERROR.search(line)) is not None]
     if proto:
-        found = [_with_detail(failure, proto[0]) for failure in found]
+        found = [
+            replace(failure, message=f"{failure.message} ({proto[0]})") if "text proto" in failure.message else failure
+            for failure in found
+        ]
     if not found:
         found = [Failure(model=None, message=plain(line)) for line in lines if _ERROR_LINE.match(line)]
     return list(dict.fromkeys(found))
 
 
 def fatal(text: str) -> Failure | None:
-    """A failure after which Triton 2.51 waits for ever instead of ending: a stub that found no model.py."""
+    """Return a failure after which Triton 2.51 waits forever instead of ending: a stub without model.py."""
     match = _STUB_FAILED.search(text)
     return None if match is None else Failure(model=None, message=plain(match[1]))
 
 
+def loaded(text: str) -> set[str]:
+    """Return the models that have been loaded."""
+    return set(_LOADED.findall(text))
+
+
 def still_loading(text: str) -> list[str]:
-    """Models whose load has begun and not ended."""
-    loaded = set(_LOADED.findall(text))
-    return [name for name in dict.fromkeys(_LOADING.findall(text)) if name not in loaded]
+    """Return the models that are still loading."""
+    done = loaded(text)
+    return [name for name in dict.fromkeys(_LOADING.findall(text)) if name not in done]
+
+
+def initializing(text: str) -> set[str]:
+    """Return the Python models whose stubs have been started and that are still loading."""
+    return set(still_loading(text)) & set(_INITIALIZING.findall(text))
 
 
 def significant(text: str) -> list[str]:
-    """Lines without tables, blank lines, the noise of a machine without a GPU, and the tags of ranks."""
+    """Return the lines that matter: without tables, blank lines, messages about missing GPUs, and rank tags."""
     lines = (untagged(line).rstrip() for line in text.splitlines())
-    return [line for line in lines if line and line[0] not in "|+" and not any(noise in line for noise in _NOISE)]
+    return [line for line in lines if line and line[0] not in "|+" and not is_noise(line)]
+
+
+def is_noise(line: str) -> bool:
+    """Return whether a line only says that this machine has no GPU, which the CPU runtime does not need."""
+    return any(noise in line for noise in _NOISE)
+
+
+def described(line: str) -> dict[str, object]:
+    """Return a line as JSON; `logged` is Triton's own time, month and day first. Noise has the level debug."""
+    text = untagged(line)
+    header = _HEADER.match(text)
+    level = _LEVELS[header[1]] if header else "error" if _ERROR_LINE.match(text) else "info"
+    record: dict[str, object] = {"level": "debug" if is_noise(line) else level, "message": plain(text)}
+    if header is not None:
+        record |= {"logged": header[2], "pid": int(header[3]), "source": header[4]}
+    if (rank := rank_of(line)) is not None:
+        record["rank"] = rank
+    return record
 
 
 def plain(line: str) -> str:
-    """A log line without its header, quotes and escapes."""
+    """Strip header, quotes and escapes from a log line."""
     body = _HEADER.sub("", line).strip()
     if body.startswith('"') and body.endswith('"') and len(body) > 1:
         body = body[1:-1]
     return body.replace("\\n", "\n").replace('\\"', '"').strip().rstrip('"')
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """The first rank that ended."""
+
+    rank: int
+    code: int
+    """Exit code, negative for a signal."""
+
+    @property
+    def sentence(self) -> str:
+        """How it ended, for the beginning of a message."""
+        return f"Rank {self.rank} {how_it_ended(self.code)}"
+
+
+def rank_of(line: str) -> int | None:
+    """Return the rank that wrote a line, or None for lines of mpirun, and for servers without ranks."""
+    match = _TAG.match(line)
+    return None if match is None else int(match[1])
+
+
+def untagged(line: str) -> str:
+    """Strip the rank tag from a line."""
+    return _TAG.sub("", line)
+
+
+def lines_of(text: str, rank: int) -> list[str]:
+    """Return the lines of one rank, without tags."""
+    return [untagged(line) for line in text.splitlines() if rank_of(line) == rank]
+
+
+def first_end(text: str) -> RankEnd | None:
+    """Return the rank that mpirun names as the reason for ending the job, or None when it names none."""
+    if match := _SIGNAL.search(text):
+        return RankEnd(rank=int(match[1]), code=-int(match[2]))
+    if match := _CODE.search(text):
+        return RankEnd(rank=int(match[1]), code=int(match[2]))
+    return None
+
+
+def lacks_slots(text: str) -> bool:
+    """Return whether mpirun refused to start more ranks than there are cores."""
+    return _SLOTS.search(text) is not None
+
+
+def silent_longest(text: str, ranks: int) -> int:
+    """Return the rank that has been silent the longest; a rank that wrote nothing comes first."""
+    last = dict.fromkeys(range(ranks), -1)
+    for number, line in enumerate(text.splitlines()):
+        rank = rank_of(line)
+        if rank in last:
+            last[rank] = number
+    return min(last, key=lambda rank: last[rank])
+
+
 def tail(log: Path, count: int) -> list[str]:
-    """The last `count` lines of a log; none when it does not exist."""
+    """Return the last `count` lines of a log, or [] when it does not exist."""
     text = read(log)
     return text.splitlines()[-count:] if count > 0 else []
 
 
 def read(log: Path) -> str:
-    """The whole log; empty when it does not exist."""
+    """Return the log, or empty when it does not exist."""
     try:
         return log.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -94,7 +188,7 @@ def read(log: Path) -> str:
 
 
 def follow(log: Path, *, position: int, ended: Callable[[], bool], pause: Callable[[], None]) -> Iterator[str]:
-    """Yield what is added to a log after byte `position` until `ended`; one that starts anew is read from its start."""
+    """Yield what is added to a log after byte `position` until `ended`; a truncated log is read from its start."""
     while True:
         last = ended()
         size = log.stat().st_size if log.exists() else 0
@@ -120,13 +214,7 @@ def _failure(line: str) -> Failure | None:
 
 
 def _reason(text: str) -> str:
-    """What a model said, without the stack that the python backend adds behind "At:"; the log has it."""
+    """Return a model's error without the stack that the Python backend adds after "At:"."""
     message = plain(text.rstrip().removesuffix('"')).removeprefix("Internal: ")
     lines = message.split("\n\nAt:\n", maxsplit=1)[0].splitlines()
     return "\n".join(line for line in lines if line.strip())
-
-
-def _with_detail(failure: Failure, detail: str) -> Failure:
-    if "text proto" not in failure.message:
-        return failure
-    return Failure(model=failure.model, message=f"{failure.message} ({detail})")

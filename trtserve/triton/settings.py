@@ -1,63 +1,61 @@
-"""What `--set MODEL.KEY=VALUE` may set: parameters of the Triton models, and the variables of NVIDIA's templates."""
+"""The keys of `--set MODEL.KEY=VALUE`: parameters of the Triton models and variables of NVIDIA's templates."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trtserve.errors import UsageError
-from trtserve.releases.retired import TEMPLATE_TOOL, retired
-from trtserve.triton.parameters import PARAMETERS, find_parameter
-from trtserve.triton.profiles import CORE, Profile
-from trtserve.triton.tables.parameters import FIELDS
+from trtserve.releases.old_options import TEMPLATE_TOOL, old_option
+from trtserve.triton.parameters import ConfigField, added_parameters, config_fields, find_parameter, parameters_of
+from trtserve.triton.profiles import CORE, MODELS, Profile
+from trtserve.triton.tables import releases_text
 
 # Of the core model.
-_FIELDS = {field.name: field for field in FIELDS if not field.flag}
-_FLAGS = {field.name: field.flag for field in FIELDS if field.flag}
 _RENAMED = {"batching_strategy": "gpt_model_type", "engine_dir": "gpt_model_path"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`parameters` maps model → parameter → text; `variables` are fields of ConfigOptions."""
+    """Settings by where they belong."""
 
     parameters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Model → parameter → text."""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ConfigOptions."""
 
 
 def resolve_settings(given: Mapping[str, str], table: Profile, *, spelled: Mapping[str, str] | None = None) -> Settings:
-    """Sort `model.parameter` and `parameter` (of the core model) keys.
+    """Check and sort settings by `model.parameter`, or `parameter` of the core model.
 
-    UsageError for keys that are none, with suggestions, and for values that parameters do not take: for all of them at
-    once. Keys that were given by an option of their own have it in `spelled`.
+    One UsageError names every unknown key, with suggestions, and every wrong value. `spelled` maps keys that came from
+    another option to that option.
     """
     parameters: dict[str, dict[str, str]] = {}
     variables: dict[str, Any] = {}
     options = spelled or {}
     each = [Given(key=key, value=value, option=options.get(key)) for key, value in given.items()]
     found = [_resolve(setting, table, parameters, variables) for setting in each]
-    if wrong := [error for error in found if error is not None]:
-        raise _together(wrong)
-    return Settings(parameters=parameters, variables=variables)
-
-
-def _together(wrong: Sequence[UsageError]) -> UsageError:
-    """One error for all of them; each hint says what it is about."""
+    wrong = [error for error in found if error is not None]
     if len(wrong) == 1:
-        return wrong[0]
-    hints = [f"{error.message.partition(':')[0]}: {error.hint}" for error in wrong if error.hint]
-    return UsageError("\n".join(error.message for error in wrong), hint="\n".join(hints) or None)
+        raise wrong[0]
+    if wrong:
+        # Each hint begins with the setting that it is for.
+        hints = [f"{error.message.partition(':')[0]}: {error.hint}" for error in wrong if error.hint]
+        raise UsageError("\n".join(error.message for error in wrong), hint="\n".join(hints) or None)
+    return Settings(parameters=parameters, variables=variables)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """One setting as it was given: by `--set`, or by an `option` of its own."""
+    """One setting as the user gave it."""
 
     key: str
     value: str
     option: str | None = None
+    """The option that set it, or None for `--set`."""
 
     @property
     def name(self) -> str:
@@ -73,11 +71,11 @@ class Given:
 def _resolve(
     given: Given, table: Profile, parameters: dict[str, dict[str, str]], variables: dict[str, Any]
 ) -> UsageError | None:
-    """Put one setting where it belongs; what is wrong with it."""
+    """Add one setting to `parameters` or `variables`; return what is wrong with it."""
     model, _, name = given.key.rpartition(".")
     model = model or CORE
     try:
-        if model == CORE and name in _FIELDS:
+        if model == CORE and name in _fields():
             variables[name] = _variable(name, given)
             return None
         name = _RENAMED.get(name, name) if model == CORE else name
@@ -89,36 +87,26 @@ def _resolve(
     return None
 
 
+def _fields() -> dict[str, ConfigField]:
+    """The fields of config.pbtxt that --set sets."""
+    return {field.name: field for field in config_fields() if not field.flag}
+
+
 def settable(name: str) -> str | None:
-    """The key by which --set sets a parameter of this name, of any release; None when no model has it."""
-    if name in _FIELDS or name in _RENAMED:
+    """Return the key of a parameter for --set, in any release, or None when no model has it."""
+    if name in _fields() or name in _RENAMED:
         return name
-    models = [model for model, rows in PARAMETERS.items() if any(row.name == name for row in rows)]
+    models = [model for model in MODELS if any(row.name == name for row in parameters_of(model))]
     if not models:
         return None
     return name if CORE in models else f"{models[0]}.{name}"
 
 
-def parse_assignments(texts: list[str]) -> dict[str, str]:
-    """`["key=value", …]` as a dict; UsageError for a text without `=` and for a key given twice."""
-    result: dict[str, str] = {}
-    for text in texts:
-        key, sign, value = text.partition("=")
-        if not sign or not key:
-            raise UsageError(
-                f"--set {text!r} is not KEY=VALUE.", hint="For example: --set kv_cache_free_gpu_mem_fraction=0.5"
-            )
-        if key in result:
-            raise UsageError(f"--set gives {key} twice.")
-        result[key] = value
-    return result
-
-
 def _variable(name: str, given: Given) -> Any:
-    types, value = _FIELDS[name].types, given.value
+    types, value = _fields()[name].types, given.value
     if not types:
         if not (value.isascii() and value.isdigit()):
-            raise UsageError(f"{given.text} is not a number of 0 or more.")
+            raise UsageError(f"{given.text} is not a whole number of 0 or more.")
         return int(value)
     kind = value.removeprefix("TYPE_")
     if kind not in types:
@@ -128,29 +116,25 @@ def _variable(name: str, given: Given) -> Any:
 
 def _check(given: Given, model: str, name: str, table: Profile) -> None:
     if model not in table.models:
-        raise UsageError(f"{given.name}: there is no model {model!r}.", hint=_suggest(model, list(table.models)))
-    if name in _FLAGS:
-        raise UsageError(f"{given.name} is not a parameter of a model.", hint=f"Use the flag {_FLAGS[name]}.")
-    known = [parameter.name for parameter in table.models[model].parameters]
+        hint = _suggest(model, table.models) or f"The models are {', '.join(table.models)}."
+        raise UsageError(f"{given.name}: there is no model {model!r}.", hint=hint)
+    if flag := next((field.flag for field in config_fields() if field.name == name), ""):
+        raise UsageError(f"{given.name} is not a parameter of a model.", hint=f"Use the flag {flag}.")
+    known = [row.name for row in (*table.models[model].parameters, *added_parameters(model))]
     if name in known:
         return
-    old = retired(TEMPLATE_TOOL, name)
     others = [f"{other}.{name}" for other, each in table.models.items() if name in [p.name for p in each.parameters]]
-    extra = [*_FIELDS, *_RENAMED] if model == CORE else []
-    elsewhere = _releases(model, name)
-    hint = f"Releases that have it: {elsewhere}." if elsewhere else _close(name, known + extra)
-    if others:
+    releases = ", ".join(releases_text(row) for row in parameters_of(model) if row.name == name)
+    if (old := old_option(TEMPLATE_TOOL, name)) is not None:
+        hint = old.answer
+    elif others:
         hint = f"Did you mean {' or '.join(others)}?"
-    raise UsageError(
-        f"{given.name}: {model} has no parameter {name!r} in release {table.release}.", hint=old.answer if old else hint
-    )
-
-
-def _releases(model: str, name: str) -> str:
-    """The releases that have the parameter, such as `0.19 – 0.21, 1.0 –`; empty when none has."""
-    return ", ".join(
-        f"{row.since} – {row.until or ''}".rstrip() for row in PARAMETERS.get(model, ()) if row.name == name
-    )
+    elif releases:
+        hint = f"Releases that have it: {releases}."
+    else:
+        settings = [*known, *_fields(), *_RENAMED] if model == CORE else known
+        hint = _suggest(name, settings) or "docs/reference/parameters.md lists the parameters."
+    raise UsageError(f"{given.name}: {model} has no parameter {name!r} in release {table.release}.", hint=hint)
 
 
 def _require_value(given: Given, *, model: str, name: str, release: str) -> None:
@@ -159,18 +143,14 @@ def _require_value(given: Given, *, model: str, name: str, release: str) -> None
         return
     if not value.strip():
         if declared.required:
-            raise UsageError(f"{given.text} is empty; the core model does not load without it.")
+            raise UsageError(f"{given.text} is empty, but {model} needs it.")
         return
     if not declared.values.accepts(value.strip()):
         raise UsageError(f"{given.text}: expected {declared.values.expected}.")
 
 
-def _suggest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    return f"Did you mean {' or '.join(close)}?" if close else f"It has: {', '.join(known) or 'none'}."
-
-
-def _close(name: str, known: list[str]) -> str:
-    """Parameters are too many to be listed."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [each for each in known if name in each][:3]
-    return f"Did you mean {' or '.join(close)}?" if close else "docs/parameters.md lists its parameters."
+def _suggest(name: str, known: Iterable[str]) -> str:
+    """Return "Did you mean …?" with up to three similar names, or empty when there are none."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.6) or [each for each in names if name in each][:3]
+    return f"Did you mean {' or '.join(close)}?" if close else ""

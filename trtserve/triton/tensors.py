@@ -1,7 +1,8 @@
-"""Tensors as KServe v2 carries them: what a model declares, values to bytes and bytes to values."""
+"""Tensors in KServe v2: their declarations, and values to bytes and back."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ _NUMPY_NAMES = {
 }
 
 
+@functools.cache
 def numpy_type(datatype: str) -> np.dtype[Any]:
-    """NumPy's type of a Triton type (FP32 → float32; BF16 → ml_dtypes.bfloat16; BYTES → object)."""
+    """Return the NumPy type of a Triton type (FP32 → float32; BF16 → ml_dtypes.bfloat16; BYTES → object)."""
     import numpy as np
 
     if datatype == "BF16":
@@ -41,11 +43,13 @@ def numpy_type(datatype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorDescription:
-    """Input or output of a model: Triton type without `TYPE_` (BYTES for strings), dims without the batch axis."""
+    """The declaration of a model's input or output."""
 
     name: str
     datatype: str
+    """Triton type without `TYPE_`; BYTES for strings."""
     dims: tuple[int, ...]
+    """Without the batch axis."""
     optional: bool = False
 
     def __str__(self) -> str:
@@ -54,15 +58,17 @@ class TensorDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Values of one input: `shape` with the batch axis, `values` flat (an array of any shape is taken flat)."""
+    """The values of one input."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    """With the batch axis."""
     values: Sequence[Any] | npt.NDArray[Any]
+    """Flat; an array of any shape is flattened."""
 
     def raw(self) -> bytes:
-        """Content in KServe's raw form: little-endian numbers; strings each behind their 4-byte length."""
+        """Return the content in KServe's raw form: little-endian numbers; strings after their 4-byte length."""
         if self.datatype == "BYTES":
             encoded = [str(value).encode() for value in self.flat()]
             return b"".join(len(text).to_bytes(4, "little") + text for text in encoded)
@@ -71,7 +77,7 @@ class Tensor:
         return np.asarray(self.values, numpy_type(self.datatype)).tobytes()
 
     def flat(self) -> list[Any]:
-        """The values as a flat list of plain Python values."""
+        """Return the values as a flat list of Python values."""
         if isinstance(self.values, Sequence):
             return list(self.values)
         flat: list[Any] = self.values.reshape(-1).tolist()
@@ -79,7 +85,7 @@ class Tensor:
 
 
 def decoded(datatype: str, shape: Sequence[int], content: bytes) -> npt.NDArray[Any]:
-    """The array of an output's raw content; strings are decoded as UTF-8, bytes that are not are replaced."""
+    """Return the array of an output's raw content; invalid UTF-8 in strings is replaced."""
     import numpy as np
 
     if datatype != "BYTES":
@@ -88,7 +94,7 @@ def decoded(datatype: str, shape: Sequence[int], content: bytes) -> npt.NDArray[
 
 
 def text_array(texts: Sequence[str]) -> npt.NDArray[Any]:
-    """A flat array of strings."""
+    """Return a flat array of strings."""
     import numpy as np
 
     array = np.empty(len(texts), dtype=object)
@@ -106,10 +112,10 @@ def _texts(content: bytes) -> list[str]:
 
 
 def generate_shape(dims: Sequence[int], count: int) -> tuple[int, ...]:
-    """The shape that Triton's generate endpoint gives to `count` flat values of an input with `dims`.
+    """Return the shape that Triton's generate endpoint gives to `count` flat values of an input with `dims`.
 
-    The innermost variable dim takes what the fixed ones leave; other variable dims become 1. Source: Triton's
-    docs/protocol/extension_generate.md. `dims` have the batch axis (-1).
+    `dims` include the batch axis (-1). The innermost variable dim gets what the fixed dims leave; other variable dims
+    become 1. Source: Triton's docs/protocol/extension_generate.md.
     """
     fixed = math.prod(size for size in dims if size > 0)
     rest, shape = count // fixed if fixed else 0, []

@@ -1,8 +1,7 @@
 """Constructors of `tensorrt_llm.bindings.executor` by release, checked as strictly as the compiled ones do.
 
-Written from the executor reference alone (sections 1.3 … 1.10), not from trtserve's own tables. A row is: parameter,
-kind (`?` before it: None is allowed), first release, last release. `!` after the name means that it must be given, `@`
-that it is a property and no parameter.
+Written from NVIDIA's documentation, not from trtserve's own tables. A row is: parameter, type (`?` before it: None is
+allowed), first release, last release. `!` after the name marks a required parameter, `@` a property.
 """
 
 from __future__ import annotations

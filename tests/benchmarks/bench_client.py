@@ -1,0 +1,205 @@
+"""The load generator of `trtserve bench`, against servers whose truth is known.
+
+Run as `python -m tests.benchmarks.bench_client --work FOLDER --out FOLDER` on a quiet machine; the servers share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tests.benchmarks.results import Figure, finish
+from tests.support.bench_records import report_of
+from tests.support.echo_targets import echo_target, requests
+from trtserve.bench.compare import compare
+from trtserve.bench.echo_server import Echo, Spoken
+from trtserve.bench.intervals import independent_interval, mean_interval
+from trtserve.bench.processes import Outcome, run_load
+from trtserve.bench.protocols.base import Target
+from trtserve.bench.records import Record
+from trtserve.bench.statistics import percentile
+from trtserve.bench.worker import Load
+
+RUNS = 1000
+COMPARISONS = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured figure; `target` is the highest or the lowest value that will do."""
+
+    case: str
+    value: float
+    unit: str
+    target: float | None = None
+    at_most: bool = True
+
+
+def send(
+    target: Target,
+    count: int,
+    *,
+    tokens: int = 16,
+    rate: float | None = None,
+    concurrency: int | None = None,
+    workers: int = 1,
+) -> Outcome:
+    """Send `count` requests, at a constant rate or in a closed loop."""
+    sent = requests(count, tokens=tokens)
+    offsets = None if rate is None else [index / rate for index in range(count)]
+    load = Load(target=target, requests=sent, warmup=sent[:20], offsets=offsets, concurrency=concurrency, timeout=120)
+    outcome = run_load(load, workers=workers)
+    assert outcome is not None
+    assert all(record.status == "completed" for record in outcome.records)
+    return outcome
+
+
+def latencies(records: list[Record]) -> list[float]:
+    """Milliseconds from the intended send, sorted."""
+    return sorted((record.ended_ns - record.intended_ns) / 1e6 for record in records)
+
+
+def stall() -> list[Row]:
+    """Frozen for 2 s; at 100 requests/s the share beyond t seconds is (2 - t) / 12, so that p90 is 0.8 s."""
+    with echo_target(Echo(spoken="grpc-stream", chunks=1, stall_at=4.0, stall=2.0)) as target:
+        records = send(target, 1200, rate=100, concurrency=32, tokens=1).records
+    sent = sum(record.sent_ns is not None for record in records)
+    error = abs(percentile(latencies(records), 0.9) / 800 - 1) * 100
+    return [
+        Row(case="Stall of 2 s, error of p90 from the intended send", value=error, unit="%", target=10),
+        Row(case="Stall of 2 s, requests sent of 1,200", value=sent, unit="", target=1200, at_most=False),
+    ]
+
+
+def known_latency() -> list[Row]:
+    """A server that answers after 50 ms."""
+    rows = []
+    for rate, limits in ((10, (0.5, 0.5)), (100, (0.5, 0.5)), (1000, (2.0, 2.0))):
+        with echo_target(Echo(spoken="http-stream", chunks=1, delay=0.05)) as target:
+            records = send(target, max(100, min(5000, rate * 10)), rate=rate, tokens=1).records
+        firsts = sorted((record.arrivals[0][0] - record.intended_ns) / 1e6 - 50 for record in records)
+        for name, quantile, limit in (("p50", 0.5, limits[0]), ("p99", 0.99, limits[1])):
+            rows.append(
+                Row(
+                    case=f"50 ms server at {rate:,} req/s, TTFT {name} error",
+                    value=percentile(firsts, quantile),
+                    unit="ms",
+                    target=limit,
+                )
+            )
+    return rows
+
+
+def highest_rates() -> list[Row]:
+    """Servers without latency, 16 separately flushed responses per answer; the best of three runs."""
+    rows = []
+    cases: tuple[tuple[Spoken, str, float], ...] = (
+        ("grpc-stream", "gRPC stream", 1500),
+        ("http-stream", "HTTP SSE", 5000),
+    )
+    for spoken, name, target_rate in cases:
+        with echo_target(Echo(spoken=spoken)) as target:
+            for workers in (1, 2):
+                rates = []
+                for _ in range(3):
+                    records = send(target, 5000, concurrency=32, workers=workers).records
+                    begin = min(record.sent_ns or 0 for record in records)
+                    rates.append(len(records) / (max(record.ended_ns for record in records) - begin) * 1e9)
+                goal = target_rate if workers == 2 else None
+                case = f"{name}, {workers} worker{'s' if workers > 1 else ''}"
+                rows.append(Row(case=case, value=max(rates), unit="answers/s", target=goal, at_most=False))
+    return rows
+
+
+def coverage() -> list[Row]:
+    """Intervals of 95 % on processes whose mean is known."""
+    random = np.random.default_rng(7)
+
+    def ar1() -> list[float]:
+        value, values = float(random.normal()) / math.sqrt(1 - 0.81), []
+        for step in random.normal(size=2000).tolist():
+            value = 0.9 * value + step
+            values.append(value)
+        return values
+
+    def queue() -> list[float]:
+        """Times in the system of an M/M/1 queue at load 0.5, from its steady state."""
+        count, load = 5000, 0.5
+        services = random.exponential(1.0, count).tolist()
+        gaps = random.exponential(1 / load, count).tolist()
+        wait = 0.0 if random.random() > load else float(random.exponential(1 / (1 - load)))
+        times = []
+        for service, gap in zip(services, gaps, strict=True):
+            times.append(wait + service)
+            wait = max(0.0, wait + service - gap)
+        return times
+
+    rows = []
+    for name, make, mean in (("AR(1)", ar1, 0.0), ("M/M/1", queue, 2.0)):
+        runs = [make() for _ in range(RUNS)]
+        for kind, interval in (("batch means", mean_interval), ("independent samples", independent_interval)):
+            found = [interval(run) for run in runs]
+            share = sum(each is not None and each[0] <= mean <= each[1] for each in found) / RUNS * 100
+            goal = 93.0 if interval is mean_interval else None
+            rows.append(Row(case=f"{name} covered, {kind}", value=share, unit="%", target=goal, at_most=False))
+    return rows
+
+
+def comparisons() -> list[Row]:
+    """A/A comparisons of one server: how often it is called worse than itself."""
+    alarms = 0
+    with echo_target(Echo(spoken="http-stream", chunks=8, delay=0.005, gap=0.001)) as target:
+        for _ in range(COMPARISONS):
+            pair = [report_of(send(target, 200, concurrency=4, tokens=8).records) for _ in range(2)]
+            alarms += any(each.worse_than(0.0) for each in compare(*pair))
+    return [Row(case=f"A/A false alarms of {COMPARISONS}", value=alarms / COMPARISONS * 100, unit="%", target=5)]
+
+
+def workers() -> list[Row]:
+    """Four workers at 400 req/s next to one at 100 req/s, against a server of 20 ms."""
+    with echo_target(Echo(spoken="http-stream", chunks=4, delay=0.02)) as target:
+        rates = []
+        for number in (1, 4):
+            records = send(target, 1000 * number, rate=100 * number, workers=number, tokens=4).records
+            sends = [record.sent_ns or 0 for record in records]
+            rates.append((len(records) - 1) / (max(sends) - min(sends)) * 1e9)
+    error = abs(rates[1] / (4 * rates[0]) - 1) * 100
+    return [Row(case="Four workers ÷ four times one, difference", value=error, unit="%", target=3)]
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| Case | Measured | Target |", "|---|--:|--:|"]
+    for row in rows:
+        sign = "≤" if row.at_most else "≥"
+        goal = "–" if row.target is None else f"{sign} {row.target:,g} {row.unit}".rstrip()
+        lines.append(f"| {row.case} | {row.value:,.4g} {row.unit} | {goal} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print the table, and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="not used; every benchmark takes it")
+    parser.add_argument("--out", type=Path, help="folder for client.json; default: the work folder")
+    parser.add_argument("--pairs", type=int, default=7, help="not used; every benchmark takes it")
+    arguments = parser.parse_args()
+    rows = [*stall(), *known_latency(), *highest_rates(), *coverage(), *comparisons(), *workers()]
+    print(table(rows))
+    print(f"\nMedian of the machine's load: {statistics.median(os.getloadavg()):.1f}")
+    figures = [
+        Figure(case=row.case, value=row.value, target=row.target, at_most=row.at_most)
+        for row in rows
+        if row.target is not None
+    ]
+    finish(arguments.out or arguments.work, "client", {"cpus": os.cpu_count(), "rows": rows}, figures)
+
+
+if __name__ == "__main__":
+    main()

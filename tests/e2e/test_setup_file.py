@@ -1,0 +1,38 @@
+"""`up`, `query`, `diff` and `down` with a setup file, on a real Triton server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import trtserve
+from trtserve.host.ports import free_ports
+
+pytestmark = pytest.mark.triton
+
+
+def test_one_file_from_model_to_answer_and_back(tmp_path: Path) -> None:
+    home, file = tmp_path / "home", tmp_path / "setup.yaml"
+    http_port, grpc_port, metrics_port = free_ports("127.0.0.1", 3)
+    text = (
+        "models:\n  demo:\n    source: demo\n    runtime: openvino\n    max_batch_size: 4\n"
+        f"servers:\n  front:\n    model: demo\n    auto_ports: true\n    http_port: {http_port}\n"
+        f"    grpc_port: {grpc_port}\n    metrics_port: {metrics_port}\n"
+    )
+    file.write_text(text, encoding="utf-8")
+    try:
+        first = json.loads(trtserve("up", str(file), "--json", home=home).stdout)["result"]["servers"]
+        assert [server["name"] for server in first] == ["front"]
+        assert "learning" in trtserve("query", "What is ML?", "--server", "front", home=home).stdout
+        assert trtserve("diff", str(file), home=home).stdout == ""
+        again = trtserve("up", str(file), "--json", home=home)
+        assert json.loads(again.stdout)["result"]["servers"] == first
+        assert "front is running already" in again.stderr
+        file.write_text(text + "    max_requests: 7\n", encoding="utf-8")
+        assert trtserve("diff", str(file), home=home).stdout == "server front: restart\n"
+    finally:
+        stopped = trtserve("down", str(file), home=home)
+    assert stopped.stdout == "front\n"
+    assert trtserve("down", str(file), home=home).stdout == ""

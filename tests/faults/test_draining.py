@@ -1,0 +1,55 @@
+"""`stop --drain`: running requests end, new ones are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.model_server import ModelServer, integers
+from tests.support.release_client import NEWEST, long_integers
+from tests.support.supervised import supervised
+from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_until
+from trtserve.artifacts import Model
+from trtserve.build import build_engine
+from trtserve.convert import convert_model
+from trtserve.models.shared.run_folder import DRAINING
+from trtserve.repo import assemble_repository, plan_repository
+from trtserve.server.shutdown import stop_server
+from trtserve.server.state import run_folder
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.triton.heartbeats import read_heartbeats
+
+pytestmark = pytest.mark.triton
+
+TOKENS = 3500
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """The models of a tiny engine whose answers may be long."""
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=4096)
+    checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=tmp_path / "checkpoint")
+    spec = BuildSpec(max_batch_size=8, max_seq_len=4096, runtime="openvino")
+    engine = build_engine(checkpoint, spec, out=tmp_path / "engine")
+    plan = plan_repository(engine, model, RepositorySpec(name="tiny"), out=tmp_path / "repository")
+    return assemble_repository(plan).path
+
+
+def test_running_requests_end_and_new_ones_are_refused(repository: Path, tmp_path: Path) -> None:
+    with supervised(repository, tmp_path / "home") as one:
+        server = one.ready()
+        folder = run_folder(server.name, one.store)
+        body = {"text_input": "x", "max_tokens": 3}
+        assert one.post("/v2/models/tiny/generate", body) == 200
+        (folder / DRAINING).touch()
+        assert {one.post(f"/v2/models/{model}/generate", body) for model in ("tiny", "ensemble")} <= {400, 500, 503}
+        (folder / DRAINING).unlink()
+        with ModelServer(server.address).stream() as stream:
+            long = {"end_id": integers(-1), "num_return_sequences": integers(4), "seed": long_integers(1)}
+            stream.send("ensemble", {**NEWEST.text("Draining", TOKENS, streaming=False), **long}, "running")
+            wait_until(lambda: sum(each.open_requests for each in read_heartbeats(folder)) == 1)
+            stop_server(one.name, drain=600, store=one.store)
+            assert stream.next()[0]["text_output"].size
+        assert one.record().state == "stopped"

@@ -1,0 +1,115 @@
+"""kill -9 of each process of a server: the state is right, nothing is left, and where it may it serves again."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.supervised import ALL, Supervised, measured, seconds_until, slow_model, supervised
+from tests.support.waiting import wait_until
+from trtserve.triton.stub_probe import write_probe_repository
+
+pytestmark = pytest.mark.triton
+
+PROCESSES = ("tritonserver", "probe", "door", "supervisor")
+MOMENTS = ("start", "idle", "load")
+POLICIES = ("never", "on-failure")
+CASES = [(process, moment, policy) for process in PROCESSES for moment in MOMENTS for policy in POLICIES]
+SELECTED = [
+    ("probe", "idle", "never"),
+    ("tritonserver", "start", "on-failure"),
+    ("supervisor", "load", "never"),
+    ("door", "idle", "on-failure"),
+]
+CYCLES = int(os.environ.get("TRTSERVE_CYCLES", "1"))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for all servers, because the first start in a store tests Triton."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return write_probe_repository(tmp_path / "probe")
+
+
+@pytest.mark.parametrize(("process", "moment", "policy"), CASES if ALL else SELECTED)
+def test_a_killed_process(process: str, moment: str, policy: str, repository: Path, home: Path) -> None:
+    if moment == "start":
+        slow_model(repository, 3.0)
+    with supervised(repository, home, "--restart", policy, door=ALL or process == "door") as one:
+        if moment != "start":
+            one.ready()
+        with one.load() if moment == "load" else nullcontext():
+            if moment == "load":
+                wait_until(lambda: one.ask() == 200)
+            os.kill(one.victim(process), signal.SIGKILL)
+            noticed = seconds_until(lambda: one.state() != "ready" or one.record().restarts)
+        if process == "supervisor" or policy == "never":
+            settled = seconds_until(lambda: process == "supervisor" or one.record().state == "failed")
+            expect_an_explanation(one, process)
+        else:
+            settled = seconds_until(lambda: one.record().restarts and one.state() == "ready", 120)
+            one.ready()
+            assert [one.ask() for _ in range(20)] == [200] * 20
+            failure = one.record().failure
+            assert moment == "start" or failure is not None
+    measured("kill", process=process, moment=moment, policy=policy, noticed_s=noticed, settled_s=settled)
+
+
+def expect_an_explanation(one: Supervised, process: str) -> None:
+    """The state file says what ended and shows the last lines."""
+    if process == "supervisor":
+        wait_until(lambda: not one.record().instances[0].process.alive())
+        return
+    server = one.record()
+    assert server.failure is not None
+    assert "Last lines:" in server.failure.message
+    assert {"tritonserver": "signal 9", "probe": "probe", "door": "door"}[process] in server.failure.message
+
+
+def test_a_killed_launcher_does_not_stop_the_server(repository: Path, home: Path) -> None:
+    slow_model(repository, 1.0)
+    with supervised(repository, home) as one:
+        one.victim("probe")
+        one.launcher.kill()
+        one.launcher.wait()
+        wait_until(lambda: one.state() == "ready")
+        one.seen.append(one.record())
+        assert one.ask() == 200
+
+
+def test_restarts_end_at_their_limit(repository: Path, home: Path) -> None:
+    with supervised(repository, home, "--restart", "on-failure", "--restart-limit", "1") as one:
+        for count in (1, 2):
+            os.kill(one.victim("tritonserver"), signal.SIGKILL)
+            if count == 1:
+                wait_until(lambda: one.record().restarts == 1 and one.state() == "ready")
+                one.ready()
+        wait_until(lambda: one.state() == "failed")
+        assert one.record().restarts == 1
+
+
+def test_random_kills_leave_nothing(repository: Path, home: Path) -> None:
+    generator = random.Random(0)
+    slow_model(repository, 0.5)
+    begin = time.monotonic()
+    for _ in range(CYCLES):
+        process = generator.choice((*PROCESSES, "launcher", "slow"))
+        policy = generator.choice(POLICIES)
+        with supervised(repository, home, "--restart", policy) as one:
+            one.record()  # a launcher that is killed earlier has started nothing
+            victim = one.victim(process)
+            time.sleep(generator.uniform(0, 3))
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+            time.sleep(generator.uniform(0, 1))
+    measured("cycles", cycles=CYCLES, seconds=time.monotonic() - begin)

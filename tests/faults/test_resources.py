@@ -1,0 +1,106 @@
+"""A full disk, a clock that jumps, a damaged state file, a server that hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support.supervised import ALL, supervised
+from tests.support.waiting import wait_until
+from trtserve.server.state import state_file
+from trtserve.triton.stub_probe import write_probe_repository
+
+pytestmark = pytest.mark.triton
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return write_probe_repository(tmp_path / "probe")
+
+
+def clock_moved(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run trtserve as it runs after the clock was set forward by a day: the time of day and that of the boot differ."""
+    program = textwrap.dedent("""
+        import psutil, sys, time
+        day, now, boot = 86400, time.time, psutil.boot_time()
+        time.time = lambda: now() + day
+        psutil._pslinux.boot_time = lambda: boot + day
+        psutil._pslinux.BOOT_TIME = boot + day
+        from trtserve.__main__ import main
+        main()
+    """)
+    line = [sys.executable, "-c", program, *arguments]
+    environment = {"TRTSERVE_HOME": str(home), "PATH": str(Path(sys.executable).parent) + ":/usr/bin:/bin"}
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_clock_that_jumps(repository: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with supervised(repository, home) as one:
+        one.ready()
+        status = clock_moved("status", one.name, home=home)
+        assert status.returncode == 0, status.stderr
+        stopped = clock_moved("stop", one.name, home=home)
+        assert (stopped.returncode, stopped.stdout) == (0, f"{one.name}\n"), stopped.stderr
+
+
+@pytest.mark.parametrize("damage", ["{", "", None] if ALL else ["{"])
+def test_a_damaged_state_file_is_written_again(damage: str | None, repository: Path, tmp_path: Path) -> None:
+    with supervised(repository, tmp_path / "home") as one:
+        server = one.ready()
+        path = state_file(one.name, one.store)
+        if damage is None:
+            path.unlink()
+        else:
+            path.write_text(damage)
+        assert one.record().instances == server.instances
+
+
+def test_a_hanging_server_is_degraded_and_recovers(repository: Path, tmp_path: Path) -> None:
+    with supervised(repository, tmp_path / "home") as one:
+        server = one.ready()
+        os.kill(server.instances[0].process.pid, signal.SIGSTOP)
+        wait_until(lambda: one.record().state == "degraded")
+        assert "does not report it as ready" in one.record().reason
+        os.kill(server.instances[0].process.pid, signal.SIGCONT)
+        wait_until(lambda: one.record().state == "ready")
+        assert one.ask() == 200
+
+
+def full_disk(repository: Path, tmp_path: Path) -> None:
+    """The store is on a small file system, in a mount namespace of its own, and is filled while the server runs."""
+    script = """
+        mount -t tmpfs -o size=8m tmpfs "$TRTSERVE_HOME"
+        trtserve() { "$PYTHON" -m trtserve "$@"; }
+        trtserve start --model-repository "$REPOSITORY" --detach --auto-ports --raw-http --quiet > "$RESULTS/url"
+        dd if=/dev/zero of="$TRTSERVE_HOME/full" bs=64k 2> /dev/null || true
+        sleep 5
+        trtserve status --json > "$RESULTS/status"
+        trtserve stop --quiet > "$RESULTS/stop"
+    """
+    home = tmp_path / "home"
+    home.mkdir()
+    given = {"TRTSERVE_HOME": str(home), "PYTHON": sys.executable, "REPOSITORY": str(repository)}
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "bash", "-euc", script],
+        env={**os.environ, **given, "RESULTS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (status,) = json.loads((tmp_path / "status").read_text())["result"]
+    assert status["state"] == "ready"
+    assert (tmp_path / "stop").read_text() == "probe\n"
+
+
+if ALL:  # not every machine lets its users mount
+    test_a_full_disk_does_not_end_a_server = full_disk

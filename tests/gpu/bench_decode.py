@@ -1,0 +1,278 @@
+"""Measure models with random weights through the executor, next to transformers: `python -m tests.gpu.bench_decode`.
+
+Decoding is measured over the middle of the answers: the mean context is CONTEXT tokens. Lines that begin with `figure:`
+are results as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.gpu.random_models import HF_SIZES, MAX_NUM_TOKENS, random_model
+from trtserve.executor import api
+from trtserve.executor.limits import Limits
+from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, STEP_WORDS
+
+CONTEXT = 512
+NEW = 128
+SEQ_LEN = 2304
+PARTS = ("prefill", "decode", "replay", "sampled", "idle", "mixed", "peer")
+
+
+def figure(name: str, value: float) -> None:
+    print("figure: " + json.dumps({name: value}), flush=True)
+
+
+def start(model: Any, *, batch: int, seq_len: int = SEQ_LEN, tokens: int = MAX_NUM_TOKENS) -> api.Executor:
+    """Return an executor that keeps its iteration records."""
+    limits = Limits(
+        max_batch_size=batch, max_seq_len=seq_len, max_num_tokens=tokens, vocab_size=model.vocab_size, chunked=True
+    )
+    config = api.ExecutorConfig(
+        enable_chunked_context=True,
+        iter_stats_max_iterations=1_000_000,
+        kv_cache_config=api.KvCacheConfig(enable_block_reuse=False, max_tokens=batch * seq_len),
+    )
+    return api.Executor.from_model(model, limits, config)
+
+
+def requests(
+    count: int, vocabulary: int, *, length: int = CONTEXT - NEW // 2, new: int = NEW, **options: Any
+) -> list[api.Request]:
+    prompts = np.random.default_rng(0).integers(0, vocabulary, (count, length)).tolist()
+    return [api.Request(prompt, new, **options) for prompt in prompts]
+
+
+def run(executor: api.Executor, batch: list[api.Request]) -> None:
+    """Run requests to their end."""
+    left = set(executor.enqueue_requests(batch))
+    while left:
+        for response in executor.await_responses(timeout=60.0):
+            assert isinstance(response, api.Response)
+            assert not response.has_error(), response.error_msg
+            left -= {response.request_id} if response.result.is_final else set()
+
+
+def decode(name: str, model: Any, executor: api.Executor, streams: int, kind: str = "", **options: Any) -> None:
+    """Tokens per second of the steps in which all streams decode."""
+    run(executor, requests(streams, model.vocab_size, new=8, **options))
+    executor.get_latest_iteration_stats()
+    run(executor, requests(streams, model.vocab_size, **options))
+    steps = [
+        record.iter_latency_ms
+        for record in executor.get_latest_iteration_stats()
+        if (batch := record.inflight_batching_stats)
+        and batch.num_gen_requests == streams
+        and not batch.num_context_requests
+    ]
+    figure(f"{name}, {streams} streams{kind}: tokens/s", round(streams / statistics.fmean(steps[3:-1]) * 1000))
+
+
+def replay(name: str, model: Any, streams: int) -> None:
+    """Milliseconds of a captured step alone, which is the bound of `decode`."""
+    graphs = model._graphs
+    size = next(size for size in sorted(graphs._captured) if size >= streams)
+    graph, _ = graphs._captured[size]
+    blocks = -(-CONTEXT // model.tokens_per_block)
+    with torch.inference_mode():
+        words = graphs._packed[: size * STEP_WORDS].view(size, STEP_WORDS)
+        words.zero_()
+        words[:, POSITION] = words[:, LENGTH] = CONTEXT
+        words[:, FIRST_BLOCK] = torch.arange(size, device="cuda") * blocks
+        graphs._packed[size * STEP_WORDS : size * (STEP_WORDS + blocks)] = torch.arange(size * blocks, device="cuda")
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(20):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 20)
+    figure(f"{name}, captured step of {size} rows: ms", round(statistics.median(times), 3))
+
+
+def prefill(name: str, model: Any, tokens: int, sequences: int) -> None:
+    """TFLOP/s of a step of whole prompts: matrices and causal attention, without the head."""
+    each = tokens // sequences
+    blocks = -(-each // model.tokens_per_block)
+    inputs = model.inputs(
+        token_ids=np.random.default_rng(0).integers(0, model.vocab_size, tokens),
+        positions=np.tile(np.arange(each), sequences),
+        past_lens=np.zeros(sequences, np.int32),
+        subsequence_begins=np.arange(sequences + 1, dtype=np.int32) * each,
+        block_indices=np.arange(sequences * blocks, dtype=np.int32),
+        block_indices_begins=np.arange(sequences + 1, dtype=np.int32) * blocks,
+        max_context_len=each,
+        rows=np.arange(1, sequences + 1) * each - 1,
+    )
+    times = []
+    with torch.inference_mode():
+        for _ in range(6):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            model.compute(inputs)
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+    sizes = HF_SIZES[name]
+    hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    matrices = hidden * (2 * hidden + 2 * hidden * kv_heads // heads + 3 * sizes["intermediate_size"])
+    operations = sizes["num_hidden_layers"] * (2 * matrices * tokens + 2 * each * tokens * hidden)
+    rate = operations / statistics.median(times[2:]) / 1e12
+    figure(f"{name}, prompts of {tokens} tokens in {sequences}: TFLOP/s", round(rate, 1))
+
+
+def idle(name: str, model: Any, executor: api.Executor, streams: int) -> None:
+    """Part of the time in which the GPU runs no kernel, in steady decoding."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]):  # the first one takes seconds to start
+        torch.zeros(1, device="cuda")
+    thread = threading.Thread(target=run, args=(executor, requests(streams, model.vocab_size, new=1000)))
+    thread.start()
+    time.sleep(1.5)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        time.sleep(0.15)
+    thread.join()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if str(event.device_type).endswith("CUDA")
+    )
+    assert spans, "the profiler saw no kernels"
+    busy, reached = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    share = 1 - busy / (reached - spans[0][0])
+    figure(f"{name}, {streams} streams: GPU idle, percent of {len(spans)} kernels' time", round(100 * share, 1))
+
+
+def mixed(name: str, model: Any, *, rate: float, seconds: float, tokens: int) -> None:
+    """Time between tokens of all streams while prompts arrive as a Poisson process."""
+    generator = np.random.default_rng(1)
+    times: dict[int, list[float]] = defaultdict(list)
+    left: set[int] = set()
+    with start(model, batch=64, tokens=tokens) as executor:
+        run(executor, requests(2, model.vocab_size, length=1000, new=8))
+        begin, arrival = time.perf_counter(), 0.0
+        while left or arrival < seconds:
+            while arrival < seconds and time.perf_counter() - begin >= arrival:
+                length = int(generator.integers(64, 2049))
+                (request,) = requests(1, model.vocab_size, length=length, new=128, streaming=True)
+                left.add(executor.enqueue_request(request))
+                arrival += generator.exponential(1 / rate)
+            for response in executor.await_responses(timeout=0.002):
+                assert isinstance(response, api.Response)
+                assert not response.has_error(), response.error_msg
+                times[response.request_id].append(time.perf_counter())
+                left -= {response.request_id} if response.result.is_final else set()
+        records = executor.get_latest_iteration_stats()
+    gaps = np.concatenate([np.diff(each) for each in times.values()]) * 1000
+    batches = [record.inflight_batching_stats for record in records]
+    share = sum(1 for batch in batches if batch and batch.num_context_requests) / len(records)
+    what = f"{name}, {rate:g} prompts/s of 64 – 2,048, {tokens} tokens per step"
+    figure(f"{what}: median between tokens, ms", round(float(np.median(gaps)), 2))
+    figure(f"{what}: p99 between tokens ÷ median", round(float(np.percentile(gaps, 99) / np.median(gaps)), 2))
+    figure(f"{what}: percent of steps with prompts", round(100 * share))
+
+
+def peer(name: str) -> None:
+    """Transformers on the same machine: static cache with torch.compile, and continuous batching with CUDA graphs."""
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+
+    config = LlamaConfig(**{key: value for key, value in HF_SIZES[name].items() if key != "model_type"})
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    ids = torch.randint(0, config.vocab_size, (1, CONTEXT), device="cuda")
+    new = 96
+
+    def seconds(function: Any) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    with torch.inference_mode():
+        model(ids)
+        prompt = seconds(lambda: model(ids))
+    settings = {"max_new_tokens": new, "do_sample": False, "cache_implementation": "static"}
+    static = GenerationConfig(**settings, eos_token_id=-1, pad_token_id=0)
+    for _ in range(2):
+        model.generate(ids, generation_config=static)  # compiles
+    whole = seconds(lambda: model.generate(ids, generation_config=static))
+    figure(f"transformers {name}, static cache and compile, 1 stream: tokens/s", round((new - 1) / (whole - prompt), 1))
+    sizes = {"use_cuda_graph": True, "num_blocks": 256, "max_batch_tokens": 1024}
+    prompts = torch.randint(0, config.vocab_size, (64, CONTEXT)).tolist()
+
+    def batch(count: int) -> float:
+        options: dict[str, Any] = {"max_new_tokens": count, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        try:
+            from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+            extra = {"continuous_batching_config": ContinuousBatchingConfig(**sizes)}
+        except ImportError:
+            options, extra = options | sizes, {}
+        return seconds(lambda: model.generate_batch(prompts, GenerationConfig(**options), progress_bar=False, **extra))
+
+    batch(8)
+    less, more = batch(16), batch(64)
+    rate = 64 * 48 / (more - less)
+    figure(f"transformers {name}, generate_batch with CUDA graphs, 64 streams: tokens/s", round(rate, 1))
+
+
+def measure(name: str, streams_of: list[int], parts: list[str]) -> None:
+    """Measure the parts of one model that run in its executor."""
+    begin = time.perf_counter()
+    model = random_model(name, batch=max(streams_of), seq_len=SEQ_LEN)
+    with start(model, batch=max(streams_of)) as executor:
+        print(f"{name}: ready after {time.perf_counter() - begin:.1f} s", flush=True)
+        if "prefill" in parts:
+            prefill(name, model, 2048, 1)
+            prefill(name, model, 8192, 16)
+        for streams in streams_of:
+            if "decode" in parts:
+                decode(name, model, executor, streams)
+            if "replay" in parts:
+                replay(name, model, streams)
+        if "sampled" in parts:
+            sampling = api.SamplingConfig
+            decode(name, model, executor, 64, ", top-k and top-p", sampling_config=sampling(top_k=50, top_p=0.9))
+            decode(name, model, executor, 64, ", top-p", sampling_config=sampling(top_p=0.95, temperature=0.8))
+        if "idle" in parts:
+            for streams in streams_of:
+                idle(name, model, executor, streams)
+    if "mixed" in parts:
+        mixed(name, model, rate=8, seconds=6, tokens=384)
+
+
+def main() -> None:
+    """Measure what the options ask for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="*", default=list(HF_SIZES))
+    parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    options = parser.parse_args()
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    for name in options.models:
+        measure(name, options.streams, options.parts)
+        torch.cuda.empty_cache()
+    for name in options.models if "peer" in options.parts else ():
+        peer(name)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""Compare every kernel with the same formula in float64 on the GPU: `python -m tests.gpu.kernels`.
+
+Prints a line for each case and ends with 1 if one is outside its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from trtserve.executor.draws import Draws
+from trtserve.executor.logits_processing import LogitsProcessor
+from trtserve.executor.sampling import Row, SamplingParameters, choose_tokens
+from trtserve.executor.torch import kernels
+from trtserve.executor.torch.draw_words import DrawWriter
+from trtserve.executor.torch.operations import HeadNorms, Rotation, Scores
+from trtserve.executor.torch.sampling_kernels import KernelSampler
+
+Tensor = Any
+PAGE = 16
+BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 3e-6}
+"""Largest ‖result − reference‖ / ‖reference‖."""
+
+
+def random(*shape: int, dtype: Any = torch.float32) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
+
+
+def error(result: Tensor, reference: Tensor) -> float:
+    """Return the relative error; NaN counts as infinite."""
+    difference = (result.double() - reference.double()).norm() / reference.double().norm()
+    return float(difference) if torch.isfinite(difference) else float("inf")
+
+
+# References in float64
+
+
+def attended(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    """Attention of the last len(query) tokens [t, H, D] over keys and values [n, KV, D]."""
+    new, heads, _ = query.shape
+    total, kv_heads, _ = keys.shape
+    repeated = [each.double().repeat_interleave(heads // kv_heads, 1) for each in (keys, values)]
+    products = torch.einsum("thd,nhd->htn", query.double(), repeated[0]) * scores.scale
+    if scores.soft_cap is not None:
+        products = torch.tanh(products / scores.soft_cap) * scores.soft_cap
+    place = torch.arange(total, device="cuda")
+    if scores.slopes is not None:
+        products += scores.slopes.double().view(-1, 1, 1) * place
+    mine = place[total - new :, None]
+    hidden = place > mine
+    if scores.window is not None:
+        hidden |= place <= mine - scores.window
+    return torch.einsum("htn,nhd->thd", products.masked_fill(hidden, -torch.inf).softmax(-1), repeated[1])
+
+
+def cache_of(lengths: list[int], kv_heads: int, size: int, dtype: Any) -> tuple[Tensor, Tensor]:
+    """Return a cache with random contents and the block tables of sequences of these lengths, blocks shuffled."""
+    counts = [-(-length // PAGE) for length in lengths]
+    cache = random(sum(counts) + 1, 2, PAGE, kv_heads, size, dtype=dtype)
+    cache[-1] = torch.nan
+    tables = torch.full((len(lengths), max(counts) + 1), sum(counts), dtype=torch.int32, device="cuda")
+    blocks = torch.randperm(sum(counts), device="cuda", dtype=torch.int32)
+    first = 0
+    for row, count in enumerate(counts):
+        tables[row, :count] = blocks[first : first + count]
+        first += count
+    return cache, tables
+
+
+def sequence(cache: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    blocks = cache[table[: -(-length // PAGE)].long()]
+    return blocks[:, 0].flatten(0, 1)[:length], blocks[:, 1].flatten(0, 1)[:length]
+
+
+SHAPES = [(32, 8, 128), (32, 4, 64), (8, 8, 80), (12, 12, 96), (71, 1, 64), (8, 4, 256), (4, 4, 32)]
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 100},
+    "alibi": {"slopes": True},
+    "cap": {"soft_cap": 5.0},
+    "all": {"window": 37, "soft_cap": 20.0, "slopes": True},
+}
+
+
+def cases() -> Iterator[tuple[str, tuple[int, int, int], Any, Scores]]:
+    """Every shape and kind in bfloat16, the first shape of each kind in the other types."""
+    for (heads, kv_heads, size), (kind, values) in itertools.product(SHAPES, KINDS.items()):
+        for dtype in BOUNDS if (size == 128 or kind == "plain") else (torch.bfloat16,):
+            chosen = dict(values)
+            if chosen.get("slopes"):
+                chosen["slopes"] = torch.rand(heads, device="cuda") * 0.1
+            name = f"{kind} {heads}/{kv_heads}x{size} {str(dtype)[6:]}"
+            yield name, (heads, kv_heads, size), dtype, Scores(scale=size**-0.5, **chosen)
+
+
+def decode(shape: tuple[int, int, int], dtype: Any, scores: Scores, lengths: list[int]) -> float:
+    heads, kv_heads, size = shape
+    cache, tables = cache_of(lengths, kv_heads, size, dtype)
+    query = random(len(lengths), heads, size, dtype=dtype)
+    counts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    result = kernels.decode_attention(query, cache, tables, counts, scores)
+    wanted = [
+        attended(query[row : row + 1], *sequence(cache, tables[row], length), scores)
+        for row, length in enumerate(lengths)
+    ]
+    return error(result, torch.cat(wanted))
+
+
+def prompt(shape: tuple[int, int, int], dtype: Any, scores: Scores, parts: list[tuple[int, int]]) -> float:
+    heads, kv_heads, size = shape
+    lengths = [past + new for past, new in parts]
+    cache, tables = cache_of(lengths, kv_heads, size, dtype)
+    begins = np.cumsum([0, *(new for _, new in parts)])
+    query = random(int(begins[-1]), heads, size, dtype=dtype)
+    result = kernels.prompt_attention(
+        query,
+        cache,
+        tables,
+        torch.tensor([past for past, _ in parts], dtype=torch.int32, device="cuda"),
+        torch.tensor(begins, dtype=torch.int32, device="cuda"),
+        scores,
+        most_new=max(new for _, new in parts),
+        longest=max(lengths),
+    )
+    wanted = [
+        attended(query[begins[row] : begins[row + 1]], *sequence(cache, tables[row], length), scores)
+        for row, length in enumerate(lengths)
+    ]
+    return error(result, torch.cat(wanted))
+
+
+def rotate(dtype: Any, rotated: int, *, interleaved: bool, normed: bool) -> float:
+    """Keys and queries are compared; values must be copied exactly, and other slots stay."""
+    tokens, heads, kv_heads, size = 37, 8, 2, 96
+    qkv = random(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
+    positions = torch.randint(0, 1000, (tokens,), device="cuda")
+    angles = torch.outer(
+        torch.arange(1000, device="cuda").double(), 10000 ** -(torch.arange(rotated // 2, device="cuda") / 50)
+    )
+    table = torch.cat([angles.cos(), angles.sin()], -1).float()
+    cache = torch.full((9, 2, PAGE, kv_heads, size), 7.0, device="cuda", dtype=dtype)
+    slots = torch.randperm(9 * PAGE, device="cuda")[:tokens]
+    norms = HeadNorms(query=random(size, dtype=dtype), key=random(size, dtype=dtype), epsilon=1e-6) if normed else None
+    rotation = Rotation(cos_sin=table, interleaved=interleaved) if rotated else None
+    query = kernels.rotate_and_store(qkv, positions, cache, slots, heads=heads, rotation=rotation, norms=norms)
+    wanted = [part.double() for part in qkv.view(tokens, -1, size).split([heads, kv_heads, kv_heads], 1)]
+    if norms is not None:
+        for number, weight in enumerate((norms.query, norms.key)):
+            states = wanted[number]
+            scaled = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + norms.epsilon) * weight.double()
+            wanted[number] = scaled.to(dtype).double()
+    if rotated:
+        cos, sin = table[positions].double().unsqueeze(1).chunk(2, -1)
+        for number in range(2):
+            turned, rest = wanted[number].tensor_split([rotated], -1)
+            first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+            pair = first * cos - second * sin, second * cos + first * sin
+            joined = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+            wanted[number] = torch.cat([joined, rest], -1)
+    keys, values = cache[slots // PAGE, 0, slots % PAGE], cache[slots // PAGE, 1, slots % PAGE]
+    untouched = torch.ones(9 * PAGE, dtype=torch.bool, device="cuda")
+    untouched[slots] = False
+    exact = bool((values.double() == wanted[2]).all()) and bool(
+        (cache.transpose(1, 2).flatten(0, 1)[untouched] == 7).all()
+    )
+    return max(error(query, wanted[0]), error(keys, wanted[1])) if exact else float("inf")
+
+
+def norm(dtype: Any, columns: int) -> float:
+    x, residual, weight = (random(5, columns, dtype=dtype) for _ in range(3))
+    total = (x.double() + residual.double()).to(dtype).double()
+    scaled = [
+        each * torch.rsqrt(each.square().mean(-1, keepdim=True) + 1e-5) * weight[0].double()
+        for each in (total, x.double())
+    ]
+    alone = kernels.rms_norm(x, weight[0].contiguous(), 1e-5)
+    both, sum_ = kernels.add_rms_norm(x, residual.clone(), weight[0].contiguous(), 1e-5)
+    return max(error(both, scaled[0]), error(sum_, total), error(alone, scaled[1]))
+
+
+def gate(dtype: Any, activation: Any, *, factor_first: bool) -> float:
+    joined = random(7, 2 * 1100, dtype=dtype)
+    first, second = joined.double().chunk(2, -1)
+    active, factor = (second, first) if factor_first else (first, second)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": torch.nn.functional.silu,
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }
+    result = kernels.gated(joined, activation, factor_first=factor_first)
+    return error(result, functions[activation](active).to(dtype).double() * factor)
+
+
+def product(dtype: Any, columns: int, outputs: int) -> float:
+    """Products of one row, alone and after a norm, with and without a gate."""
+    x, residual, norm = (random(1, columns, dtype=dtype) for _ in range(3))
+    weight, bias = random(2 * outputs, columns, dtype=dtype), random(2 * outputs, dtype=dtype)
+    errors = [error(kernels.linear(x, weight), x.double() @ weight.double().T)]
+    total = (x.double() + residual.double()).to(dtype).double()
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * norm.double()
+    wanted = normed @ weight.double().T + bias.double()
+    found, sum_ = kernels.norm_linear(x, residual, norm[0], 1e-5, weight, bias)
+    errors += [error(found, wanted), error(sum_, total)]
+    first, second = wanted.chunk(2, -1)
+    found, _ = kernels.norm_linear(x, residual, norm[0], 1e-5, weight, bias, "silu")
+    errors.append(error(found, torch.nn.functional.silu(first) * second))
+    found, _ = kernels.norm_linear(x, residual, norm[0], 1e-5, weight, bias, "gelu", factor_first=True)
+    errors.append(error(found, first * torch.nn.functional.gelu(second)))
+    return max(errors)
+
+
+def experts(dtype: Any, tokens: int) -> float:
+    count, hidden, inside, chosen_count = 8, 192, 224, 2
+    x = random(tokens, hidden, dtype=dtype)
+    outer, inner = random(count, 2 * inside, hidden, dtype=dtype), random(count, hidden, inside, dtype=dtype)
+    shares, chosen = torch.rand(tokens, count + 2, device="cuda").topk(chosen_count)  # 8 and 9 are of another rank
+    wanted = torch.zeros(tokens, hidden, dtype=torch.float64, device="cuda")
+    for token, place in itertools.product(range(tokens), range(chosen_count)):
+        expert = int(chosen[token, place])
+        if expert < count:
+            factor, active = (outer[expert].double() @ x[token].double()).chunk(2)
+            wanted[token] += shares[token, place].double() * (
+                inner[expert].double() @ (torch.nn.functional.silu(active) * factor)
+            )
+    return error(kernels.expert_mlp(x, outer, inner, chosen, shares, "silu"), wanted)
+
+
+def sampling(vocabulary: int) -> float:
+    """Return the part of rows with another token than the host's sampler chooses, or log-probs that differ."""
+    generator = np.random.default_rng(0)
+    choices: list[dict[str, Any]] = [
+        {},
+        {"greedy": False, "top_k": 40, "temperature": 0.8},
+        {"greedy": False, "top_k": 1000, "top_p": 0.9},
+        {"greedy": False, "top_p": 0.95, "temperature": 1.7},
+        {"greedy": False, "top_p": 1.0},
+        {"greedy": False, "top_p": 0.9, "min_p": 0.05},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+        {"greedy": False, "top_p": 0.9, "repetition_penalty": 1.2, "min_tokens": 9, "frequency_penalty": 0.3},
+    ]
+    rows, wrong, count = [], 0, 64
+    sampler, writer = KernelSampler(count, vocabulary, "cuda"), DrawWriter(count)
+    table = torch.zeros((count, vocabulary), dtype=torch.int16, device="cuda")
+    for number in range(count):
+        parameters = SamplingParameters(seed=number * 7919 + 2**40, **choices[number % len(choices)])
+        prompt_tokens = generator.integers(0, vocabulary, 50)
+        words = [[int(generator.integers(vocabulary))] for _ in range(3)] if number % 3 == 0 else []
+        processor = LogitsProcessor(parameters, prompt_tokens, vocab_size=vocabulary, end_id=2, bad_words=words)
+        rows.append(Row(parameters, processor, [], log_prob=number % 2 == 0))
+    tokens = torch.zeros(count, dtype=torch.int32, device="cuda")
+    log_probs = torch.zeros((count, 2), device="cuda")
+    together = np.ones(count, bool)
+    for step in range(12):
+        logits = (generator.standard_normal((count, vocabulary)) * generator.choice([1, 3, 9])).astype(np.float32)
+        if step % 4 == 3:
+            logits = np.round(logits)  # thousands of equal numbers
+        begins = step % 3 == 0  # what has occurred comes from the host; between, the device counts itself
+        together |= begins
+        draws = Draws(list(range(count)), rows, list(range(count)), [step] * count, [begins] * count)
+        arrays = writer.write(draws)
+        for entry, ids, numbers in arrays.new_rows:
+            table[entry].zero_()
+            table[entry, torch.from_numpy(ids).cuda()] = torch.from_numpy(numbers).cuda()
+        sampler.choose(
+            torch.from_numpy(logits).cuda().clone(), torch.from_numpy(arrays.words).cuda(), table, tokens, log_probs
+        )
+        found, numbers = tokens.tolist(), log_probs.cpu().numpy()
+        for number, (row, choice) in enumerate(zip(rows, choose_tokens(logits, rows), strict=True)):
+            same = found[number] == choice.token
+            if row.log_prob and same:
+                same = np.allclose(numbers[number], (choice.log_prob, choice.full_log_prob), atol=2e-4)
+            if together[number] and not same:
+                wrong += 1
+                print("   ", step, number, choices[number % len(choices)], found[number], choice, numbers[number])
+            together[number] &= same
+            row.processor.accept(choice.token)
+            row.generated.append(choice.token)  # type: ignore[attr-defined]
+    return wrong / (12 * count)
+
+
+def frequencies() -> float:
+    """Return chi-square / degrees of freedom of 200,000 seeded samples of one distribution (about 1)."""
+    vocabulary, count = 64, 4000
+    weights = torch.rand(vocabulary, device="cuda").double() + 0.01
+    shares = weights / weights.sum()
+    sampler, writer = KernelSampler(count, vocabulary, "cuda"), DrawWriter(count)
+    table = torch.zeros((1, vocabulary), dtype=torch.int16, device="cuda")
+    found = torch.zeros(vocabulary, device="cuda")
+    for step in range(50):
+        rows = [
+            Row(
+                SamplingParameters(greedy=False, seed=n),
+                LogitsProcessor(
+                    SamplingParameters(greedy=False, seed=n), np.zeros(0, np.int64), vocab_size=vocabulary, end_id=-1
+                ),
+                [],
+            )
+            for n in range(count)
+        ]
+        draws = Draws(list(range(count)), rows, list(range(count)), [step] * count, [True] * count)
+        words = torch.from_numpy(writer.write(draws).words).cuda()
+        tokens, log_probs = torch.zeros(count, dtype=torch.int32, device="cuda"), torch.zeros((count, 2), device="cuda")
+        sampler.choose(shares.log().float().repeat(count, 1), words, table, tokens, log_probs)
+        found += tokens.bincount(minlength=vocabulary)
+    expected = shares * 50 * count
+    return float(((found - expected) ** 2 / expected).sum() / (vocabulary - 1))
+
+
+def checks() -> Iterator[tuple[str, Callable[[], float], float]]:
+    """All cases: name, error, and its bound."""
+    ragged, parts = [1, 5, 16, 17, 777, 100, 300], [(0, 130), (33, 1), (100, 65), (0, 1), (513, 40), (0, 16)]
+    for name, shape, dtype, scores in cases():
+        yield f"decode {name}", partial(decode, shape, dtype, scores, ragged), BOUNDS[dtype]
+        yield f"prompt {name}", partial(prompt, shape, dtype, scores, parts), BOUNDS[dtype]
+    usual = (32, 8, 128), torch.bfloat16, Scores(scale=128**-0.5)
+    yield "decode one row of 20,000", partial(decode, *usual, [20_000]), 6e-3
+    yield "decode 300 rows", partial(decode, *usual, list(range(1, 601, 2))), 6e-3
+    yield "prompt of 3,000 after 1,000", partial(prompt, *usual, [(1000, 3000)]), 6e-3
+    for dtype, bound in BOUNDS.items():
+        kind = str(dtype)[6:]
+        for rotated, interleaved, normed in itertools.product((0, 24, 96), (False, True), (False, True)):
+            name = f"rotate {rotated} interleaved={interleaved} norms={normed} {kind}"
+            yield name, partial(rotate, dtype, rotated, interleaved=interleaved, normed=normed), bound
+        for columns in (64, 2048, 5120):
+            yield f"norm {columns} {kind}", partial(norm, dtype, columns), bound
+        for activation, first in itertools.product(("silu", "relu", "gelu", "gelu_tanh"), (False, True)):
+            yield f"gated {activation} {first} {kind}", partial(gate, dtype, activation, factor_first=first), bound
+        for columns in (2048, 5632, 100):
+            yield f"linear {columns} {kind}", partial(product, dtype, columns, 301), 2 * bound
+        for tokens in (1, 9, 150):
+            yield f"experts {tokens} {kind}", partial(experts, dtype, tokens), 2 * bound
+    for vocabulary in (50, 32_000, 128_256):
+        yield f"sampling {vocabulary}", partial(sampling, vocabulary), 2e-3
+    yield "chi-square / degrees of freedom", frequencies, 1.6
+
+
+def main() -> int:
+    """Run all cases, shared among processes because most of the time goes to the compiler."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="run the cases whose names contain this")
+    parser.add_argument("--share", nargs=2, type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.share is None:
+        count = min(os.cpu_count() or 1, 14)
+        command = [sys.executable, "-m", "tests.gpu.kernels", "--only", options.only, "--share"]
+        shares = [subprocess.Popen([*command, str(number), str(count)]) for number in range(count)]
+        return max(share.wait() for share in shares)
+    torch.manual_seed(0)
+    number, count = options.share
+    chosen = [case for case in checks() if options.only in case[0]]
+    failures = 0
+    for name, compute, bound in chosen[number::count]:
+        try:
+            value = compute()
+            torch.cuda.synchronize()
+        except Exception as problem:  # noqa: BLE001 - the other cases run too
+            value = float("inf")
+            print(f"FAILED {name}: {type(problem).__name__}: {str(problem)[-1500:]}", flush=True)
+        good = value <= bound
+        failures += not good
+        print(f"{'ok    ' if good else 'WRONG '} {name}: {value:.2e} (bound {bound:.0e})", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

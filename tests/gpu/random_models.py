@@ -1,0 +1,86 @@
+"""Decoders of usual sizes with random weights, made on the GPU: figures of speed do not depend on the weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trtserve.architectures import family
+from trtserve.checkpoint.sharding import Piece, Shard, matrix
+from trtserve.executor.torch.choosing_model import ChoosingTorchModel
+
+HF_SIZES: dict[str, dict[str, Any]] = {
+    "8B": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128_256,
+    },
+    "1.1B": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 5632,
+        "vocab_size": 32_000,
+    },
+}
+for _sizes in HF_SIZES.values():
+    _sizes |= {"model_type": "llama", "rope_theta": 500_000.0, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
+TOKENS_PER_BLOCK = 16
+MAX_NUM_TOKENS = 8192
+
+
+class RandomWeights:
+    """`Weights` of a whole Llama: matrices keep the size of their inputs, so that hidden states stay in range."""
+
+    def __init__(self, config: dict[str, Any], device: str, dtype: Any) -> None:
+        self._targets = {each.name: each for each in family(config["architecture"]).targets(config)}
+        self._device, self.dtype = device, dtype
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets
+
+    def tensor(self, name: str) -> Any:
+        import torch
+
+        shape = self._targets[name].shape
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self.dtype, device=self._device)
+        values = torch.empty(shape, dtype=self.dtype, device=self._device)
+        return values.normal_(std=1 / math.sqrt(shape[-1]))
+
+    def fp8_scales(self, name: str) -> None:
+        assert name in self._targets
+
+    def split(self, name: str) -> Any:
+        return self._targets[name].split
+
+    def shard(self, name: str) -> Shard:
+        shape = self._targets[name].shape
+        rows, columns = matrix(shape)
+        return Shard(shape=shape, pieces=(Piece(first_row=0, rows=rows, first_column=0, columns=columns),))
+
+
+def random_model(
+    name: str, *, batch: int, seq_len: int, device: str = "cuda", dtype: str = "bfloat16", layers: int | None = None
+) -> ChoosingTorchModel:
+    """Return the model `name` of HF_SIZES for `batch` sequences of `seq_len` tokens."""
+    import torch
+
+    sizes = HF_SIZES[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    architecture = "LlamaForCausalLM"
+    model = family(architecture).checkpoint_config(sizes) | {"architecture": architecture, "dtype": dtype}
+    model |= {"mapping": {"tp_size": 1, "pp_size": 1}}
+    build = {
+        "max_seq_len": seq_len,
+        "max_batch_size": batch,
+        "max_num_tokens": MAX_NUM_TOKENS,
+        "plugin_config": {"tokens_per_block": TOKENS_PER_BLOCK},
+    }
+    config = {"pretrained_config": model, "build_config": build, "trtserve": {"compute_precision": "bf16"}}
+    weights = RandomWeights(model, device, getattr(torch, dtype))
+    decoder = family(architecture).decoder(model)
+    return ChoosingTorchModel(config, decoder, weights, layers=range(sizes["num_hidden_layers"]), device=device)

@@ -1,0 +1,238 @@
+"""The load generator against the built-in echo server, whose answers and times are known.
+
+Nothing here depends on how fast the machine is: counts are exact, and times have lower bounds only. `make bench
+ARGS="--only client"` measures the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.support.echo_targets import echo_target, requests, target_at
+from tests.support.tiny_models import write_byte_tokenizer
+from trtserve.bench.calibration import calibrate
+from trtserve.bench.echo_server import Echo, Spoken, running_echo
+from trtserve.bench.processes import Outcome, run_load
+from trtserve.bench.records import Record
+from trtserve.bench.statistics import compute, percentile
+from trtserve.bench.worker import Load
+from trtserve.cli import run
+from trtserve.errors import ServerUnreachableError
+from trtserve.host.mpi import mpirun_program
+
+MS = 1_000_000
+
+
+def send(load: Load, *, workers: int = 1) -> Outcome:
+    outcome = run_load(load, workers=workers)
+    assert outcome is not None
+    return outcome
+
+
+def arrived(record: Record) -> list[int]:
+    return [time for time, _ in record.arrivals] or [each.time_ns for each in record.responses]
+
+
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("spoken", ["grpc-stream", "grpc-unary", "http-stream", "http"])
+def test_every_protocol_receives_the_whole_answer(spoken: Spoken, text: bool) -> None:
+    with echo_target(Echo(spoken=spoken, chunks=5, delay=0.02, gap=0.002, text=text)) as target:
+        outcome = send(Load(target=target, requests=requests(12, tokens=5, text=text), concurrency=4))
+    assert [record.status for record in outcome.records] == ["completed"] * 12
+    for record in outcome.records:
+        tokens = sum(len(each.text or "") // 2 for each in record.responses) if text else record.output_tokens
+        assert tokens == 5
+        assert len(arrived(record)) == (5 if target.streams else 1)
+        assert record.sent_ns is not None
+        assert arrived(record)[0] - record.sent_ns >= 20 * MS
+        assert record.ended_ns - record.sent_ns >= (28 * MS if target.streams else 20 * MS)
+
+
+@pytest.mark.parametrize("spoken", ["openai-stream", "openai"])
+def test_openai_servers_are_measured(spoken: Spoken) -> None:
+    with echo_target(Echo(spoken=spoken, chunks=5, text=True)) as target:
+        outcome = send(Load(target=target, requests=requests(8, tokens=5, text=True), concurrency=2))
+    for record in outcome.records:
+        assert record.status == "completed"
+        assert "".join(each.text or "" for each in record.responses) == " a" * 5
+        assert sum(each.tokens or 0 for each in record.responses) == 5
+
+
+def test_a_stalled_server_cannot_hide_its_stall() -> None:
+    """Frozen for 0.6 s, 100 requests/s, at most 8 in flight: every request is sent, and its wait counts."""
+    offsets = [index / 100 for index in range(150)]
+    echo = Echo(spoken="grpc-stream", chunks=1, stall_at=0.5, stall=0.6)
+    with echo_target(echo) as target:
+        load = Load(target=target, requests=requests(150, tokens=1), offsets=offsets, concurrency=8)
+        records = send(load).records
+    assert len([record for record in records if record.sent_ns is not None]) == 150
+    planned = [record.intended_ns - records[0].intended_ns for record in records]
+    assert planned == pytest.approx([offset * 1e9 for offset in offsets], abs=2)
+    late = sorted((record.ended_ns - record.intended_ns) / MS for record in records)
+    # Those that were due in the first 0.3 s of the stall wait for its second half; a few may come before it begins.
+    assert sum(latency >= 290 for latency in late) >= 25
+    assert percentile(late, 0.9) >= 250
+    # From the actual send the stall is almost invisible: only those in flight see it.
+    behind = [record for record in records if record.sent_ns and record.sent_ns - record.intended_ns > 200 * MS]
+    assert len(behind) >= 20
+    assert compute(records).delivered_ratio is not None
+
+
+def test_workers_send_every_request_once_and_pool_their_records() -> None:
+    with echo_target(Echo(spoken="http-stream", chunks=4)) as target:
+        load = Load(target=target, requests=requests(41, tokens=4), warmup=requests(4, tokens=4), concurrency=6)
+        outcome = send(load, workers=3)
+        scheduled = send(replace(load, offsets=[index / 200 for index in range(41)], concurrency=None), workers=3)
+    for each in (outcome, scheduled):
+        assert [record.index for record in each.records] == list(range(41))
+        assert {record.worker for record in each.records} == {0, 1, 2}
+        assert {record.status for record in each.records} == {"completed"}
+        assert sorted(health.worker for health in each.health) == [0, 1, 2]
+    starts = [record.intended_ns - scheduled.start_ns for record in scheduled.records]
+    assert starts == pytest.approx([index * 5 * MS for index in range(41)], abs=2)
+    # Percentiles of the pooled records are those of all values, not averages of the workers' percentiles.
+    pooled = compute(scheduled.records).latency_ms
+    values = sorted((record.ended_ns - record.intended_ns) / MS for record in scheduled.records)
+    assert (pooled.p50, pooled.p99) == (percentile(values, 0.5), percentile(values, 0.99))
+
+
+@pytest.mark.parametrize("spoken", ["grpc-stream", "http-stream"])
+def test_cancelled_requests_are_counted_apart(spoken: Spoken) -> None:
+    wanted = [replace(each, cancel_after=2 if number % 2 else None) for number, each in enumerate(requests(10))]
+    with echo_target(Echo(spoken=spoken, chunks=16, gap=0.01)) as target:
+        records = send(Load(target=target, requests=wanted, concurrency=2)).records
+    assert [record.status for record in records] == ["completed", "cancelled"] * 5
+    assert {record.error for record in records} == {None, "cancelled by --cancel-rate"}
+    counts = compute(records).counts
+    assert counts.sent == counts.completed + counts.failed + counts.cancelled == 10
+
+
+class Busy(BaseHTTPRequestHandler):
+    """A server that refuses every request."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_error(503, "busy")
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name in the base class
+        pass
+
+
+def test_a_refused_request_is_a_failed_record() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            target = target_at(Echo(spoken="http-stream"), server.server_address[1])
+            (record,) = send(Load(target=target, requests=requests(1), timeout=20)).records
+        finally:
+            server.shutdown()
+            thread.join()
+    assert record.status == "failed"
+    assert str(record.error).startswith("status 503")
+    with pytest.raises(ServerUnreachableError):
+        send(Load(target=target_at(Echo(spoken="http-stream"), 1), requests=requests(1)))
+
+
+def test_turns_of_a_conversation_carry_what_was_said_before() -> None:
+    turns = [replace(each, session=number // 3) for number, each in enumerate(requests(6, tokens=4))]
+    with echo_target(Echo(spoken="grpc-stream", chunks=4)) as target:
+        records = send(Load(target=target, requests=turns, concurrency=2)).records
+    # Each prompt is 20 new tokens after the prompts and answers (4 tokens) before it.
+    assert [record.input_tokens for record in records] == [20, 44, 68] * 2
+    for first, second in ((0, 1), (1, 2), (3, 4), (4, 5)):
+        assert records[first].ended_ns <= (records[second].sent_ns or 0)
+
+
+def test_the_client_calibrates_itself() -> None:
+    target = target_at(Echo(spoken="grpc-stream"), 1)
+    found = calibrate(target, requests(50), workers=1, concurrency=8)
+    assert found is not None
+    assert (found.protocol, found.responses_per_answer) == ("grpc-stream", 16)
+    assert found.answers_per_second > 10
+    assert found.capacity(1) > found.capacity(16) > found.capacity(100)
+    assert 0 <= found.dispatch_p50_ms <= found.dispatch_max_ms
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def openai_server() -> Iterator[int]:
+    with running_echo(Echo(spoken="openai-stream", chunks=8, delay=0.004, gap=0.001, text=True)) as port:
+        yield port
+
+
+def arguments(port: int, tokenizer: Path, *more: str) -> list[str]:
+    asked = ["--openai", f"http://127.0.0.1:{port}/v1", "--model", "echo", "--tokenizer", str(tokenizer)]
+    lengths = ["--input-mean", "20", "--output-mean", "8", "--output-stdev", "0", "--max-seq-len", "400"]
+    return ["bench", "token-norm-dist", *asked, *lengths, *more]
+
+
+def test_command_measures_an_openai_server(
+    openai_server: int, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--num-requests", "60", "--out", str(tmp_path / "r"), "--table", "genai-perf", "--slo", "latency=10s")
+    assert run(arguments(openai_server, tokenizer, *more)) == 0
+    captured = capsys.readouterr()
+    assert "Time to first token (ms)\t" in captured.out
+    assert "Client on the echo server: " in captured.err
+    assert "Verdict: " in captured.err
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert (report["protocol"], report["model"], report["tokens_counted_by"]) == ("openai", "echo", "server")
+    assert report["statistics"]["good_answers"] == report["statistics"]["counts"]["completed"] == 60
+    assert report["calibration"]["protocol"] == "openai-stream"
+    assert report["statistics"]["output_tokens_per_request"] == 8
+    assert "trtserve" in report["versions"]
+
+
+def test_command_sweeps(
+    openai_server: int, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--num-requests", "20", "--sweep-concurrency", "1,4", "--no-calibrate", "--out", str(tmp_path / "sweep"))
+    assert run(arguments(openai_server, tokenizer, *more, "--quiet")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["Load", "1 in flight", "4 in flight"]
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["concurrency-1", "concurrency-4"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--find-rate",), "give --slo"),
+        (("--sweep-rate", "1,2", "--sweep-concurrency", "1"), "Give one of"),
+        (("--ramp-to", "5"), "give both"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(
+    more: Sequence[str], message: str, openai_server: int, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments(openai_server, tokenizer, *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_of_mpirun_divide_the_requests(openai_server: int, tokenizer: Path, tmp_path: Path) -> None:
+    more = ("--num-requests", "30", "--request-rate", "300", "--out", str(tmp_path / "r"))
+    program = [sys.executable, "-m", "trtserve", *arguments(openai_server, tokenizer, *more)]
+    command = [mpirun_program(), "--allow-run-as-root", "--oversubscribe", "-n", "2", *program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ}, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "r" / "requests.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(30))
+    assert {line["worker"] for line in lines} == {0, 1}
+    assert {line["status"] for line in lines} == {"completed"}
+    assert result.stdout.count("Requests/Sec") == 1

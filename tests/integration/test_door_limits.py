@@ -1,0 +1,212 @@
+"""The door's limits, with small ones, in front of a stand-in for Triton that answers as slowly as a test wants."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tests.support.doors import HOST, RunningDoor, running_door
+from tests.support.waiting import wait_until
+from trtserve.door.settings import Limits
+
+LIMITS = Limits(
+    connections=20,
+    requests=2,
+    request_seconds=2.0,
+    header_seconds=0.5,
+    body_seconds=0.5,
+    stalled_seconds=0.5,
+    body_bytes=1 << 20,
+    json_bytes=1 << 20,
+    buffered_bytes=1 << 20,
+    chunks=50,
+)
+CONFIG = {
+    "name": "m",
+    "max_batch_size": 0,
+    "model_transaction_policy": {"decoupled": True},
+    "input": [{"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}],
+}
+GENERATE = "/v2/models/m/generate_stream"
+
+
+class Triton(ThreadingHTTPServer):
+    """Answers `hang` when it is released, `flood` without an end, and everything else at once."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__((HOST, 0), _Handler)
+        self.forget()
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of connections that the door has ended."""
+
+    def forget(self) -> None:
+        """Begin anew for another test."""
+        self.release = threading.Event()
+        self.left = threading.Event()
+        self.bodies: list[bytes] = []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Triton
+
+    def do_GET(self) -> None:
+        self._answer(CONFIG if self.path.endswith("/config") else {})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.bodies.append(body)
+        text = json.loads(body).get("text_input")
+        if text == "hang":
+            self.server.release.wait(30)
+        if text == "flood":
+            self._flood()
+        else:
+            self._answer({"text_output": text})
+
+    def _flood(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        try:
+            while not self.server.release.is_set():
+                self.wfile.write(b"data: {}\n\n" * 1000)
+        except OSError:
+            self.server.left.set()
+
+    def _answer(self, content: Any) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing."""
+
+
+@pytest.fixture(scope="module")
+def behind() -> Iterator[Triton]:
+    with Triton() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.release.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def triton(behind: Triton) -> Iterator[Triton]:
+    behind.forget()
+    yield behind
+    behind.release.set()
+
+
+@pytest.fixture(scope="module")
+def door(behind: Triton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDoor]:
+    folder = tmp_path_factory.mktemp("door")
+    with running_door(folder, int(behind.server_address[1]), model="m", limits=LIMITS) as door:
+        yield door
+
+
+def begin(connection: http.client.HTTPConnection, text: str) -> None:
+    connection.request("POST", GENERATE, json.dumps({"text_input": text}), {"Content-Type": "application/json"})
+
+
+def raw(door: RunningDoor, sent: bytes) -> bytes:
+    """Send bytes, and return what comes until the door hangs up."""
+    with socket.create_connection((HOST, door.port), timeout=30) as connection:
+        connection.sendall(sent)
+        received = b""
+        with suppress(ConnectionResetError):  # it hung up before it had read everything
+            while part := connection.recv(4096):
+                received += part
+        return received
+
+
+def test_slow_headers_and_bodies_are_cut_off(door: RunningDoor) -> None:
+    assert raw(door, b"") == b""
+    assert raw(door, b"POST /v2 HTTP/1.1\r\nHost: localhost\r\n") == b""
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode()
+    assert raw(door, head + b"{").startswith(b"HTTP/1.1 408 ")
+
+
+def test_large_headers_and_many_chunks_are_refused(door: RunningDoor) -> None:
+    head = b"GET /v2/health/live HTTP/1.1\r\nConnection: close\r\nHost: localhost\r\nX: "
+    assert b" 200 " in raw(door, head + b"y" * 60_000 + b"\r\n\r\n")
+    assert b" 200 " not in raw(door, head + b"y" * 66_000 + b"\r\n\r\n")
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    assert raw(door, head + b"1\r\nx\r\n" * 60).startswith(b"HTTP/1.1 400 ")
+    assert b" 200 " not in raw(door, head + b"2\r\n{}\r\n0\r\nX: y\r\n\r\n")
+
+
+def test_large_bodies_are_refused_before_they_arrive(door: RunningDoor) -> None:
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {10**12}\r\n\r\n".encode()
+    assert raw(door, head).startswith(b"HTTP/1.1 413 ")
+
+
+def test_too_many_requests_get_503_and_a_hint(door: RunningDoor, triton: Triton) -> None:
+    with ExitStack() as stack:
+        busy = [stack.enter_context(door.connected()) for _ in range(LIMITS.requests)]
+        for connection in busy:
+            begin(connection, "hang")
+        wait_until(lambda: len(triton.bodies) == LIMITS.requests)
+        with door.connected() as late:
+            begin(late, "hello")
+            answer = late.getresponse()
+            assert answer.status == 503
+            assert answer.headers["Retry-After"]
+        assert door.status("/v2/health/live") == 200
+        triton.release.set()
+        assert [connection.getresponse().status for connection in busy] == [200, 200]
+
+
+def test_more_connections_than_allowed_are_closed(door: RunningDoor) -> None:
+    with ExitStack() as stack:
+        for _ in range(LIMITS.connections):
+            stack.enter_context(socket.create_connection((HOST, door.port), timeout=30))
+        with socket.create_connection((HOST, door.port), timeout=30) as late, suppress(ConnectionResetError):
+            assert late.recv(1) == b""
+    wait_until(lambda: door.status("/v2/health/live") == 200)
+
+
+def test_a_request_that_takes_too_long_is_ended(door: RunningDoor, triton: Triton) -> None:
+    assert not triton.bodies
+    with door.connected() as connection:
+        begin(connection, "hang")
+        answer = connection.getresponse()
+        assert answer.status == 504
+        assert "longer than 2 s" in json.loads(answer.read())["error"]
+
+
+def test_a_client_that_does_not_read_is_cut_off(door: RunningDoor, triton: Triton) -> None:
+    with door.connected() as connection:
+        begin(connection, "flood")
+        assert triton.left.wait(60)
+
+
+def test_the_first_signal_drains_and_the_second_ends(door: RunningDoor, triton: Triton) -> None:
+    with door.connected() as connection:
+        begin(connection, "hang")
+        wait_until(lambda: triton.bodies)
+        os.kill(door.process.pid, signal.SIGTERM)
+        wait_until(lambda: door.status("/v2/health/ready") == 503)
+        with door.connected() as late:
+            begin(late, "hello")
+            assert late.getresponse().status == 503
+        os.kill(door.process.pid, signal.SIGTERM)
+        wait_until(lambda: not door.process.alive())

@@ -1,0 +1,63 @@
+"""A door in front of a server that a test has already."""
+
+from __future__ import annotations
+
+import http.client
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.waiting import wait_until
+from trtserve.door.settings import DoorSettings
+from trtserve.host.ports import free_ports
+from trtserve.process import Command, ProcessId, spawn, stop
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class RunningDoor:
+    """A door that answers."""
+
+    port: int
+    process: ProcessId
+
+    @contextmanager
+    def connected(self) -> Iterator[http.client.HTTPConnection]:
+        """A connection to it."""
+        with closing(http.client.HTTPConnection(HOST, self.port, timeout=60)) as connection:
+            yield connection
+
+    def status(self, path: str) -> int | None:
+        """Status of a GET, or None when nobody answers."""
+        try:
+            with self.connected() as connection:
+                connection.request("GET", path)
+                return connection.getresponse().status
+        except OSError:
+            return None
+
+
+@contextmanager
+def running_door(folder: Path, http_port: int, *, grpc_port: int = 1, **settings: Any) -> Iterator[RunningDoor]:
+    """A door for the Triton on these ports; `settings` are further fields of DoorSettings."""
+    (port,) = free_ports(HOST, 1)
+    DoorSettings(
+        name="door",
+        host=HOST,
+        port=port,
+        triton_http=f"{HOST}:{http_port}",
+        triton_grpc=f"{HOST}:{grpc_port}",
+        metrics=f"{HOST}:1",
+        **settings,
+    ).write(folder / "door.json")
+    command = Command(argv=(sys.executable, "-m", "trtserve.door", str(folder / "door.json")), cwd=folder)
+    door = RunningDoor(port, spawn(command, log=folder / "door.log"))
+    try:
+        wait_until(lambda: door.status("/v2/health/live") == 200)
+        yield door
+    finally:
+        stop(door.process, grace=0)

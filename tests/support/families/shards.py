@@ -1,0 +1,144 @@
+"""The shards of a TensorRT-LLM checkpoint, computed with NumPy straight from the format's description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Tensors = dict[str, Array]
+
+NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_layernorm": "post_attention_layernorm",
+    "pre_feedforward_layernorm": "pre_feedforward_layernorm",
+    "post_feedforward_layernorm": "post_feedforward_layernorm",
+    "attention.q_layernorm": "self_attn.q_norm",
+    "attention.k_layernorm": "self_attn.k_norm",
+}
+
+
+def split_rows(whole: Array, tp: int) -> list[Array]:
+    return np.split(whole, tp, axis=0)
+
+
+def split_vocabulary(whole: Array, tp: int) -> list[Array]:
+    padding = -len(whole) % tp
+    return split_rows(np.concatenate([whole, np.zeros((padding, *whole.shape[1:]), whole.dtype)]), tp)
+
+
+def split_qkv(q: Array, k: Array, v: Array, head_size: int, tp: int) -> list[Array]:
+    def repeated(part: Array) -> Array:
+        heads = part.reshape(-1, head_size, *part.shape[1:])
+        return heads.repeat(max(1, tp // len(heads)), axis=0).reshape(-1, *part.shape[1:])
+
+    parts = [split_rows(part, tp) for part in (q, repeated(k), repeated(v))]
+    return [np.concatenate(rank) for rank in zip(*parts, strict=True)]
+
+
+def llama_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> list[Tensors]:
+    """Return the expected checkpoint of a model with Llama's tensor names: tp ranks, ep of them for experts."""
+    head_size = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    gemma = hf["model_type"].startswith("gemma")
+    ranks: list[Tensors] = [{} for _ in range(tp)]
+
+    def put(name: str, parts: list[Array]) -> None:
+        for rank, part in zip(ranks, parts, strict=True):
+            rank[name] = part
+
+    table = source["model.embed_tokens.weight"]
+    put("transformer.vocab_embedding.weight", split_vocabulary(table, tp) if gemma else [table] * tp)
+    for name, norm in _norms(source, hf["num_hidden_layers"], offset=1 if gemma else 0).items():
+        put(name, [norm] * tp)
+    put("lm_head.weight", split_vocabulary(table if hf["tie_word_embeddings"] else source["lm_head.weight"], tp))
+    for layer in range(hf["num_hidden_layers"]):
+        theirs, ours = f"model.layers.{layer}.", f"transformer.layers.{layer}."
+        for kind in _kinds(source, f"{theirs}self_attn.q_proj"):
+            q, k, v = (source[f"{theirs}self_attn.{part}_proj.{kind}"] for part in "qkv")
+            put(f"{ours}attention.qkv.{kind}", split_qkv(q, k, v, head_size, tp))
+        for name, their_name in (("attention.dense", "self_attn.o_proj"), ("mlp.proj", "mlp.down_proj")):
+            for kind in _kinds(source, theirs + their_name):
+                whole = source[f"{theirs}{their_name}.{kind}"]
+                put(f"{ours}{name}.{kind}", np.split(whole, tp, axis=1) if kind == "weight" else [whole] * tp)
+        for kind in _kinds(source, f"{theirs}mlp.up_proj"):
+            put(f"{ours}mlp.fc.{kind}", split_rows(source[f"{theirs}mlp.gate_proj.{kind}"], tp))
+            put(f"{ours}mlp.gate.{kind}", split_rows(source[f"{theirs}mlp.up_proj.{kind}"], tp))
+        for name, parts in expert_parts(source, hf, theirs, tp, ep).items():
+            put(ours + name, parts)
+    return ranks
+
+
+def expert_parts(source: Tensors, hf: dict[str, Any], prefix: str, tp: int, ep: int) -> dict[str, list[Array]]:
+    """The tensors of a layer's experts by rank; rank r is expert-parallel rank r % ep."""
+    count = hf.get("num_local_experts") or hf.get("num_experts") or 0
+    if not count:
+        return {}
+    mixtral = hf["model_type"] == "mixtral"
+    prefix += "block_sparse_moe." if mixtral else "mlp."
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (
+        np.stack([source[f"{prefix}experts.{expert}.{name}.weight"] for expert in range(count)]) for name in names
+    )
+
+    def part(stack: Array, axis: int, rank: int) -> Array:
+        held: Array = np.split(stack, ep)[rank % ep]
+        return np.split(held, tp // ep, axis=axis)[rank // ep]
+
+    found = {
+        "mlp.router.weight": [source[f"{prefix}gate.weight"].astype(np.float32)] * tp,
+        "mlp.fc.weight": [np.concatenate([part(up, 1, r), part(gate, 1, r)], axis=1) for r in range(tp)],
+        "mlp.proj.weight": [part(down, 2, r) for r in range(tp)],
+    }
+    shared = f"{prefix}shared_expert"
+    if f"{shared}_gate.weight" in source:
+        halves = [split_rows(source[f"{shared}.{name}.weight"], tp) for name in ("up_proj", "gate_proj")]
+        found["mlp.shared_expert.fc.weight"] = [np.concatenate(pair) for pair in zip(*halves, strict=True)]
+        found["mlp.shared_expert.proj.weight"] = np.split(source[f"{shared}.down_proj.weight"], tp, axis=1)
+        found["mlp.shared_expert_gate.weight"] = [source[f"{shared}_gate.weight"]] * tp
+    return found
+
+
+def _norms(source: Tensors, layers: int, *, offset: int) -> Tensors:
+    names = {"transformer.ln_f.weight": "model.norm.weight"}
+    for layer in range(layers):
+        names |= {
+            f"transformer.layers.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
+            for ours, theirs in NORMS.items()
+        }
+    stored = {ours: source[theirs] for ours, theirs in names.items() if theirs in source}
+    return {name: (values.astype(np.float32) + offset).astype(values.dtype) for name, values in stored.items()}
+
+
+def _kinds(source: Tensors, name: str) -> list[str]:
+    return [kind for kind in ("weight", "bias") if f"{name}.{kind}" in source]
+
+
+def gpt2_ranks(source: Tensors, hf: dict[str, Any], tp: int, ep: int = 1) -> list[Tensors]:
+    """Return the expected checkpoint of a GPT-2 for tp ranks."""
+    assert ep == 1
+    ranks: list[Tensors] = [{} for _ in range(tp)]
+
+    def put(name: str, parts: list[Array]) -> None:
+        for rank, part in zip(ranks, parts, strict=True):
+            rank[name] = part
+
+    put("transformer.vocab_embedding.weight", [source["transformer.wte.weight"]] * tp)
+    put("transformer.position_embedding.weight", [source["transformer.wpe.weight"]] * tp)
+    untied = not hf.get("tie_word_embeddings", True)
+    put("lm_head.weight", split_vocabulary(source["lm_head.weight" if untied else "transformer.wte.weight"], tp))
+    for kind in ("weight", "bias"):
+        put(f"transformer.ln_f.{kind}", [source[f"transformer.ln_f.{kind}"]] * tp)
+    for layer in range(hf["n_layer"]):
+        theirs, ours = f"transformer.h.{layer}.", f"transformer.layers.{layer}."
+        for kind in ("weight", "bias"):
+            put(f"{ours}input_layernorm.{kind}", [source[f"{theirs}ln_1.{kind}"]] * tp)
+            put(f"{ours}post_layernorm.{kind}", [source[f"{theirs}ln_2.{kind}"]] * tp)
+            q, k, v = np.split(source[f"{theirs}attn.c_attn.{kind}"].T, 3, axis=0)
+            put(f"{ours}attention.qkv.{kind}", split_qkv(q, k, v, hf["n_embd"] // hf["n_head"], tp))
+            put(f"{ours}mlp.fc.{kind}", split_rows(source[f"{theirs}mlp.c_fc.{kind}"].T, tp))
+            for name, their_name in (("attention.dense", "attn.c_proj"), ("mlp.proj", "mlp.c_proj")):
+                whole = source[f"{theirs}{their_name}.{kind}"].T
+                put(f"{ours}{name}.{kind}", np.split(whole, tp, axis=1) if kind == "weight" else [whole] * tp)
+    return ranks

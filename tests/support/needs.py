@@ -1,0 +1,58 @@
+"""What a test needs beyond Python and the packages of `make test`, declared with `@pytest.mark.needs("torch")`.
+
+Tests whose needs this machine lacks are left out as a group. CI runs everything: `.ci/run` sets TRTSERVE_TESTS_BARE=1
+for a first run without the group, then installs the rest and runs the group alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from trtserve.process import find_sbin_program
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that `make test` does not install."""
+
+    name: str
+    present: Callable[[], bool]
+    package: str | None  # of Debian; None for what `make test-oracle` installs
+
+
+def _modules(*names: str) -> Callable[[], bool]:
+    return lambda: all(find_spec(name) is not None for name in names)
+
+
+def _programs(*names: str) -> Callable[[], bool]:
+    return lambda: all(find_sbin_program(name) is not None for name in names)
+
+
+NEEDS = {
+    "torch": Need("PyTorch", _modules("torch", "peft", "triton"), None),
+    "vl_convert": Need("vl-convert", _modules("vl_convert"), None),
+    "nginx": Need("nginx", _programs("nginx"), "nginx-light"),
+    "clients": Need("LangChain and litellm", _modules("langchain_openai", "litellm"), None),
+    "chromium": Need("Chromium", lambda: _modules("playwright")() and _programs("chromium")(), "chromium"),
+    "sshd": Need("sshd", _programs("sshd", "ssh", "ssh-keygen"), "openssh-server"),
+}
+BARE = os.environ.get("TRTSERVE_TESTS_BARE") == "1"
+IN_CI = os.environ.get("CI") == "true"
+
+
+def missing_needs() -> list[str]:
+    """Return the keys of NEEDS that this machine lacks, or all of them in a bare run."""
+    return [key for key, need in NEEDS.items() if BARE or not need.present()]
+
+
+def left_out_line(count: int, missing: Iterable[str]) -> str:
+    """Return the closing line about `count` tests that were left out, with the commands that run them."""
+    needs = [NEEDS[key] for key in missing]
+    *first, last = [need.name for need in needs]
+    names = f"{', '.join(first)} or {last}" if first else last
+    packages = " ".join(need.package for need in needs if need.package)
+    before = f"`apt-get install {packages}`, then " if packages else ""
+    return f"{count} tests were left out because they need {names}. To run them: {before}`make test-oracle`."

@@ -1,0 +1,115 @@
+"""A stand-in for the Triton server behind the OpenAI endpoint: it answers every request with tokens of a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.described_models import described
+from trtserve.door.openai.served import Backend, Served
+from trtserve.errors import RequestError
+from trtserve.models.postprocessing.anchored_decoding import AnchoredDecoder
+from trtserve.query.tokenizer import TokenizerFiles
+from trtserve.triton.client import Endpoint, Reply
+from trtserve.triton.tensors import decoded
+
+NAME = "scripted"
+
+
+class ScriptedTriton(Backend):
+    """A server with one core model. `script` is the text of every answer; an error in it is raised at its place."""
+
+    def __init__(self, folder: Path, *, decoupled: bool = True, text: bool = False) -> None:
+        self._lock, self._tasks, self.timeout = asyncio.Lock(), set(), 5.0
+        self._endpoint = Endpoint()
+        self.client = self  # type: ignore[assignment]  # it answers itself
+        files = TokenizerFiles(folder)
+        core = described("tensorrt_llm", decoupled=decoupled)
+        bls = described("tensorrt_llm_bls", decoupled=decoupled)
+        self.files = files
+        self._served = (
+            Served(
+                name=NAME,
+                model=bls if text else core,
+                core=core,
+                files=files,
+                decoder=AnchoredDecoder(files.tokenizer, skip_special_tokens=True),
+                adds_special=True,
+                vocab_size=len(files.tokenizer),
+                max_seq_len=512,
+                adapters=None,
+            ),
+        )
+        self.script: Sequence[str | Exception] = ("Hello",)
+        self.pause = 0.0
+        """Seconds between two tokens."""
+        self.finish_reason = "end_id"
+        self.lowest = 0.0
+        """Logit of all tokens but the script's."""
+        self.requests: list[dict[str, Any]] = []
+        self.stops: list[str] = []
+
+    async def close(self) -> None:
+        """Wait for what runs beside the requests."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5)
+
+    async def infer(self, message: Any, *, decoupled: bool, timeout: float) -> AsyncIterator[Reply]:
+        """Answer one request, as AioClient does."""
+        inputs = {
+            tensor.name: decoded(tensor.datatype, tensor.shape, content).reshape(-1).tolist()
+            for tensor, content in zip(message.inputs, message.raw_input_contents, strict=True)
+        }
+        if inputs.get("stop"):
+            self.stops.append(message.id)
+            return
+        self.requests.append(inputs)
+        steps = self._steps()
+        if not (inputs.get("streaming") or inputs.get("stream") or [False])[0]:
+            errors = [step for step in steps if isinstance(step, Exception)]
+            steps = [*errors, [token for step in steps if isinstance(step, list) for token in step]]
+        sent: list[int] = []
+        for step in steps:
+            await asyncio.sleep(self.pause)
+            if isinstance(step, Exception):
+                raise step
+            if message.id in self.stops:
+                return
+            sent += step
+            yield self._reply(step, sent, inputs, last=step is steps[-1])
+
+    def _steps(self) -> list[Any]:
+        """Return one token per step, and the errors."""
+        steps: list[Any] = []
+        for part in self.script:
+            if isinstance(part, Exception):
+                steps.append(part)
+            else:
+                steps += [[token] for token in self.files.encode(part, special=False)]
+        return steps
+
+    def _reply(self, step: list[int], sent: list[int], inputs: dict[str, Any], *, last: bool) -> Reply:
+        outputs: dict[str, Any] = {
+            "output_ids": np.array([[step]], dtype=np.int32),
+            "sequence_length": np.array([[len(step)]], dtype=np.int32),
+            "text_output": np.array([self.files.decode(step)], dtype=object),
+        }
+        if inputs.get("return_num_output_tokens", [False])[0]:
+            outputs["num_output_tokens"] = np.array([[len(step)]], dtype=np.int32)
+        if inputs.get("return_log_probs", [False])[0]:
+            outputs["output_log_probs"] = np.array([[[-0.5] * len(sent)]], dtype=np.float32)
+        if inputs.get("return_generation_logits", [False])[0]:
+            logits = np.full((1, len(step), 1, len(self.files.tokenizer)), self.lowest, dtype=np.float32)
+            for place, token in enumerate(step):
+                logits[0, place, 0, token] = 9.0
+            outputs["generation_logits"] = logits
+        return Reply(outputs=outputs, parameters={"finish_reason": self.finish_reason} if last else {})
+
+
+def refused(text: str) -> RequestError:
+    """An error as the engine reports it."""
+    return RequestError(text)

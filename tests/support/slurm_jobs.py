@@ -1,0 +1,31 @@
+"""Planned jobs of Slurm around engines of the doubles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.double_engines import write_core_model, write_engine_folder
+from trtserve.artifacts import ModelRepository
+from trtserve.server.launch import ClusterJob
+from trtserve.server.launch.slurm import SlurmSpec, plan_job
+from trtserve.specs import ServerSpec
+
+TAG = "25.04"
+
+
+def repository_of(tmp_path: Path, tp: int = 4, gpus_per_node: int = 8, **parameters: str) -> ModelRepository:
+    engine = write_engine_folder(tmp_path / "engine", tp=tp, gpus_per_node=gpus_per_node)
+    write_core_model(tmp_path / "repository", "tensorrt_llm", str(engine), **parameters)
+    return ModelRepository(path=tmp_path / "repository")
+
+
+def planned(tmp_path: Path, *, slurm: SlurmSpec | None = None, per_node: int = 8, **spec: object) -> ClusterJob:
+    wanted = ServerSpec(**{"container": TAG, "host": "0.0.0.0", **spec})  # type: ignore[arg-type]
+    repository = repository_of(tmp_path, gpus_per_node=per_node)
+    return plan_job(repository, wanted, slurm or SlurmSpec(), tmp_path / "job")
+
+
+def srun_lines(text: str) -> list[list[str]]:
+    """Arguments of each srun in a script."""
+    joined = text.replace("\\\n", " ").replace("|| code=$?", "").replace("|| true", "")
+    return [line.replace("'", "").split()[1:] for line in joined.splitlines() if line.startswith("srun ")]

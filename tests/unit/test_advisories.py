@@ -1,0 +1,37 @@
+"""Security bulletins for Triton: which container has which faults, and where they are named."""
+
+from __future__ import annotations
+
+import re
+
+from trtserve.doctor.stub import check_faults
+from trtserve.releases.advisories import EMBEDDED_TAG, advisories_of, known_faults
+from trtserve.releases.containers import all_containers, latest_container
+
+
+def test_the_embedded_triton_has_the_faults_of_august_2025() -> None:
+    faults = known_faults(EMBEDDED_TAG)
+    assert faults is not None
+    assert "CVE-2025-23310" in faults
+    assert faults.endswith("Fixed in 26.04.")
+    assert "CVE-2025-23310" in check_faults().evidence
+
+
+def test_a_container_has_the_faults_that_were_fixed_later() -> None:
+    found = {tag: {each.fixed for each in advisories_of(tag)} for tag in ("25.06", "25.07", "25.10")}
+    assert found == {
+        "25.06": {"25.07", "25.08", "25.10", "26.04"},
+        "25.07": {"25.08", "25.10", "26.04"},
+        "25.10": {"26.04"},
+    }
+    assert known_faults(latest_container().tag) is None
+
+
+def test_the_table_is_sound() -> None:
+    tags = {container.tag for container in all_containers()}
+    rows = advisories_of("00.00")
+    assert [row.fixed for row in rows] == sorted(row.fixed for row in rows)
+    for row in rows:
+        assert row.fixed in tags
+        assert row.cves
+        assert all(re.fullmatch(r"CVE-20\d\d-\d{4,}", cve) for cve in row.cves)

@@ -1,0 +1,144 @@
+"""Results: written, read again with the same figures, exported for NVIDIA's tools, and compared."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.bench_records import answered, correlated, report_of
+from trtserve.bench.compare import compare
+from trtserve.bench.report import Report, read_report, sparkline
+from trtserve.bench.sampling import Samples
+from trtserve.cli import run
+from trtserve.errors import UsageError
+
+
+def made(seed: int, *, factor: float = 1.0, count: int = 300, **more: object) -> Report:
+    """A run of one made-up server; `factor` makes it slower."""
+    times = correlated(count, seed=seed)
+    return report_of(
+        [answered(index, intended=index * 50, first=first * factor) for index, first in enumerate(times)], **more
+    )
+
+
+def test_a_result_is_read_again_with_the_same_figures(tmp_path: Path) -> None:
+    rows = [{"time_ns": 1.0, "in_flight": 2.0}]
+    report = made(1, samples=Samples(rows=rows), planned_notes=("A note.",), spec={"slo": {"ttft": "20ms"}})
+    report.write(tmp_path / "out")
+    for place in (tmp_path / "out", tmp_path / "out" / "requests.jsonl"):
+        again = read_report(place)
+        assert again.to_json() == report.to_json()
+        assert again.rows() == report.rows()
+
+
+def test_damaged_results_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_report(tmp_path)
+    made(1, count=3).write(tmp_path)
+    (tmp_path / "requests.jsonl").write_text("{}\n")
+    with pytest.raises(UsageError, match=r"Line 1 .* is not the record of a request"):
+        read_report(tmp_path)
+
+
+def test_exports_have_the_layouts_of_nvidias_tools(tmp_path: Path) -> None:
+    report = made(2)
+    report.write(tmp_path)
+    firsts = np.array(correlated(300, seed=2))
+    for name in ("genai_perf", "aiperf"):
+        content = json.loads((tmp_path / f"profile_export_{name}.json").read_text())
+        assert content["time_to_first_token"]["unit"] == "ms"
+        assert content["time_to_first_token"]["p99"] == pytest.approx(np.percentile(firsts, 99), abs=1e-3)
+        assert content["inter_token_latency"]["avg"] == pytest.approx(5.0)
+        assert content["output_token_throughput"]["avg"] == report.statistics.output_tokens_per_second
+        rows = list(csv.reader((tmp_path / f"profile_export_{name}.csv").read_text().splitlines()))
+        assert rows[0][:4] == ["Metric", "avg", "min", "max"]
+        assert rows[1][0] == "Time To First Token (ms)"
+    lines = [json.loads(line) for line in (tmp_path / "profile_export.jsonl").read_text().splitlines()]
+    assert lines[0]["metrics"]["time_to_first_token"] == {"unit": "ms", "value": pytest.approx(firsts[0], abs=1e-3)}
+    assert lines[0]["metadata"]["was_cancelled"] is False
+
+
+def test_equal_servers_are_rarely_called_different() -> None:
+    """A/A comparisons: at most 5 % false alarms, also without pairs."""
+    alarms = 0
+    for seed in range(60):
+        pair = made(seed, count=200), made(seed + 1000, count=200, prompts_sha256=("1" * 64 if seed % 2 else "0" * 64))
+        alarms += any(each.worse_than(0.0) for each in compare(*pair))
+    assert alarms / 60 <= 0.05 + 2 * (0.05 * 0.95 / 60) ** 0.5
+
+
+def test_a_slower_server_is_found_and_allowed_up_to_the_limit() -> None:
+    first, *_ = compare(made(1), made(2, factor=1.2))
+    assert first.paired
+    assert first.relative == pytest.approx(0.2, abs=0.1)
+    assert first.worse_than(0.0)
+    assert not first.worse_than(0.5)
+    assert compare(made(2, factor=1.2), made(1))[0].better
+
+
+def test_other_requests_are_compared_without_pairs() -> None:
+    difference = compare(made(1), made(2, prompts_sha256="1" * 64))[0]
+    assert not difference.paired
+    assert difference.interval is not None
+
+
+def test_too_few_requests_give_no_judgement() -> None:
+    difference = compare(made(1, count=10), made(2, count=10))[0]
+    assert difference.interval is None
+    assert not difference.worse_than(0.0)
+
+
+def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(1).write(tmp_path / "a")
+    made(2, factor=1.2).write(tmp_path / "b")
+    arguments = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert run(arguments) == 52
+    assert "is worse than" in capsys.readouterr().err
+    assert run([*arguments, "--max-regression", "40%"]) == 0
+    assert run([*arguments, "--max-regression", "much"]) == 2
+    capsys.readouterr()
+    assert run([*arguments, "--json"]) == 52
+    differences = json.loads(capsys.readouterr().out)["result"]["differences"]
+    assert [each["regression"] for each in differences] == [True, False, True]
+
+
+def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(1).write(tmp_path / "a")
+    assert run(["bench", "report", str(tmp_path / "a")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("Statistic\tavg\tmin\tmax\tp50\tp75\tp90\tp95\tp99\nTime to first token (ms)\t")
+    assert "not enough data" in captured.out
+    assert "Verdict: valid" in captured.err
+    made(1, count=5).write(tmp_path / "b")
+    assert run(["bench", "report", str(tmp_path / "b"), "--strict", "--table", "upstream"]) == 51
+    assert capsys.readouterr().out.startswith("Stat\tValue\nRequests/Sec\t")
+
+
+def test_sparklines() -> None:
+    line = sparkline([(moment, float(moment)) for moment in range(80)])
+    assert (len(line), line[0], line[-1]) == (40, "▁", "█")
+    assert sparkline([]) == ""
+
+
+@pytest.mark.needs("vl_convert")
+@pytest.mark.parametrize("ending", ["html", "svg", "png"])
+def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> None:
+    from trtserve.bench.plots import write_plots
+
+    path = tmp_path / f"plots.{ending}"
+    write_plots([made(1), made(2, factor=1.5, spec={"concurrency": 16, "slo": {"ttft": "30ms"}})], path)
+    content = path.read_bytes()
+    if ending == "png":
+        assert content.startswith(b"\x89PNG")
+        return
+    text = content.decode()
+    for title in ("Distributions", "Latency over time", "Time before each response", "Throughput and latency"):
+        assert title in text
+    assert "<script src" not in text
+    if ending == "html":
+        assert text.rstrip().endswith("</html>")
+        assert "<td>Requests/Sec</td>" in text

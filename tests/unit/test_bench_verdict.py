@@ -1,0 +1,156 @@
+"""Verdicts: what makes figures doubtful, and results that cannot be true."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.bench_records import MS, answered, correlated, report_of
+from trtserve.bench.calibration import Calibration
+from trtserve.bench.goals import read_goals
+from trtserve.bench.health import Health
+from trtserve.bench.plausibility import Machine, implausible
+from trtserve.bench.records import Record
+from trtserve.bench.sampling import Samples
+from trtserve.bench.search import highest_rate
+from trtserve.errors import UsageError
+
+STEADY = [
+    answered(index, intended=index * 50, first=first, scheduled=True)
+    for index, first in enumerate(correlated(400, seed=1))
+]
+CALIBRATION = Calibration(
+    protocol="grpc-stream",
+    workers=1,
+    responses_per_answer=8,
+    answers_per_second=1000.0,
+    dispatch_p50_ms=0.1,
+    dispatch_p99_ms=0.2,
+    dispatch_max_ms=0.3,
+    floor_p50_ms=0.4,
+    floor_p99_ms=0.5,
+)
+
+
+def test_a_steady_run_is_valid() -> None:
+    report = report_of(STEADY, calibration=CALIBRATION, health=(Health(seconds=20, cpu=0.2),))
+    assert report.verdict.judgement == "valid"
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"calibration": replace(CALIBRATION, answers_per_second=21.0)}, "of the 21/s that this client reaches"),
+        ({"health": (Health(seconds=20, cpu=0.97),)}, "used 97% of a core"),
+        ({"health": (Health(seconds=20, gc_pause_max_ms=80),)}, "garbage collector"),
+        ({"health": (Health(seconds=20, run_queue_ms=9000),)}, "waited 9.0 s of 20.0 s for a CPU"),
+    ],
+)
+def test_a_client_at_its_limit_is_named(more: dict[str, object], reason: str) -> None:
+    verdict = report_of(STEADY, **more).verdict
+    assert verdict.judgement == "client-limited"
+    assert reason in str(verdict)
+
+
+def test_late_sends_without_a_limit_are_the_clients_fault() -> None:
+    late = [answered(each.index, intended=each.index * 50, late=30.0, scheduled=True) for each in STEADY]
+    assert report_of(late, spec={"concurrency": None}).verdict.judgement == "client-limited"
+
+
+def test_a_growing_queue_is_overload() -> None:
+    queue = [answered(index, intended=index * 50, first=20 + index * 30, scheduled=True) for index in range(300)]
+    verdict = report_of(queue, spec={"concurrency": None}).verdict
+    assert verdict.judgement == "overloaded"
+    assert "queue grew" in str(verdict)
+    behind = [answered(index, intended=index * 50, late=index * 20, scheduled=True) for index in range(300)]
+    assert report_of(behind).verdict.judgement == "overloaded"
+
+
+def test_few_answers_and_changing_times_are_not_steady() -> None:
+    assert report_of(STEADY[:20]).verdict.judgement == "not-steady"
+    changed = [answered(index, intended=index * 200, first=20 if index < 200 else 60) for index in range(400)]
+    assert report_of(changed).verdict.judgement == "not-steady"
+
+
+BIG = Machine(weight_bytes=16 * 10**9, bytes_per_second=3.35e12, operations_per_second=1e15)
+
+
+def _doctored(**changes: float) -> list[Record]:
+    settings = {"first": 30.0, "step": 6.0, **changes}
+    return [answered(index, intended=index * 50, tokens=32, **settings) for index in range(100)]  # type: ignore[arg-type]
+
+
+def test_true_records_are_plausible() -> None:
+    rows = [{"time_ns": moment * 10 * MS, "in_flight": 0.0} for moment in range(400)]
+    records = _doctored()
+    for row in rows:
+        row["in_flight"] = sum((each.sent_ns or 0) <= row["time_ns"] < each.ended_ns for each in records)
+    assert implausible(records, machine=BIG, rows=rows, server_tokens=3300) == []
+
+
+def test_answers_faster_than_memory_are_refused() -> None:
+    (found,) = implausible(_doctored(step=1.0), machine=BIG)
+    assert found.startswith("Faster than memory")
+
+
+def test_cached_answers_are_refused() -> None:
+    """Answers that arrive whole, and first tokens before the prompt can have been read."""
+    assert "all at once" in implausible(_doctored(step=0.001))[0]
+    long = [replace(each, input_tokens=100_000) for each in _doctored(first=1.0)]
+    assert any("a cache must have answered" in each for each in implausible(long, machine=BIG))
+
+
+def test_wrong_token_counts_are_refused() -> None:
+    more = [replace(each, requested_tokens=20) for each in _doctored()]
+    assert "more tokens than were asked for" in implausible(more)[0]
+    text = [replace(each, server_tokens=32, tokenizer_tokens=10) for each in _doctored()]
+    assert "it counts wrongly" in implausible(text)[0]
+    assert "own counter grew by 500 tokens" in implausible(_doctored(), server_tokens=500)[0]
+
+
+def test_shortened_times_are_refused() -> None:
+    """The requests in flight were counted while the run went on; halved latencies do not fit them (Little's law)."""
+    true = _doctored(step=30.0)
+    rows: list[dict[str, float]] = [
+        {
+            "time_ns": moment * 50 * MS,
+            "in_flight": sum((each.sent_ns or 0) <= moment * 50 * MS < each.ended_ns for each in true),
+        }
+        for moment in range(100)
+    ]
+    assert implausible(true, rows=rows) == []
+    assert "Little" not in implausible(true)
+    (found,) = implausible(_doctored(step=12.0), rows=rows)
+    assert "N = X·R" in found
+    report = report_of(_doctored(step=12.0), samples=Samples(rows=rows))
+    assert report.verdict.judgement == "implausible"
+
+
+def test_times_that_run_backwards_are_refused() -> None:
+    wrong = [replace(each, ended_ns=each.arrivals[0][0]) for each in _doctored()]
+    assert "end before their last token" in implausible(wrong)[0]
+
+
+def test_goals() -> None:
+    goals = read_goals({"ttft": "25ms", "latency": "0.2s"})
+    assert goals.limits_ms == {"ttft": 25.0, "latency": 200.0}
+    assert goals.met_by(answered(0, intended=0, first=24, step=5, tokens=8))
+    assert not goals.met_by(answered(0, intended=0, first=26, step=5, tokens=8))
+    assert not goals.met_by(answered(0, intended=0, first=24, step=30, tokens=8))
+    report = report_of(
+        [answered(index, intended=index * 50, first=20 if index % 4 else 40) for index in range(40)],
+        spec={"slo": {"ttft": "25ms"}},
+    )
+    assert report.statistics.good_answers == 30
+    for words in ({"ttft": "soon"}, {"speed": "1ms"}):
+        with pytest.raises(UsageError, match="--slo"):
+            read_goals(words)
+
+
+@pytest.mark.parametrize("first", [1.0, 37.0, 200.0])
+def test_the_highest_rate_is_found(first: float) -> None:
+    found = highest_rate(lambda rate: rate <= 40, first=first)
+    assert found is not None
+    assert 38 <= found <= 40
+    assert highest_rate(lambda _: False, first=1.0) is None

@@ -1,0 +1,112 @@
+"""Answers of the core model that the BLS model fetches one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trtserve.models.shared import fetched_answers
+
+pulls: Any = fetched_answers
+
+
+class Answer:
+    """A response of the python backend."""
+
+    def __init__(self, text: str, *, error: bool = False) -> None:
+        self.text = text
+        self._error = error
+
+    def has_error(self) -> bool:
+        return self._error
+
+
+class Call:
+    """The sender of one call; a call has one answer, which is final."""
+
+    def __init__(self) -> None:
+        self.answers: list[str | None] = []
+
+    def send(self, answer: Answer | None = None, *, final: bool) -> None:
+        assert final
+        self.answers.append(None if answer is None else answer.text)
+
+
+def opened() -> tuple[Any, Any, Call]:
+    """All requests, the sender of the one with the id `mine`, and its first call."""
+    fetched, first = pulls.FetchedAnswers(), Call()
+    sender = fetched.sender("mine", first)
+    fetched.add("mine", sender)
+    return fetched, sender, first
+
+
+def fetch(fetched: Any) -> Call:
+    """The next call."""
+    call = Call()
+    fetched.fetch("mine", call)
+    return call
+
+
+def test_answers_wait_until_they_are_fetched() -> None:
+    fetched, sender, first = opened()
+    sender.send(Answer("1"), final=False)
+    sender.send(Answer("2"), final=False)
+    sender.send(final=True)
+    assert first.answers == ["1"]
+    assert [fetch(fetched).answers, fetch(fetched).answers] == [["2"], [None]]
+
+
+def test_calls_wait_for_their_answer() -> None:
+    fetched, sender, first = opened()
+    assert first.answers == []
+    sender.send(Answer("1"), final=False)
+    second = fetch(fetched)
+    assert (first.answers, second.answers) == (["1"], [])
+    sender.send(Answer("2"), final=False)
+    assert second.answers == ["2"]
+
+
+def test_the_end_follows_the_last_data() -> None:
+    fetched, sender, first = opened()
+    sender.send(Answer("1"), final=True)
+    assert first.answers == ["1"]
+    assert fetch(fetched).answers == [None]
+
+
+def test_nothing_follows_an_error() -> None:
+    fetched, sender, first = opened()
+    sender.send(Answer("wrong", error=True), final=True)
+    assert first.answers == ["wrong"]
+    with pytest.raises(ValueError, match="no open request with this id"):
+        fetch(fetched)
+
+
+def test_an_ended_request_is_forgotten() -> None:
+    fetched, sender, _ = opened()
+    sender.send(Answer("1"), final=False)
+    waiting = fetch(fetched)
+    sender.send(final=True)
+    assert waiting.answers == [None]
+    with pytest.raises(ValueError, match="no open request with this id"):
+        fetch(fetched)
+
+
+def test_the_number_of_unfetched_requests_is_limited() -> None:
+    fetched = pulls.FetchedAnswers()
+    for number in range(5000):
+        fetched.add(str(number), fetched.sender(str(number), Call()))
+    assert len(fetched._open) == 4096
+
+
+@pytest.mark.parametrize(
+    ("parameters", "wanted"),
+    [("", None), ("{}", None), ('{"answers": "first"}', "first"), ('{"answers":"next"}', "next")],
+)
+def test_wanted_answers(parameters: str, wanted: str | None) -> None:
+    assert pulls.wanted_answers(parameters) == wanted
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(ValueError, match="answers is 'all'"):
+        pulls.wanted_answers('{"answers": "all"}')

@@ -1,0 +1,90 @@
+"""When a server that failed is started again, and its logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trtserve.errors import PortInUseError, ServerDiedError, ServerStartError
+from trtserve.server import logs, supervision
+from trtserve.server.logs import limit_size, rotate
+from trtserve.server.supervision import _Restarts
+from trtserve.specs import ServerSpec
+
+DIED = ServerDiedError("it died")
+
+
+def test_never_means_never() -> None:
+    restarts = _Restarts(ServerSpec())
+    restarts.became_ready()
+    assert restarts.delay(DIED) is None
+
+
+def test_delays_grow_until_the_limit() -> None:
+    restarts = _Restarts(ServerSpec(restart="on-failure", restart_limit=3))
+    restarts.became_ready()
+    assert [restarts.delay(error) for error in (DIED, ServerStartError("x"), PortInUseError("x"), DIED)] == [
+        1,
+        2,
+        4,
+        None,
+    ]
+    assert restarts.count == 3
+
+
+def test_always_has_no_limit_but_a_longest_delay() -> None:
+    restarts = _Restarts(ServerSpec(restart="always", restart_limit=1))
+    restarts.became_ready()
+    assert [restarts.delay(DIED) for _ in range(9)][-3:] == [60, 60, 60]
+
+
+def test_a_long_service_begins_a_new_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    restarts = _Restarts(ServerSpec(restart="on-failure", restart_limit=1))
+    restarts.became_ready()
+    assert restarts.delay(DIED) == 1
+    monkeypatch.setattr(supervision, "_STABLE", 0.0)
+    restarts.became_ready()
+    assert restarts.delay(DIED) == 1
+
+
+def test_a_first_start_is_repeated_only_when_it_was_killed() -> None:
+    error = ServerStartError("no such file")
+    assert _Restarts(ServerSpec(restart="on-failure")).delay(error) is None
+    error.killed = True
+    assert _Restarts(ServerSpec(restart="on-failure")).delay(error) == 1
+
+
+@pytest.mark.parametrize(("policy", "delay"), [("on-failure", None), ("always", 1)])
+def test_a_server_that_ends_with_code_0(policy: str, delay: float | None) -> None:
+    restarts = _Restarts(ServerSpec(restart=policy))  # type: ignore[arg-type]
+    restarts.became_ready()
+    restarts.exit_code = 0
+    assert restarts.delay(DIED) == delay
+
+
+def test_a_start_keeps_the_logs_of_earlier_ones(tmp_path: Path) -> None:
+    log = tmp_path / "demo.log"
+    rotate(log)
+    for text in "abcde":
+        log.write_text(text)
+        rotate(log)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "demo.log.1": "e",
+        "demo.log.2": "d",
+        "demo.log.3": "c",
+    }
+
+
+def test_a_log_that_is_written_is_emptied_when_it_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_LARGEST", 10)
+    log = tmp_path / "demo.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"0123456789")
+        limit_size(log)
+        assert log.stat().st_size == 10
+        writer.write(b"more")
+        limit_size(log)
+        writer.write(b"new")
+        assert log.read_bytes() == b"new"
+    assert (tmp_path / "demo.log.1").read_bytes() == b"0123456789more"

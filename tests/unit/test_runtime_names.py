@@ -1,0 +1,74 @@
+"""A runtime is one module: what differs between runtimes are attributes, and no other code asks for a name."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from trtserve.executor.loaders import MODELS
+from trtserve.runtimes import RUNTIMES
+from trtserve.specs import RuntimeName
+
+PACKAGE = Path(__file__).parents[2] / "trtserve"
+HOME = ("runtimes/", "specs/", "executor/loaders.py")
+
+# Comparisons with a word that is also a runtime's name, and the reason.
+ALLOWED = {
+    ("triton/core_models.py", "llmapi"): "a Triton backend, which a Python model.yaml implies",
+    ("parity/__init__.py", "tensorrt_llm"): "the tool that a manifest records",
+    ("import_/sources.py", "tensorrt_llm"): "a model of NVIDIA's repositories",
+    ("parity/converted.py", "openvino"): "the library",
+    ("planner/converting.py", "torch"): "the library",
+    ("checkpoint/pickled_files.py", "torch"): "the library",
+    ("parity/original.py", "torch"): "the library",
+    ("doctor/pytorch.py", "torch"): "the library",
+}
+
+
+def test_the_option_lists_the_registry() -> None:
+    assert set(get_args(RuntimeName)) == {"auto", *RUNTIMES}
+
+
+def test_each_runtime_is_registered_under_its_name() -> None:
+    assert {runtime.NAME: runtime for runtime in RUNTIMES.values()} == RUNTIMES
+
+
+def test_the_executor_loads_the_engines_of_embedded_runtimes() -> None:
+    assert set(MODELS) == {name for name, runtime in RUNTIMES.items() if runtime.EMBEDDED}
+
+
+def _compared(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and word of each comparison with a string, and of each constant that is a collection of strings."""
+    runtimes = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "trtserve.runtimes"
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            parts = [each for side in (node.left, *node.comparators) for each in ast.walk(side)]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "frozenset":
+            parts = list(ast.walk(node))
+        else:
+            continue
+        for part in parts:
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield node.lineno, part.value
+            elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id in runtimes:
+                yield node.lineno, part.attr
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_code_compares_with_the_name_of_a_runtime(path: Path) -> None:
+    relative = str(path.relative_to(PACKAGE))
+    if relative.startswith(HOME):
+        return
+    for line, word in _compared(ast.parse(path.read_text(encoding="utf-8"))):
+        assert word not in {*RUNTIMES, "NAME"} or (relative, word) in ALLOWED, (
+            f"{relative}:{line} compares with {word!r}: ask for an attribute of the runtime (runtimes/base.py)"
+        )

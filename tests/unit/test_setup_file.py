@@ -1,0 +1,189 @@
+"""Setup files: what they may say, how they are refused, and that the schema says the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from trtserve.cli import run
+from trtserve.errors import UsageError
+from trtserve.setup_file.plan import bring_up, plan_setup
+from trtserve.setup_file.reading import Setup, read_setup, template
+from trtserve.setup_file.schema import json_schema
+from trtserve.store import Store
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "setups").glob("*.yaml"))
+MODEL = "models:\n  demo:\n    source: demo\n"
+
+
+def setup_of(tmp_path: Path, text: str) -> Setup:
+    file = tmp_path / "setup.yaml"
+    file.write_text(text, encoding="utf-8")
+    return read_setup(file)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_valid(path: Path) -> None:
+    setup = read_setup(path)
+    assert setup.models
+    assert setup.servers
+    jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), json_schema())
+
+
+def test_template_is_valid_with_every_commented_key_but_the_draft(tmp_path: Path) -> None:
+    lines = [line for line in template().splitlines() if "# draft:" not in line]
+    plain = [line.replace("# ", "", 1) if line.startswith("    # ") else line for line in lines]
+    text = "\n".join(line for line in plain if "auto_ports" not in line)
+    setup = setup_of(tmp_path, text)
+    assert (setup.models[0].convert.quantize, setup.models[0].convert.tp_size) == ("int8", 2)
+    assert setup.servers[0].spec.restart == "on-failure"
+    jsonschema.validate(yaml.safe_load(text), json_schema())
+
+
+def test_values_become_specs(tmp_path: Path) -> None:
+    setup = setup_of(
+        tmp_path,
+        MODEL
+        + "    max_batch_size: 4\n    container: 25.10\n    settings: {max_queue_delay: 5}\n    streaming: false\n"
+        "    lora: {poet: ./poet, named: stored}\n"
+        "servers:\n  front:\n    model: demo\n    gpus: [1, 0]\n    tls_key: key.pem\n    tls_certificate: c.pem\n",
+    )
+    (model,), (server,) = setup.models, setup.servers
+    assert (model.build.max_batch_size, model.repository.streaming, model.repository.name) == (4, False, "demo")
+    assert model.convert.container == model.build.container == "25.10"  # as it is written, not the number 25.1
+    assert model.repository.settings == {"max_queue_delay": "5"}
+    assert model.repository.lora == {"poet": tmp_path / "poet", "named": Path("stored")}
+    assert (server.name, server.spec.gpus, server.spec.tls_key) == ("front", (1, 0), tmp_path / "key.pem")
+
+
+def test_draft_models_come_first(tmp_path: Path) -> None:
+    setup = setup_of(tmp_path, MODEL + "    draft: small\n  small:\n    source: gpt2\n")
+    assert [model.name for model in setup.models] == ["small", "demo"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        (MODEL + "    quantise: int8\n", ":4: models.demo has no key 'quantise'.", "Did you mean quantize?"),
+        (MODEL + "    max-batch-size: 4\n", ":4: models.demo has no key", "Did you mean max_batch_size?"),
+        (MODEL + "    max_batch_size: 0\n", ":4: models.demo.max_batch_size is 0; it must be at least 1", None),
+        (MODEL + "    max_batch_size: many\n", ":4: models.demo.max_batch_size is 'many'; expected an integer", None),
+        (MODEL + "    dtype: float61\n", ":4: models.demo.dtype is 'float61'; expected one of", None),
+        (MODEL + "    dtype:\n", ":4: models.demo.dtype has no value", None),
+        (MODEL + "    dtype: [float16]\n", ":4: models.demo.dtype must be one word", None),
+        (MODEL + "    builder_flags: --x\n", ":4: models.demo.builder_flags must be a list", None),
+        (MODEL + "    source: gpt2\n", ":4: models.demo has 'source' twice", None),
+        (MODEL + "    draft: dmeo\n", ":4: models.demo.draft is 'dmeo', which is no model", "Did you mean demo?"),
+        (MODEL + "    draft: demo\n", ":4: models.demo drafts for itself", None),
+        (MODEL + "    name: other\n", ":4: models.demo has no key 'name'", None),
+        ("models:\n  demo:\n    dtype: float16\n", ":3: models.demo has no source", "demo, an alias"),
+        ("models: demo\n", ":1: models must be a mapping", None),
+        ("model:\n  demo: {}\n", ":1: the file has no key 'model'", "Did you mean models?"),
+        ("models:\n  a b:\n    source: demo\n", ":2: 'a b' is no name", "letters"),
+        ("servers: {}\n", ":1: models is missing", None),
+        (MODEL + "  x: [\n", "not YAML", None),
+        ("# nothing\n", "is empty", "trtserve init"),
+        (MODEL + "servers:\n  a: {}\n", ":5: servers.a has no model", "demo"),
+        (MODEL + "servers:\n  a: {model: dem}\n", ":5: servers.a.model is 'dem'", "Did you mean demo?"),
+        (
+            MODEL + "servers:\n  a: {model: demo}\n  b: {model: demo}\n",
+            ":6: servers.b and servers.a both",
+            "auto_ports",
+        ),
+        (
+            MODEL + "servers:\n  a: {model: demo, api_key: secret}\n",
+            ":5: servers.a has no key 'api_key'",
+            "api_key_file",
+        ),
+    ],
+)
+def test_mistakes_are_refused_with_their_line(tmp_path: Path, text: str, message: str, hint: str | None) -> None:
+    with pytest.raises(UsageError) as refused:
+        setup_of(tmp_path, text)
+    assert message in refused.value.message
+    assert refused.value.message.startswith(str(tmp_path / "setup.yaml"))
+    assert hint is None or hint in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    "content", [{"models": {"a": {}}}, {"models": {"a": {"source": "demo", "tp_size": 0}}}, {"x": 1}]
+)
+def test_schema_refuses_too(content: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(content, json_schema())
+
+
+def test_init_keeps_an_existing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    assert run(["init", str(file)]) == 0
+    assert read_setup(file).models[0].source == "demo"
+    file.write_text("kept", encoding="utf-8")
+    assert run(["init", str(file)]) == 2
+    assert file.read_text(encoding="utf-8") == "kept"
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_missing_file_says_how_to_write_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["up", str(tmp_path / "none.yaml")]) == 2
+    assert "trtserve init" in capsys.readouterr().err
+
+
+def test_a_change_rebuilds_only_the_stages_after_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "setup.yaml"
+    file.write_text(MODEL + "    runtime: openvino\n    max_batch_size: 4\n", encoding="utf-8")
+    bring_up(plan_setup(read_setup(file), store=Store()))
+    assert run(["diff", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+    file.write_text(MODEL + "    runtime: openvino\n    max_batch_size: 2\n", encoding="utf-8")
+    assert run(["diff", str(file), "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["result"]["models"]
+    actions = {stage["stage"]: stage["action"] for stage in model["stages"]}
+    assert actions == {"model": "reuse", "convert": "reuse", "build": "make", "repo": "make"}
+    assert model["differences"] == ["max_batch_size: 4 → 2"]
+
+
+def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
+    file = tmp_path / "setup.yaml"
+    file.write_text(
+        MODEL + "    runtime: openvino\n  second:\n    source: demo\n    runtime: openvino\n", encoding="utf-8"
+    )
+
+    class Interrupting:
+        """Progress that is interrupted when the second model begins."""
+
+        def step(self, text: str) -> None:
+            if text == "Model second":
+                raise KeyboardInterrupt
+
+        def warn(self, text: str) -> None: ...
+
+        def task(self, text: str, **options: Any) -> Any:
+            from trtserve.progress import SILENT
+
+            return SILENT.task(text, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        bring_up(plan_setup(read_setup(file)), progress=Interrupting())
+    first, second = plan_setup(read_setup(file)).models
+    assert first.repository is not None
+    assert second.repository is None
+    bring_up(plan_setup(read_setup(file)))
+    assert all(model.repository is not None for model in plan_setup(read_setup(file)).models)
+
+
+def test_a_draft_model_is_built_first_and_served_with_its_target(tmp_path: Path) -> None:
+    file = tmp_path / "setup.yaml"
+    small = "  small:\n    source: demo\n    runtime: openvino\n"
+    file.write_text(MODEL + "    runtime: openvino\n    max_draft_len: 3\n    draft: small\n" + small, encoding="utf-8")
+    plan = plan_setup(read_setup(file))
+    assert [(model.setup.name, model.waits_for_draft) for model in plan.models] == [("small", False), ("demo", True)]
+    bring_up(plan)
+    again = plan_setup(read_setup(file)).models
+    assert [model.repository is not None for model in again] == [True, True]
+    assert again[1].plan.spec.draft is not None
+    assert again[1].differences == []

@@ -1,0 +1,90 @@
+"""A model on PyTorch that chooses tokens gives the answers of one that leaves them to the executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.executors import collect, free_blocks
+from tests.support.tiny_decoders import TinyDecoder, tiny_decoder
+from trtserve.executor import api
+from trtserve.executor.limits import Limits
+
+pytestmark = pytest.mark.needs("torch")
+BATCH, LENGTH = 6, 60
+
+
+def _requests(vocabulary: int) -> list[api.Request]:
+    """Return requests of all kinds; what only the host can do is among them."""
+    sampling = api.SamplingConfig
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"sampling_config": sampling(top_k=9, temperature=1.5, seed=4), "streaming": True},
+        {"sampling_config": sampling(top_p=0.9, seed=5, repetition_penalty=1.3, frequency_penalty=0.2)},
+        {"sampling_config": sampling(top_p=0.9, top_p_decay=0.8, seed=5)},
+        {"sampling_config": sampling(no_repeat_ngram_size=2, min_tokens=4), "end_id": 3},
+        {"bad_words": [[5], [6]], "sampling_config": sampling(top_k=50, seed=1, min_tokens=4), "end_id": 3},
+        {"bad_words": [[5, 6]], "stop_words": [[7], [8], [9, 10]]},
+        {"output_config": api.OutputConfig(return_log_probs=True), "sampling_config": sampling(top_k=5, seed=2)},
+        {"output_config": api.OutputConfig(return_generation_logits=True)},
+        {"output_config": api.OutputConfig(return_context_logits=True)},
+        {"embedding_bias": np.linspace(-1, 1, vocabulary, dtype=np.float32)},
+        {"sampling_config": sampling(num_return_sequences=2, top_k=7, seed=3)},
+    ]
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(11, vocabulary, 3 + 2 * number).tolist() for number in range(len(kinds))]
+    return [api.Request(prompt, 14, **kind) for prompt, kind in zip(prompts, kinds, strict=True)]
+
+
+def _answers(model: Any, requests: list[api.Request], *, overlaps: bool) -> list[Any]:
+    config = api.ExecutorConfig(
+        enable_chunked_context=True, kv_cache_config=api.KvCacheConfig(max_tokens=320), gather_generation_logits=True
+    )
+    limits = Limits(
+        max_batch_size=BATCH,
+        max_seq_len=LENGTH,
+        max_num_tokens=20,
+        vocab_size=model.vocab_size,
+        chunked=True,
+        gather_generation_logits=True,
+        gather_context_logits=True,
+    )
+    with api.Executor.from_model(model, limits, config) as executor:
+        assert executor._worker is not None
+        assert executor._worker._stepper.overlaps == overlaps
+        before = free_blocks(executor)
+        found = collect(executor, executor.enqueue_requests(requests))
+        assert free_blocks(executor) == before
+    answers = []
+    for responses in found.values():
+        tokens: dict[int, list[int]] = {}
+        for response in responses:
+            assert not response.has_error(), response.error_msg
+            tokens.setdefault(response.result.sequence_index, []).extend(response.result.output_token_ids[0])
+        result = responses[-1].result
+        answers.append(
+            (tokens, result.finish_reasons, result.log_probs, result.generation_logits, result.context_logits)
+        )
+    return answers
+
+
+@pytest.fixture(scope="module")
+def tiny() -> TinyDecoder:
+    return tiny_decoder()
+
+
+def test_answers_do_not_depend_on_who_chooses(tiny: TinyDecoder) -> None:
+    from tests.support.torch_models import torch_model
+    from trtserve.executor.torch.choosing_model import ChoosingTorchModel
+
+    host, device = torch_model(tiny), torch_model(tiny, model_class=ChoosingTorchModel, batch=BATCH)
+    requests = _requests(host.vocab_size)
+    expected = _answers(host, requests, overlaps=False)
+    for ours, theirs in zip(_answers(device, requests, overlaps=True), expected, strict=True):
+        assert ours[:2] == theirs[:2]
+        for mine, other in zip(ours[2:], theirs[2:], strict=True):
+            assert (mine is None) == (other is None)
+            if mine is not None:
+                np.testing.assert_allclose(np.array(mine), np.array(other), atol=1e-4)

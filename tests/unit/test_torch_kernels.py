@@ -1,0 +1,259 @@
+"""Kernels in the Triton language, run by its interpreter on the CPU, equal the plain operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trtserve.executor.draws import Draws
+from trtserve.executor.logits_processing import LogitsProcessor
+from trtserve.executor.sampling import Row, SamplingParameters, choose_tokens
+
+pytestmark = [
+    pytest.mark.needs("torch"),
+    # The interpreter's own.
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:(overflow encountered|All-NaN slice encountered):RuntimeWarning"),
+]
+PAGE = 16
+SHAPES = [(8, 2, 32), (6, 6, 48)]
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    import torch
+
+    torch.manual_seed(0)
+
+
+def _scores(kind: str, heads: int) -> Any:
+    import torch
+
+    from trtserve.executor.torch.operations import Scores
+
+    scores = Scores(scale=0.2)
+    if kind in ("window", "all"):
+        scores = replace(scores, window=21)
+    if kind in ("alibi", "all"):
+        scores = replace(scores, slopes=torch.rand(heads) * 0.1)
+    return replace(scores, soft_cap=5.0) if kind in ("cap", "all") else scores
+
+
+def _cache(lengths: list[int], kv_heads: int, size: int) -> tuple[Any, Any]:
+    """Return a cache and the block tables of sequences of these lengths; the blocks are in no order."""
+    import torch
+
+    counts = [-(-length // PAGE) for length in lengths]
+    tables = torch.full((len(lengths), max(counts) + 1), sum(counts), dtype=torch.int32)
+    blocks = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
+    for row, mine in enumerate(blocks):
+        tables[row, : len(mine)] = mine
+    cache = torch.randn(sum(counts) + 1, 2, PAGE, kv_heads, size)
+    cache[-1] = torch.nan  # nobody's block
+    return cache, tables
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["plain", "window", "alibi", "cap", "all"])
+def test_attention(kind: str, shape: tuple[int, int, int]) -> None:
+    import torch
+
+    from trtserve.executor.torch import kernels, plain_operations
+
+    heads, kv_heads, size = shape
+    past, new = [0, 33, 60], [70, 1, 20]
+    lengths = [before + more for before, more in zip(past, new, strict=True)]
+    cache, tables = _cache(lengths, kv_heads, size)
+    scores, counts = _scores(kind, heads), torch.tensor(lengths, dtype=torch.int32)
+    begins = torch.tensor([0, 70, 71, 91], dtype=torch.int32)
+    known = torch.tensor(past, dtype=torch.int32)
+    query = torch.randn(91, heads, size)
+    prompts = [
+        each.prompt_attention(query, cache, tables, known, begins, scores, most_new=70, longest=80)
+        for each in (kernels, plain_operations)
+    ]
+    torch.testing.assert_close(*prompts, rtol=1e-4, atol=1e-5)
+    last = query[begins[1:] - 1].contiguous()
+    found = kernels.decode_attention(last, cache, tables, counts, scores)
+    torch.testing.assert_close(found, prompts[1][begins[1:] - 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rotated", "interleaved", "normed"), [(0, False, True), (16, True, False), (48, False, True)])
+def test_rotate_and_store(rotated: int, interleaved: bool, normed: bool) -> None:
+    import torch
+
+    from trtserve.executor.torch import kernels, plain_operations
+    from trtserve.executor.torch.operations import HeadNorms, Rotation
+
+    heads, kv_heads, size, tokens = 6, 2, 48, 5
+    qkv, positions = torch.randn(tokens, (heads + 2 * kv_heads) * size), torch.randint(0, 90, (tokens,))
+    rotation = Rotation(cos_sin=torch.randn(90, rotated), interleaved=interleaved) if rotated else None
+    norms = HeadNorms(query=torch.randn(size), key=torch.randn(size), epsilon=1e-5) if normed else None
+    slots = torch.randperm(4 * PAGE)[:tokens]
+    results = []
+    for each in (kernels, plain_operations):
+        cache = torch.zeros(4, 2, PAGE, kv_heads, size)
+        query = each.rotate_and_store(qkv.clone(), positions, cache, slots, heads=heads, rotation=rotation, norms=norms)
+        results.append((query, cache))
+    torch.testing.assert_close(*results)
+
+
+def test_norms_gates_and_products() -> None:
+    import torch
+
+    from trtserve.executor.torch import kernels, plain_operations
+
+    x, residual, weight = torch.randn(3, 100), torch.randn(3, 100), torch.randn(100)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5), plain_operations.rms_norm(x, weight, 1e-5))
+    wanted = plain_operations.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(kernels.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5), wanted)
+    for activation in ("silu", "gelu", "gelu_tanh", "relu"):
+        for first in (False, True):
+            gates = [each.gated(x, activation, factor_first=first) for each in (kernels, plain_operations)]
+            torch.testing.assert_close(*gates)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("columns", [64, 1500])
+def test_products(columns: int, rows: int) -> None:
+    import torch
+
+    from trtserve.executor.torch import kernels, plain_operations
+
+    x, residual, norm = torch.randn(rows, columns), torch.randn(rows, columns), torch.randn(columns)
+    weight, bias = torch.randn(38, columns), torch.randn(38)
+    for arguments in ((weight, None), (weight, bias, "silu"), (weight, None, "gelu")):
+        for before in (None, residual):
+            first = len(arguments) == 3
+            results = [
+                each.norm_linear(
+                    x.clone(), None if before is None else before.clone(), norm, 1e-5, *arguments, factor_first=first
+                )
+                for each in (kernels, plain_operations)
+            ]
+            torch.testing.assert_close(*results, rtol=1e-4, atol=1e-3)
+    products = kernels.linear(x, weight, bias), plain_operations.linear(x, weight, bias)
+    torch.testing.assert_close(*products, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_experts(tokens: int) -> None:
+    import torch
+
+    from trtserve.executor.torch import kernels, plain_operations
+
+    x, outer, inner = torch.randn(tokens, 40), torch.randn(4, 2 * 24, 40), torch.randn(4, 40, 24)
+    shares, chosen = torch.rand(tokens, 6).topk(2)  # experts 4 and 5 are another rank's
+    results = [each.expert_mlp(x, outer, inner, chosen, shares, "silu") for each in (kernels, plain_operations)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"greedy": False, "top_k": 12, "temperature": 0.8},
+    {"greedy": False, "top_p": 0.9, "temperature": 1.7},
+    {"greedy": False, "top_k": 1000, "top_p": 0.7},
+    {"greedy": False, "top_p": 0.9, "min_p": 0.05},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "prompt_ignore_length": 3},
+    {"greedy": False, "top_p": 0.9, "repetition_penalty": 1.2, "min_tokens": 2, "frequency_penalty": 0.3},
+]
+
+
+def _rows(vocabulary: int) -> list[Row]:
+    """Return a row for each of SAMPLING, some with banned words."""
+    generator, rows = np.random.default_rng(0), []
+    for number, values in enumerate(SAMPLING):
+        parameters = SamplingParameters(seed=2**63 + number, **values)
+        prompt, banned = generator.integers(0, vocabulary, 30), [[int(number)]] if number % 2 else []
+        processor = LogitsProcessor(parameters, prompt, vocab_size=vocabulary, end_id=2, bad_words=banned)
+        assert processor.drawable
+        rows.append(Row(parameters, processor, [], log_prob=number % 3 == 0))
+    return rows
+
+
+@pytest.mark.parametrize(("kind", "vocabulary"), [("plain", 300), ("kernels", 300), ("kernels", 5000)])
+def test_devices_choose_the_tokens_of_the_host(kind: str, vocabulary: int) -> None:
+    """Also among equal logits, over several steps in which the device itself counts what has occurred."""
+    import torch
+
+    from trtserve.executor.torch.choosing_model import PlainSampler
+    from trtserve.executor.torch.draw_words import DrawWriter
+    from trtserve.executor.torch.sampling_kernels import KernelSampler
+
+    rows, generator = _rows(vocabulary), np.random.default_rng(1)
+    count = len(rows)
+    sampler = PlainSampler() if kind == "plain" else KernelSampler(count, vocabulary, "cpu")
+    writer, table = DrawWriter(count), torch.zeros((count, vocabulary), dtype=torch.int16)
+    tokens, log_probs = torch.zeros(count, dtype=torch.int32), torch.zeros((count, 2))
+    for step in range(3):
+        logits = (generator.standard_normal((count, vocabulary)) * 3).astype(np.float32)
+        if step == 2:
+            logits = np.round(logits)
+        draws = Draws(list(range(count)), rows, list(range(count)), [step] * count, [step == 0] * count)
+        arrays = writer.write(draws)
+        for entry, ids, numbers in arrays.new_rows:
+            table[entry, torch.from_numpy(ids)] = torch.from_numpy(numbers)
+        sampler.choose(torch.from_numpy(logits.copy()), torch.from_numpy(arrays.words), table, tokens, log_probs)
+        choices = choose_tokens(logits, rows)
+        assert tokens.tolist() == [choice.token for choice in choices]
+        for row, choice, found in zip(rows, choices, log_probs.tolist(), strict=True):
+            if row.log_prob:
+                assert found == pytest.approx([choice.log_prob, choice.full_log_prob], abs=1e-4)
+            row.processor.accept(choice.token)
+            row.generated.append(choice.token)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["plain", "kernels"])
+def test_rows_without_a_token_say_why(kind: str) -> None:
+    import torch
+
+    from trtserve.executor.sampling import EXHAUSTED, UNDEFINED
+    from trtserve.executor.torch.choosing_model import PlainSampler
+    from trtserve.executor.torch.draw_words import DrawWriter
+    from trtserve.executor.torch.sampling_kernels import KernelSampler
+
+    parameters = SamplingParameters()
+    every = [[token] for token in range(5)]
+    rows = [
+        Row(
+            parameters, LogitsProcessor(parameters, np.zeros(0, np.int64), vocab_size=5, end_id=-1, bad_words=words), []
+        )
+        for words in ([], [], [], every)
+    ]
+    logits = torch.zeros(4, 5)
+    logits[0, 3], logits[1, 2], logits[2] = torch.nan, torch.inf, -torch.inf
+    sampler = PlainSampler() if kind == "plain" else KernelSampler(4, 5, "cpu")
+    arrays = DrawWriter(4).write(Draws([0, 1, 2, 3], rows, [0, 1, 2, 3], [0] * 4, [True] * 4))
+    table = torch.zeros((4, 5), dtype=torch.int16)
+    ((entry, ids, numbers),) = arrays.new_rows
+    table[entry, torch.from_numpy(ids)] = torch.from_numpy(numbers)
+    tokens = torch.zeros(4, dtype=torch.int32)
+    sampler.choose(logits, torch.from_numpy(arrays.words), table, tokens, torch.zeros(4, 2))
+    assert tokens.tolist() == [UNDEFINED, UNDEFINED, UNDEFINED, EXHAUSTED]
+
+
+def test_a_decode_step_is_unpacked() -> None:
+    import torch
+
+    from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, STEP_WORDS, TOKEN, unpack_step
+
+    packed = torch.zeros(3 * STEP_WORDS + 4, dtype=torch.int32)
+    words = packed[: 3 * STEP_WORDS].view(3, STEP_WORDS)
+    for row, values in enumerate([(7, 40, 35, 0), (-2, 3, 1, 3), (0, 0, 0, 0)]):  # the last one is padding
+        for word, value in zip((TOKEN, POSITION, LENGTH, FIRST_BLOCK), values, strict=True):
+            words[row, word] = value
+    packed[3 * STEP_WORDS :] = torch.tensor([5, 9, 2, 8])
+    long = {name: torch.zeros(3, dtype=torch.int64) for name in ("ids", "positions", "slots")}
+    tables, lengths = torch.full((3, 6), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    chosen = torch.tensor([11, 12, 13], dtype=torch.int32)
+    unpack_step(packed, 3, chosen, **long, tables=tables, lengths=lengths, page=PAGE, spare_slot=160)
+    assert {name: tensor.tolist() for name, tensor in long.items()} == {
+        "ids": [7, 12, 0],
+        "positions": [40, 3, 0],
+        "slots": [2 * PAGE + 2, 8 * PAGE, 160],
+    }
+    assert lengths.tolist() == [35, 1, 0]
+    assert tables.tolist() == [[5, 9, 2, -1, -1, -1], [8, -1, -1, -1, -1, -1], [-1] * 6]

@@ -1,0 +1,202 @@
+"""The files of NVIDIA's tools, from our figures: genai-perf's and AIPerf's JSON and CSV, for what reads those.
+
+Percentiles here are NumPy's (linear), as both tools compute them; `report.json` has upstream's.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.bench.goals import first_token_ms, latency_ms, per_token_ms
+from trtserve.bench.records import Record
+from trtserve.files import write_json
+
+if TYPE_CHECKING:
+    from trtserve.bench.report import Report
+
+_PERCENTILES = (99, 95, 90, 75, 50, 25)
+_AIPERF_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
+_AIPERF_SCHEMA = "1.3"
+# Name in the JSON files → title in the CSV files.
+_TITLES = {
+    "time_to_first_token": "Time To First Token",
+    "time_to_second_token": "Time To Second Token",
+    "inter_token_latency": "Inter Token Latency",
+    "request_latency": "Request Latency",
+    "output_token_throughput_per_user": "Output Token Throughput Per User",
+    "output_token_throughput_per_request": "Output Token Throughput Per Request",
+    "output_sequence_length": "Output Sequence Length",
+    "input_sequence_length": "Input Sequence Length",
+    "output_token_throughput": "Output Token Throughput",
+    "request_throughput": "Request Throughput",
+    "request_count": "Request Count",
+}
+_TOKENS = ("output_sequence_length", "input_sequence_length")
+
+
+def write_exports(report: Report, folder: Path) -> None:
+    """Write `profile_export_genai_perf.*`, `profile_export_aiperf.*` and AIPerf's `profile_export.jsonl`."""
+    completed = [record for record in report.records if record.status == "completed"]
+    values = {name: found for name, found in _values(completed, streaming=report.streaming).items() if found[1]}
+    totals = _totals(report)
+    write_json(folder / "profile_export_genai_perf.json", _genai_perf(values, totals, report))
+    write_json(folder / "profile_export_aiperf.json", _aiperf(values, totals, report))
+    _write_genai_perf_csv(folder / "profile_export_genai_perf.csv", values, totals)
+    _write_aiperf_csv(folder / "profile_export_aiperf.csv", values, totals)
+    lines = (json.dumps(_aiperf_record(record)) + "\n" for record in report.records if record.sent_ns is not None)
+    (folder / "profile_export.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+Values = Mapping[str, tuple[str, list[float]]]
+Totals = Mapping[str, tuple[str, float]]
+
+
+def _values(completed: Sequence[Record], *, streaming: bool) -> dict[str, tuple[str, list[float]]]:
+    """Return unit and values of each measure, one value per completed request."""
+    seconds = [(record, latency_ms(record) / 1000) for record in completed]
+    found = {
+        "request_latency": ("ms", [latency_ms(record) for record in completed]),
+        "output_token_throughput_per_request": ("tokens/sec", [r.output_tokens / s for r, s in seconds if s > 0]),
+        "output_sequence_length": ("tokens", [float(record.output_tokens) for record in completed]),
+        "input_sequence_length": ("tokens", [float(record.input_tokens) for record in completed]),
+    }
+    if not streaming:
+        return found
+    per_token = [value for record in completed if (value := per_token_ms(record)) is not None]
+    return {
+        "time_to_first_token": ("ms", [first for record in completed if (first := first_token_ms(record)) is not None]),
+        "time_to_second_token": (
+            "ms",
+            [(r.arrivals[1][0] - r.arrivals[0][0]) / 1e6 for r in completed if len(r.arrivals) > 1],
+        ),
+        "inter_token_latency": ("ms", per_token),
+        **found,
+        "output_token_throughput_per_user": ("tokens/sec/user", [1000 / value for value in per_token if value > 0]),
+    }
+
+
+def _totals(report: Report) -> dict[str, tuple[str, float]]:
+    statistics = report.statistics
+    return {
+        "output_token_throughput": ("tokens/sec", statistics.output_tokens_per_second),
+        "request_throughput": ("requests/sec", statistics.requests_per_second),
+        "request_count": ("requests", float(statistics.counts.completed)),
+    }
+
+
+def _figures(values: Sequence[float], percentiles: Sequence[int], *, sample: bool) -> dict[str, float]:
+    import numpy as np
+
+    array = np.asarray(values, np.float64)
+    found = {"avg": float(array.mean()), "max": float(array.max()), "min": float(array.min())}
+    found |= {f"p{each}": float(np.percentile(array, each)) for each in percentiles}
+    deviation = float(array.std(ddof=1)) if sample and len(array) > 1 else float(array.std())
+    return {**found, "std": 0.0 if math.isnan(deviation) else deviation}
+
+
+def _genai_perf(values: Values, totals: Totals, report: Report) -> dict[str, Any]:
+    spec = report.spec
+    return {
+        **{name: {"unit": unit, **_figures(each, _PERCENTILES, sample=False)} for name, (unit, each) in values.items()},
+        **{name: {"unit": unit, "avg": value} for name, (unit, value) in totals.items()},
+        "input_config": {
+            "model": [report.model],
+            "backend": "tensorrtllm",
+            "concurrency": spec.get("concurrency"),
+            "request_rate": spec.get("request_rate"),
+            "random_seed": spec.get("seed"),
+            "streaming": report.streaming,
+            "url": report.endpoint,
+        },
+    }
+
+
+def _aiperf(values: Values, totals: Totals, report: Report) -> dict[str, Any]:
+    counts = report.statistics.counts
+    return {
+        "schema_version": _AIPERF_SCHEMA,
+        **{
+            name: {"unit": unit, **_figures(each, _AIPERF_PERCENTILES, sample=True), "count": len(each)}
+            for name, (unit, each) in values.items()
+        },
+        **{name: {"unit": unit, "avg": value} for name, (unit, value) in totals.items()},
+        "error_request_count": {"unit": "requests", "avg": float(counts.failed)},
+        "input_config": {
+            "endpoint": {"model_names": [report.model], "streaming": report.streaming, "urls": [report.endpoint]},
+            "loadgen": {
+                "concurrency": report.spec.get("concurrency"),
+                "request_rate": report.spec.get("request_rate"),
+                "request_count": counts.planned,
+            },
+        },
+        "was_cancelled": report.interrupted,
+        "error_summary": _errors(report.records),
+        "start_time": report.started,
+    }
+
+
+def _errors(records: Sequence[Record]) -> list[dict[str, Any]]:
+    counts: dict[str, int] = {}
+    for record in records:
+        if record.status == "failed":
+            counts[str(record.error)] = counts.get(str(record.error), 0) + 1
+    return [{"error_details": {"message": message}, "count": count} for message, count in counts.items()]
+
+
+def _aiperf_record(record: Record) -> dict[str, Any]:
+    metrics = {
+        name: {"unit": unit, "value": each[0]}
+        for name, (unit, each) in _values([record], streaming=True).items()
+        if each
+    }
+    return {
+        "metadata": {
+            "session_num": record.index,
+            "x_request_id": str(record.index),
+            "worker_id": f"worker_{record.worker}",
+            "request_start_ns": record.sent_ns,
+            "request_end_ns": record.ended_ns,
+            "credit_issued_ns": record.intended_ns,
+            "benchmark_phase": "profiling",
+            "was_cancelled": record.status == "cancelled",
+        },
+        "metrics": metrics if record.status == "completed" else {},
+        "error": None if record.error is None else {"message": record.error},
+    }
+
+
+def _write_genai_perf_csv(path: Path, values: Values, totals: Totals) -> None:
+    names = ["avg", "min", "max", *(f"p{each}" for each in _PERCENTILES)]
+    rows = []
+    for name, (unit, each) in values.items():
+        figures = _figures(each, _PERCENTILES, sample=False)
+        title = _TITLES[name] if name in _TOKENS else f"{_TITLES[name]} ({unit})"
+        rows.append([title, *(f"{figures[key]:,.2f}" for key in names)])
+    _write_csv(path, ["Metric", *names], rows, totals)
+
+
+def _write_aiperf_csv(path: Path, values: Values, totals: Totals) -> None:
+    names = ["avg", "min", "max", *(f"p{each}" for each in _AIPERF_PERCENTILES), "std"]
+    rows = []
+    for name, (unit, each) in values.items():
+        figures = _figures(each, _AIPERF_PERCENTILES, sample=True)
+        rows.append([f"{_TITLES[name]} ({unit})", *(f"{figures[key]:.2f}" for key in names)])
+    _write_csv(path, ["Metric", *names], rows, totals)
+
+
+def _write_csv(path: Path, head: Sequence[str], rows: Sequence[Sequence[str]], totals: Totals) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(head)
+        writer.writerows(rows)
+        writer.writerow([])
+        writer.writerow(["Metric", "Value"])
+        per_second = {"tokens/sec": " (per sec)", "requests/sec": " (per sec)"}
+        writer.writerows(
+            [f"{_TITLES[name]}{per_second.get(unit, '')}", f"{value:.2f}"] for name, (unit, value) in totals.items()
+        )

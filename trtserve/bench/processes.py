@@ -1,0 +1,242 @@
+"""The worker processes of a run: one in this process, or several children, on this machine or under MPI.
+
+Every worker knows its share of the absolute schedule before the run, so nothing passes between processes inside the
+measured window; counters for the display lie in shared memory. Results are pooled afterwards, request by request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from trtserve.bench.health import Health
+from trtserve.bench.live import Live, Totals, shared_cells
+from trtserve.bench.ranks import Ranks
+from trtserve.bench.records import Record, pooled
+from trtserve.bench.worker import CANCEL_TIMEOUT, Load, Sent, Share, Worker, shares
+from trtserve.errors import BenchmarkError, TrtserveError
+
+_LEAD = 0.05  # seconds between the decision to start and the start
+_END_TIMEOUT = 60.0  # for workers to decode and hand over their records after an interrupt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Records in the order of the requests, and how the run ended."""
+
+    records: list[Record]
+    interrupted: bool = False
+    """By the user."""
+    timed_out: bool = False
+    """By the time limit."""
+    health: Sequence[Health] = ()
+    start_ns: int = 0
+    """Time 0 of the schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watcher:
+    """What is told about a run while it goes on."""
+
+    begin: Callable[[Callable[[], Totals]], None] = lambda _: None
+    """Called when the measured window starts, with a function that returns the counts so far."""
+    end: Callable[[], None] = lambda: None
+
+
+def run_load(
+    load: Load, *, workers: int = 1, ranks: Ranks | None = None, watcher: Watcher | None = None
+) -> Outcome | None:
+    """Send the warm-up, then the measured requests. SIGINT cancels requests in flight and returns what was measured.
+
+    After `load.timeout` seconds the requests in flight count as failed, the remaining ones as never sent. Returns None
+    on ranks other than the first one. Raises ServerUnreachableError without a connection and RequestError when the
+    whole warm-up fails.
+    """
+    ranks, watcher = ranks or Ranks(), watcher or Watcher()
+    wanted = workers * ranks.count
+    all_shares = shares(load, wanted if load.concurrency is None else max(ranks.count, min(wanted, load.concurrency)))
+    own = all_shares[ranks.number :: ranks.count]
+    group: _Group = _Children(own) if len(own) > 1 else _OwnProcess(own[0])
+    try:
+        group.prepare()
+        clock = ranks.compare_clocks()
+        start_ns = ranks.agree(time.monotonic_ns() + round(_LEAD * 1e9))
+        watcher.begin(group.totals)
+        try:
+            parts = group.run(start_ns + clock)
+        finally:
+            watcher.end()
+    finally:
+        group.close()
+    ranks.adjust_clock(parts, clock)
+    interrupted = ranks.any(group.interrupted)
+    gathered = ranks.gather(parts)
+    if gathered is None:
+        return None
+    return Outcome(
+        records=pooled(part.records for part in gathered),
+        interrupted=interrupted,
+        timed_out=any(part.timed_out for part in gathered),
+        health=[part.health for part in gathered],
+        start_ns=start_ns,
+    )
+
+
+class _Group(Protocol):
+    """The workers of this machine."""
+
+    @property
+    def interrupted(self) -> bool: ...
+    def prepare(self) -> None: ...
+    def run(self, start_ns: int) -> list[Sent]: ...
+    def totals(self) -> Totals: ...
+    def close(self) -> None: ...
+
+
+class _OwnProcess:
+    """One worker in this process."""
+
+    def __init__(self, share: Share) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._live = Live()
+        self._worker = Worker(share, self._live, self._stop)
+        self._previous: Any = None
+        # Only the main thread can receive signals.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.getsignal(signal.SIGINT)
+            self._loop.add_signal_handler(signal.SIGINT, self._stop.set)
+
+    def prepare(self) -> None:
+        self._loop.run_until_complete(self._worker.prepare())
+
+    def run(self, start_ns: int) -> list[Sent]:
+        return [self._loop.run_until_complete(self._worker.run(start_ns))]
+
+    def totals(self) -> Totals:
+        return Totals([self._live])
+
+    @property
+    def interrupted(self) -> bool:
+        return self._stop.is_set()
+
+    def close(self) -> None:
+        if self._previous is not None:
+            self._loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, self._previous)
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+
+class _Children:
+    """Several workers, each in a process of its own."""
+
+    def __init__(self, own: Sequence[Share]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._interrupted = False
+        self._lives, self._pipes, self._processes = [], [], []
+        for share in own:
+            ours, theirs = context.Pipe()
+            live = Live(shared_cells())
+            process = context.Process(target=_work, args=(share, live.cells, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._lives.append(live)
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def prepare(self) -> None:
+        self._collect()
+
+    def run(self, start_ns: int) -> list[Sent]:
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send(start_ns)
+        return self._collect()
+
+    def totals(self) -> Totals:
+        return Totals(self._lives)
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupted
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # a worker that still runs stops at the end of its pipe
+        for process in self._processes:
+            process.join(CANCEL_TIMEOUT)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _collect(self) -> list[Any]:
+        """Return one message of each worker; an interrupt makes them stop and still answer."""
+        answers: dict[Connection, Any] = {}
+        deadline: float | None = None
+        while len(answers) < len(self._pipes):
+            waiting = [pipe for pipe in self._pipes if pipe not in answers]
+            try:
+                for pipe in wait(waiting, timeout=0.5):
+                    answers[pipe] = _received(pipe)  # type: ignore[index, arg-type]
+            except KeyboardInterrupt:
+                self._interrupted = True
+                deadline = time.monotonic() + _END_TIMEOUT
+                for pipe in self._pipes:
+                    with suppress(OSError):
+                        pipe.send(None)
+            if deadline is not None and time.monotonic() > deadline:
+                raise BenchmarkError(f"Workers did not end within {_END_TIMEOUT:g} s after the interrupt.")
+        return [answers[pipe] for pipe in self._pipes]
+
+
+def _received(pipe: Connection) -> Any:
+    try:
+        answer = pipe.recv()
+    except EOFError:
+        raise BenchmarkError(
+            "A worker process ended by itself.", hint="It may have been killed for its memory: use fewer --workers."
+        ) from None
+    if isinstance(answer, TrtserveError):
+        raise answer
+    return answer
+
+
+def _work(share: Share, cells: Any, pipe: Connection) -> None:
+    """Run one worker process: answer when ready, start at the time that comes, answer with the records."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    asyncio.run(_serve(share, Live(cells), pipe))
+
+
+async def _serve(share: Share, live: Live, pipe: Connection) -> None:
+    stop, start = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    def on_message() -> None:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            asyncio.get_running_loop().remove_reader(pipe.fileno())
+            message = None
+        if message is None:
+            stop.set()
+        if not start.done():
+            start.set_result(message or time.monotonic_ns())
+
+    asyncio.get_running_loop().add_reader(pipe.fileno(), on_message)
+    try:
+        worker = Worker(share, live, stop)
+        await worker.prepare()
+        pipe.send(True)
+        answer: Any = await worker.run(await start)
+    except TrtserveError as error:
+        answer = error
+    with suppress(OSError):
+        pipe.send(answer)

@@ -1,0 +1,1 @@
+"""How requests travel: gRPC, HTTP generate, OpenAI's API, or an executor in this process."""

@@ -1,0 +1,138 @@
+"""One run: calibrate the client, send the plan's requests, count the tokens of the answers, and make the report."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from trtserve.bench.answers import count_answers
+from trtserve.bench.calibration import Calibration, calibrate
+from trtserve.bench.plan import BenchPlan
+from trtserve.bench.plausibility import Machine, find_machine
+from trtserve.bench.processes import Watcher, run_load
+from trtserve.bench.provenance import command, fingerprint, machine, prompts_hash, versions
+from trtserve.bench.ranks import Ranks
+from trtserve.bench.report import Report
+from trtserve.bench.requests import precision_of_repository
+from trtserve.bench.sampling import Sampler, queue_wait_ms
+from trtserve.errors import BenchmarkError
+from trtserve.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trtserve.bench.live import Totals
+    from trtserve.progress import Task
+
+
+def run_benchmark(
+    plan: BenchPlan, *, progress: Progress = SILENT, metrics: str | None = None, ranks: Ranks | None = None
+) -> Report:
+    """Send the traffic of `plan` and measure the answers; `metrics` is the address of the server's metrics page.
+
+    Failed requests and an interrupt do not raise: the report contains them (`report.interrupted`). Under MPI the first
+    of `ranks` calls this and the others `send_share`. Errors: ServerUnreachableError, RequestError (every warm-up
+    request was refused).
+    """
+    spec, endpoint, measured, requests = plan.spec, plan.endpoint, plan.measured, plan.traffic.requests
+    load, ranks = plan.load(), ranks or Ranks()
+    target = load.target
+    calibration = _calibrate(plan, ranks, progress)
+    progress.step(f"Benchmark of {measured.name!r} at {target.address}: {plan.pace}")
+    started = datetime.datetime.now(datetime.timezone.utc).isoformat()
+    total = len(requests)
+    with progress.task(f"Sending {len(load.warmup)} + {total} requests", total=total) as task:
+        sampler = Sampler(metrics, on_sample=_reporter(task))
+        watcher = Watcher(begin=sampler.begin, end=sampler.end)
+        outcome = run_load(load, workers=spec.workers, ranks=ranks, watcher=watcher)
+    if outcome is None:
+        raise BenchmarkError("Only the first rank has the records; the others call send_share.")
+    counted_by, notes = "output_ids", list(plan.notes)
+    if measured.takes_text:
+        counted = count_answers(
+            outcome.records, requests, target.model, measured.tokenizer, whole=target.openai is not None
+        )
+        counted_by = counted.by
+        notes += counted.notes(measured.tokenizer)
+    if outcome.timed_out:
+        notes.append(f"--timeout {spec.timeout:g} ended the run: the figures cover the requests sent before.")
+    served = endpoint.repository if target.openai is None and target.engine is None else None
+    return Report(
+        records=tuple(outcome.records),
+        spec=_plain({**asdict(spec), "concurrency": plan.concurrency}),
+        endpoint=target.address,
+        model=measured.name,
+        protocol=target.protocol,
+        streaming=target.streams,
+        tokens_counted_by=counted_by,
+        prompts_sha256=prompts_hash(requests),
+        started=started,
+        precision={} if served is None else precision_of_repository(served, measured.core_model),
+        limits={name: getattr(plan.limits, name) for name in ("vocab_size", "max_input_len", "max_seq_len")},
+        fingerprint=fingerprint(target.engine or served),
+        command=command(),
+        versions=versions(),
+        machine=machine(),
+        bounds=_bounds(target.engine, served, measured.core_model),
+        calibration=calibration,
+        health=tuple(outcome.health),
+        samples=sampler.samples,
+        queue_wait_ms=queue_wait_ms(sampler.samples.server, measured.core_model),
+        interrupted=outcome.interrupted,
+        timed_out=outcome.timed_out,
+        planned_notes=tuple(notes),
+    )
+
+
+def send_share(plan: BenchPlan, ranks: Ranks) -> None:
+    """Send the share of a rank other than the first, which gets the records."""
+    run_load(plan.load(), workers=plan.spec.workers, ranks=ranks)
+
+
+def _calibrate(plan: BenchPlan, ranks: Ranks, progress: Progress) -> Calibration | None:
+    if not plan.spec.calibrate or ranks.count > 1:
+        return None
+    load = plan.load()
+    found = calibrate(load.target, load.requests, workers=plan.spec.workers, concurrency=plan.concurrency)
+    if found is not None:
+        progress.step(
+            f"Client on the echo server: {found.answers_per_second:.0f} answers/s of {found.responses_per_answer} "
+            f"responses, first response after {found.floor_p50_ms:.2f} ms, sends {found.dispatch_p99_ms:.2f} ms late "
+            "(p99)"
+        )
+    return found
+
+
+def _reporter(task: Task) -> Callable[[Totals], None]:
+    """Return a function that shows the counts of a running benchmark."""
+    shown, began = 0, time.monotonic()
+
+    def report(totals: Totals) -> None:
+        nonlocal shown
+        task.advance(totals.ended - shown)
+        shown = totals.ended
+        rate = shown / max(1e-9, time.monotonic() - began)
+        median, late = totals.first_ms(0.5), totals.first_ms(0.99)
+        times = "" if median is None or late is None else f", TTFT p50 {median:.3g} p99 {late:.3g} ms"
+        task.describe(f"{rate:.3g}/s, {totals.in_flight} in flight{times}")
+
+    return report
+
+
+def _bounds(engine: Path | None, repository: Path | None, core_model: str) -> Machine:
+    from trtserve.executor.loaders import is_embedded
+    from trtserve.files import read_json_object
+
+    folder = engine or (None if repository is None else repository / core_model / "1")
+    if folder is None or not (folder / "config.json").is_file():
+        return Machine()
+    return find_machine(folder, gpu=not is_embedded(read_json_object(folder / "config.json")))
+
+
+def _plain(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec as JSON values, with units in the names of times."""
+    named = {"timeout_s" if name == "timeout" else name: value for name, value in spec.items()}
+    return {name: str(value) if hasattr(value, "__fspath__") else value for name, value in named.items()}

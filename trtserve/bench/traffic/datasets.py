@@ -1,0 +1,134 @@
+"""Prompts from a file: upstream's JSON, ShareGPT's conversations, or JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtserve.bench.requests import Limits, Traffic, TrafficRequest, clip
+from trtserve.errors import UsageError
+from trtserve.query.tokenizer import TokenizerFiles
+from trtserve.specs import BenchSpec
+
+FIELDS = ("input", "instruction", "output")
+_PROMPTS = ("prompt", "text_input", "text")
+_ANSWERS = ("output", "completion", "response")
+_LENGTHS = ("output_len", "output_length", "max_tokens")
+_FORM = (
+    "It must be a JSON list of objects with the texts `input`, `instruction` and `output`, a list of ShareGPT's "
+    "`conversations`, or one JSON object per line with `prompt` and `output` (a text) or `output_len` (tokens)."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One entry of a dataset."""
+
+    prompt: str
+    output: str | None = None
+    """An answer, whose words set the length of ours."""
+    tokens: int | None = None
+    """Tokens to generate, where the entry has the number itself."""
+
+    def output_len(self, tokens_per_word: float, default: float) -> int:
+        """Tokens to generate: words (split at single spaces, as upstream does) times `tokens_per_word`."""
+        if self.tokens is not None:
+            return max(1, self.tokens)
+        words = None if self.output is None else len(self.output.split(" "))
+        return max(1, int(default if words is None else words * tokens_per_word))
+
+
+def read_dataset(path: Path) -> list[Example]:
+    """Read all entries of a dataset; UsageError names the first invalid one."""
+    content = _entries(path)
+    if not isinstance(content, list) or not content:
+        wrong = "is an empty list" if content == [] else "is not a JSON list"
+        raise UsageError(f"--dataset is {path}, which {wrong}.", hint=_FORM)
+    return [_example(entry, number, path) for number, entry in enumerate(content)]
+
+
+def _entries(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--dataset is {path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise UsageError(f"--dataset is {path}, which is not JSON: {error}.", hint=_FORM) from None
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        lines = [line for line in text.splitlines() if line.strip()]
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:
+            raise UsageError(f"--dataset is {path}, which is not JSON: {error}.", hint=_FORM) from None
+    single = isinstance(content, Mapping) and any(name in content for name in _PROMPTS)
+    return [content] if single else content
+
+
+def _example(entry: Any, number: int, path: Path) -> Example:
+    if isinstance(entry, Mapping):
+        if isinstance(entry.get("conversations"), list):
+            return _first_turns(entry["conversations"], number, path)
+        prompt = next((entry[name] for name in _PROMPTS if isinstance(entry.get(name), str)), None)
+        if prompt is not None:
+            return Example(
+                prompt=prompt,
+                output=next((entry[name] for name in _ANSWERS if isinstance(entry.get(name), str)), None),
+                tokens=next((entry[name] for name in _LENGTHS if isinstance(entry.get(name), int)), None),
+            )
+    missing = [name for name in FIELDS if not isinstance(entry, Mapping) or not isinstance(entry.get(name), str)]
+    if missing:
+        names = " and ".join(repr(name) for name in missing)
+        raise UsageError(f"Entry {number} of {path} has no text for {names}.", hint=_FORM)
+    return Example(prompt=f"{entry['input']} {entry['instruction']}", output=entry["output"])
+
+
+def _first_turns(turns: list[Any], number: int, path: Path) -> Example:
+    """Return the first question of a ShareGPT conversation, and the answer to it."""
+    texts = [turn["value"] for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("value"), str)]
+    if not texts:
+        raise UsageError(f"Entry {number} of {path} is a conversation without text (`value`).", hint=_FORM)
+    return Example(prompt=texts[0], output=texts[1] if len(texts) > 1 else None)
+
+
+def dataset_traffic(
+    spec: BenchSpec, limits: Limits, tokenizer: TokenizerFiles, *, text: bool, special: bool, end_id: int | None
+) -> Traffic:
+    """Return the dataset's prompts in their order, at most `spec.num_requests` of those within the engine's limits.
+
+    Prompts longer than `max_input_len` are skipped, as upstream does. `special`: prompts are encoded with special
+    tokens; `text`: the model gets prompts as text. Raises UsageError when no prompt is left.
+    """
+    import numpy as np
+
+    if spec.dataset is None:
+        raise UsageError("--dataset is missing.")
+    requests: list[TrafficRequest] = []
+    words = shortened = skipped = 0
+    for example in read_dataset(spec.dataset):
+        if len(requests) == spec.num_requests:
+            break
+        ids = tokenizer.encode(example.prompt, special=special)
+        wanted = example.output_len(spec.op_tokens_per_word, spec.output_mean)
+        input_len, output_len = clip(len(ids), wanted, limits)
+        if not ids or input_len < len(ids):
+            skipped += 1
+            continue
+        shortened += output_len < wanted
+        words += len(example.prompt.split())
+        prompt = example.prompt if text else None
+        requests.append(
+            TrafficRequest(token_ids=np.array(ids, np.int32), output_len=output_len, text=prompt, end_id=end_id)
+        )
+    bounds = f"max_input_len {limits.max_input_len}, max_seq_len {limits.max_seq_len}"
+    if not requests:
+        raise UsageError(f"None of the {skipped} prompts of {spec.dataset} fits the engine ({bounds}).")
+    tokens = sum(len(request.token_ids) for request in requests)
+    notes = [f"Tokenizer: tokens per word = {tokens / max(1, words):.3f}."]
+    if skipped:
+        notes.append(f"{skipped} prompts were skipped: empty, or longer than the engine allows ({bounds}).")
+    return Traffic(requests=tuple(requests), clipped_outputs=shortened, notes=tuple(notes))

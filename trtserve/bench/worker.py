@@ -1,0 +1,292 @@
+"""Send one worker's share of the requests from one event loop, and record what arrives and when.
+
+Requests are encoded before the measured window and answers are decoded after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from trtserve.bench.health import Health, HealthMonitor
+from trtserve.bench.live import Live
+from trtserve.bench.messages import repeats_prompt, takes_text
+from trtserve.bench.protocols.base import Chunk, RefusedError, Target, make_transport
+from trtserve.bench.records import Record, Response, Status
+from trtserve.bench.requests import TrafficRequest
+from trtserve.bench.timers import Timers
+from trtserve.errors import RequestError, ServerUnreachableError
+
+CANCEL_TIMEOUT = 5.0
+_OPENED = 32  # connections of an open loop without a limit; more are opened when these are busy
+_INTERRUPTED: tuple[Status, str] = ("cancelled", "interrupted")
+_CANCELLED: tuple[Status, str] = ("cancelled", "cancelled by --cancel-rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The requests of a run, and how to send them."""
+
+    target: Target
+    requests: Sequence[TrafficRequest]
+    warmup: Sequence[TrafficRequest] = ()
+    offsets: Sequence[float] | None = None
+    """Send times in seconds after the start (open loop), or None for a closed loop; one for each conversation."""
+    concurrency: int | None = None
+    timeout: float = 600.0
+    may_be_empty: bool = False
+    """Whether an answer without tokens counts as complete, since the model may end at once."""
+
+    def conversations(self) -> list[list[tuple[int, TrafficRequest]]]:
+        """Return the numbered requests; the turns of a conversation stay together."""
+        numbered = enumerate(self.requests)
+        groups = groupby(numbered, key=lambda each: ("alone", each[0]) if each[1].session is None else each[1].session)
+        return [list(group) for _, group in groups]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one worker sends: some conversations of a load, with the numbers that their requests have in the run."""
+
+    load: Load
+    worker: int
+    conversations: Sequence[Sequence[tuple[int, TrafficRequest]]]
+    offsets: Sequence[float] | None
+    warmup: Sequence[TrafficRequest]
+    concurrency: int | None
+
+
+def shares(load: Load, count: int) -> list[Share]:
+    """Divide a load among `count` workers, so that together they send exactly its requests at its times."""
+    conversations = load.conversations()
+    return [
+        Share(
+            load=replace(load, requests=(), warmup=(), offsets=None),
+            worker=worker,
+            conversations=conversations[worker::count],
+            offsets=None if load.offsets is None else load.offsets[worker::count],
+            warmup=load.warmup[worker::count],
+            # The first ones have one more where it does not divide evenly.
+            concurrency=None if load.concurrency is None else max(1, len(range(worker, load.concurrency, count))),
+        )
+        for worker in range(count)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What one worker sent."""
+
+    records: list[Record]
+    health: Health
+    timed_out: bool
+
+
+class Worker:
+    """Sends one share. Call `prepare`, then `run`; setting `stop` ends either."""
+
+    def __init__(self, share: Share, live: Live, stop: asyncio.Event) -> None:
+        self._share, self._load, self._live, self._stop = share, share.load, live, stop
+        self._transport = make_transport(self._load.target, timeout=self._load.timeout)
+        self._arrived: dict[int, list[Chunk]] = {}
+        self._cut_off = _INTERRUPTED
+        self._run = uuid.uuid4().hex
+
+    async def prepare(self) -> None:
+        """Connect, send the warm-up and encode the requests of the window.
+
+        Raises ServerUnreachableError without a connection and RequestError when the whole warm-up fails.
+        """
+        await self._transport.open(self._share.concurrency or (1 if self._share.offsets is None else _OPENED))
+        warmup = [[(index, request)] for index, request in enumerate(self._share.warmup)]
+        records = self._begin(warmup)
+        if warmup:
+            await self._bounded(self._closed(warmup, records))
+        self._decode(records.values())
+        failed = [record for record in records.values() if record.status == "failed"]
+        if warmup and len(failed) == len(warmup) and not self._stop.is_set():
+            raise RequestError(f"All {len(warmup)} warm-up requests failed; the first: {failed[0].error}")
+        self._live.reset()
+        self._records = self._begin(self._share.conversations)
+
+    async def run(self, start_ns: int) -> Sent:
+        """Send the requests; time 0 of the schedule is `start_ns` of the monotonic clock."""
+        monitor, timed_out = HealthMonitor(self._share.worker), False
+        monitor.begin()
+        opened = self._transport.opened
+        if not self._stop.is_set():
+            window = self._closed if self._share.offsets is None else self._open
+            timed_out = await self._bounded(window(self._share.conversations, self._records, start_ns))
+        health = monitor.end()
+        health.late_connections = self._transport.opened - opened
+        await self._transport.close()
+        self._decode(self._records.values())
+        return Sent(records=list(self._records.values()), health=health, timed_out=timed_out)
+
+    def _begin(self, conversations: Sequence[Sequence[tuple[int, TrafficRequest]]]) -> dict[int, Record]:
+        """Make the records, and encode all messages that do not depend on an answer."""
+        records: dict[int, Record] = {}
+        self._messages: dict[int, Any] = {}
+        for turns in conversations:
+            for number, (index, request) in enumerate(turns):
+                records[index] = Record(
+                    index=index,
+                    input_tokens=len(request.token_ids),
+                    requested_tokens=request.output_len,
+                    worker=self._share.worker,
+                    streamed=self._load.target.streams,
+                )
+                if number == 0:
+                    self._messages[index] = self._transport.encode(request, f"{self._run}-{index}")
+        return records
+
+    async def _bounded(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run `work` until it ends, the user interrupts it or the time limit is reached; return True for the limit."""
+        self._cut_off = _INTERRUPTED
+        task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({task, stopping}, timeout=self._load.timeout, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if task.done():
+            task.result()
+            return False
+        timed_out = not self._stop.is_set()
+        if timed_out:
+            self._cut_off = ("failed", f"not answered within the benchmark's time limit of {self._load.timeout:g} s")
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_TIMEOUT)
+        return timed_out
+
+    async def _closed(
+        self,
+        conversations: Sequence[Sequence[tuple[int, TrafficRequest]]],
+        records: dict[int, Record],
+        start_ns: int = 0,
+    ) -> None:
+        """Run `concurrency` users, each having its next conversation when its last one has ended."""
+        pending = iter(conversations)
+        if start_ns:
+            await asyncio.sleep((start_ns - time.monotonic_ns()) / 1e9)
+
+        async def user() -> None:
+            for turns in pending:
+                await self._converse(turns, records, time.monotonic_ns())
+
+        await asyncio.gather(*(user() for _ in range(self._share.concurrency or 1)))
+
+    async def _open(
+        self,
+        conversations: Sequence[Sequence[tuple[int, TrafficRequest]]],
+        records: dict[int, Record],
+        start_ns: int,
+    ) -> None:
+        """Begin every conversation at its time in the schedule; waiting for the concurrency limit counts as latency."""
+        gate = asyncio.Semaphore(self._share.concurrency or len(conversations) or 1)
+        running: set[asyncio.Task[None]] = set()
+        timers = Timers()
+
+        async def arrive(turns: Sequence[tuple[int, TrafficRequest]], intended_ns: int) -> None:
+            async with gate:
+                await self._converse(turns, records, intended_ns)
+
+        try:
+            for turns, offset in zip(conversations, self._share.offsets or (), strict=True):
+                intended_ns = start_ns + round(offset * 1e9)
+                await timers.until(intended_ns)
+                first = records[turns[0][0]]
+                first.scheduled, first.intended_ns = True, intended_ns
+                task = asyncio.ensure_future(arrive(turns, intended_ns))
+                running.add(task)
+                task.add_done_callback(running.discard)
+            while running:
+                await asyncio.gather(*running)
+        finally:
+            timers.close()
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running, timeout=CANCEL_TIMEOUT)
+
+    async def _converse(
+        self, turns: Sequence[tuple[int, TrafficRequest]], records: dict[int, Record], intended_ns: int
+    ) -> None:
+        """Send the turns of a conversation after each other; each prompt holds the prompts and answers before it."""
+        before: TrafficRequest | None = None
+        for index, turn in turns:
+            record, request = records[index], turn
+            if before is None:
+                message = self._messages.pop(index)
+            else:
+                intended_ns = time.monotonic_ns()
+                request = self._continued(before, self._arrived[index - 1], turn)
+                record.input_tokens = len(request.token_ids)
+                message = self._transport.encode(request, f"{self._run}-{index}")
+            record.intended_ns = intended_ns
+            await self._send(record, message, request)
+            if record.status == "failed":
+                return
+            before = request
+
+    async def _send(self, record: Record, message: Any, request: TrafficRequest) -> None:
+        received: list[Chunk] = []
+        self._arrived[record.index] = received
+        self._live.sent()
+        record.sent_ns = time.monotonic_ns()
+        try:
+            await self._transport.send(message, received, limit=request.cancel_after)
+            record.status = "completed"
+            if request.cancel_after is not None and len(received) >= request.cancel_after:
+                record.status, record.error = _CANCELLED
+        except (RefusedError, ServerUnreachableError) as error:
+            record.status, record.error = "failed", str(error)
+        except asyncio.CancelledError:
+            record.status, record.error = self._cut_off
+            raise
+        finally:
+            record.ended_ns = time.monotonic_ns()
+            first_ms = (received[0][0] - record.intended_ns) / 1e6 if received else None
+            self._live.ended(failed=record.status == "failed", first_ms=first_ms)
+
+    def _continued(self, before: TrafficRequest, answer: list[Chunk], turn: TrafficRequest) -> TrafficRequest:
+        """Return `turn` with the conversation so far before its prompt."""
+        import numpy as np
+
+        responses = [self._transport.read(chunk) for chunk in answer]
+        ids = [token for each in responses for token in each.ids]
+        # Texts are counted by the server; an answer in text adds as many ids as it was asked for.
+        ids = ids or [0] * before.output_len
+        text = None
+        if turn.text is not None:
+            text = f"{before.text}{''.join(each.text or '' for each in responses)} {turn.text}"
+        token_ids = np.concatenate([before.token_ids, np.array(ids, np.int32), turn.token_ids])
+        return replace(turn, token_ids=token_ids, text=text)
+
+    def _decode(self, records: Any) -> None:
+        """Read what arrived, and judge which answers are complete."""
+        for record in records:
+            self._judge(record, [self._transport.read(chunk) for chunk in self._arrived.pop(record.index, ())])
+
+    def _judge(self, record: Record, responses: list[Response]) -> None:
+        text = self._load.target.openai is not None or takes_text(self._load.target.model)
+        record.finish_reason = next((each.finish_reason for each in responses if each.finish_reason), None)
+        if text:
+            record.responses = responses
+        else:
+            record.arrivals = list(self._arrivals(record, responses))
+        error = next((each.error for each in responses if each.error), None)
+        if error is not None:
+            record.status, record.error = "failed", error
+        answered = record.arrivals or any(each.text or each.tokens for each in responses) or self._load.may_be_empty
+        if record.status == "completed" and not answered:
+            record.status, record.error = "failed", "answer without tokens"
+
+    def _arrivals(self, record: Record, responses: Sequence[Response]) -> Iterator[tuple[int, int]]:
+        repeated = not record.streamed and repeats_prompt(self._load.target.model)
+        for each in responses:
+            tokens = (each.tokens or 0) - (record.input_tokens if repeated else 0)
+            if tokens > 0:
+                yield each.time_ns, tokens

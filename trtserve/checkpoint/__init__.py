@@ -1,0 +1,1 @@
+"""TensorRT-LLM checkpoints: read source weights, map, cast and shard them, and write rank files."""

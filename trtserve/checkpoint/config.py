@@ -1,0 +1,147 @@
+"""`config.json` of a checkpoint, derived from the Hugging Face config and the ConvertSpec; needs no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from trtserve import architectures
+from trtserve.checkpoint.kernel_layout import require_gpu_sm
+from trtserve.checkpoint.quantized_source import SourceQuantization, source_quantization
+from trtserve.checkpoint.sharding import check_parallel_sizes, moe_parallel_sizes
+from trtserve.checkpoint.supported import supported_family
+from trtserve.checkpoint.unified import complete_config
+from trtserve.errors import UnsupportedModelError, UsageError
+from trtserve.specs import ConvertSpec
+
+# Weight-only quantisation is recorded while the weights stay floats: TensorRT-LLM's loader (preprocess_weights →
+# weight_only_quantize_dict) quantises the qkv, dense, fc, gate and proj weights that are not int8 yet, and so does the
+# openvino runtime's builder.
+_QUANT_ALGO = {
+    "none": None,
+    "int8": "W8A16",
+    "int4": "W4A16",
+    "int4_awq": "W4A16_AWQ",
+    "int8_sq": "W8A8_SQ_PER_CHANNEL",
+    "fp8": "FP8",
+}
+
+
+_NO_TOOL: dict[str, Any] = {
+    **dict.fromkeys(("workers", "calib_dataset", "calib_size", "trtllm_script")),
+    "converter_flags": (),
+}
+
+
+def resolve_dtype(spec: ConvertSpec, hf: Mapping[str, Any]) -> Literal["float32", "float16", "bfloat16"]:
+    """Return the checkpoint's dtype; `auto` is the model's, or float16 for float32 and none, as in TensorRT-LLM."""
+    if spec.dtype != "auto":
+        return spec.dtype
+    return "bfloat16" if own_dtype(hf) == "bfloat16" else "float16"
+
+
+def own_dtype(hf: Mapping[str, Any]) -> str:
+    return str(hf.get("dtype") or hf.get("torch_dtype") or "float16").removeprefix("torch.")
+
+
+def resolve_release(spec: ConvertSpec) -> str | None:
+    """Return the release that the checkpoint targets. Raises UsageError for an unknown one or one without engines."""
+    if spec.trtllm_version is None:
+        return None
+    from trtserve.releases.installed import require_engine_path
+
+    return require_engine_path(spec.trtllm_version)
+
+
+def checkpoint_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
+    """Return `config.json` of the checkpoint that `spec` makes from a model with this Hugging Face config."""
+    hf = architectures.text_model(hf)
+    own = supported_family(hf).checkpoint_config(hf)
+    stored = source_quantization(hf)
+    has_experts = bool((own.get("moe") or {}).get("num_experts"))
+    if not has_experts and (spec.moe_tp_size, spec.moe_ep_size) != (None, None):
+        raise UsageError("--moe-tp-size and --moe-ep-size need a model with experts; this one has none.")
+    ep_size, release = moe_parallel_sizes(spec.tp_size, spec.moe_tp_size, spec.moe_ep_size)[1], resolve_release(spec)
+    if spec.embedding_sharding_dim and not (spec.use_parallel_embedding or own.get("use_parallel_embedding")):
+        raise UsageError("--embedding-sharding-dim needs a split embedding; add --use-parallel-embedding.")
+    quantization = _quantization(stored, spec, hf)
+    architecture = architectures.architecture_of(hf)
+    config = complete_config(
+        own,
+        architecture=architecture,
+        dtype=resolve_dtype(spec, hf),
+        tp_size=spec.tp_size,
+        pp_size=spec.pp_size,
+        quantization=quantization,
+        ep_size=ep_size,
+        parallel_embedding=spec.use_parallel_embedding,
+        embedding_dim=spec.embedding_sharding_dim,
+        release=release,
+    )
+    if stored is not None and stored.method != "fp8":
+        # TensorRT-LLM ignores unknown keys; this is the only place to record the byte order of 4-bit weights.
+        config["trtserve"] = {"gpu_sm": spec.gpu_sm}
+    check_parallel_sizes(config, spec.tp_size, spec.pp_size, ep_size)
+    _require_loadable(config, release)
+    return config
+
+
+def _require_loadable(config: Mapping[str, Any], release: str | None) -> None:
+    """Raise UnsupportedModelError or UsageError when `release` does not load the checkpoint.
+
+    Without a release nothing is refused: the embedded runtimes serve checkpoints that no release loads.
+    """
+    from trtserve.releases.loaders import problems
+
+    if release is not None and (found := problems(config, release)):
+        error = UsageError if found[0].option else UnsupportedModelError
+        raise error(f"The checkpoint would not load in TensorRT-LLM {release}: {found[0].what}.", hint=found[0].fix)
+
+
+def _quantization(stored: SourceQuantization | None, spec: ConvertSpec, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the non-default keys of `quantization`: the source model's quantisation, or the requested one."""
+    if stored is None:
+        return {"quant_algo": _QUANT_ALGO[spec.quantize]}
+    if spec.quantize != "none":
+        raise _quantised_already(hf, spec)
+    if resolve_dtype(spec, hf) == "float32":
+        raise UsageError(
+            "A quantised model has no float32 checkpoint: TensorRT-LLM computes with quantised weights in 16 bits.",
+            hint="Omit --dtype, or use float16 or bfloat16.",
+        )
+    if stored.method != "fp8":
+        require_gpu_sm(spec.gpu_sm)
+    return stored.checkpoint_keys()
+
+
+def _quantised_already(hf: Mapping[str, Any], spec: ConvertSpec) -> UsageError:
+    described = hf["quantization_config"]
+    method = described.get("quant_method") if isinstance(described, Mapping) else described
+    return UsageError(
+        f"The model is already quantised ({method}); --quantize {spec.quantize} needs the original model.",
+        hint="Omit --quantize, or choose the original model.",
+    )
+
+
+def expected_config(hf: Mapping[str, Any], spec: ConvertSpec) -> dict[str, Any]:
+    """Return our converter's config for a known model, otherwise the keys that every checkpoint has.
+
+    A known model with unknown quantisation gets the config of float weights.
+    """
+    if spec.quantize != "none" and hf.get("quantization_config"):
+        raise _quantised_already(hf, spec)
+    quantization = {"quant_algo": _QUANT_ALGO[spec.quantize]}
+    own = replace(spec, quantize="none", converter="own", **_NO_TOOL)
+    try:
+        config = checkpoint_config(hf, own)
+    except UnsupportedModelError:
+        if hf.get("quantization_config"):
+            return expected_config({**hf, "quantization_config": None}, spec)
+        return {
+            "architecture": architectures.architecture_of(hf),
+            "dtype": spec.dtype,
+            "mapping": {"world_size": spec.tp_size * spec.pp_size, "tp_size": spec.tp_size, "pp_size": spec.pp_size},
+            "quantization": quantization,
+        }
+    return config if config["quantization"]["quant_algo"] else {**config, "quantization": quantization}

@@ -1,0 +1,217 @@
+"""PEFT LoRA adapters: how their tensors map to rows of TensorRT-LLM's `lora_weights` and `lora_config`.
+
+A row of the weights is the flattened in-weight [rank, inputs] followed by the out-weight [outputs, rank] times the
+adapter's scale, zero-padded to the longest row. Its row of the config is (module id, layer, rank). Scale and patterns
+follow PEFT's LoraConfig.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from trtserve.errors import ConversionError, CorruptFileError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+StorageType = Literal["float16", "float32", "bfloat16"]
+
+MODULES: Mapping[str, tuple[str, int]] = {
+    "qkv_proj": ("attn_qkv", 0),
+    "query_key_value": ("attn_qkv", 0),
+    "q_proj": ("attn_q", 1),
+    "k_proj": ("attn_k", 2),
+    "v_proj": ("attn_v", 3),
+    "o_proj": ("attn_dense", 4),
+    "dense": ("attn_dense", 4),
+    "gate_proj": ("mlp_h_to_4h", 5),
+    "gate_up_proj": ("mlp_h_to_4h", 5),
+    "c_fc": ("mlp_h_to_4h", 5),
+    "down_proj": ("mlp_4h_to_h", 6),
+    "c_proj": ("mlp_4h_to_h", 6),
+    "up_proj": ("mlp_gate", 7),
+    "w1": ("moe_h_to_4h", 13),
+    "w2": ("moe_4h_to_h", 14),
+    "w3": ("moe_gate", 15),
+    "gate": ("moe_router", 16),
+}
+"""Module of a Hugging Face layer → word of `--lora-target-modules` and number in `lora_config`."""
+
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(
+    r"(?P<path>.*\.layers\.(?P<layer>\d+)\.(?:self_attn|mlp|block_sparse_moe)\.(?P<module>[a-z0-9_]+))"
+    r"\.lora_(?P<part>[AB])\.weight"
+)
+_EXPERT = re.compile(r".*\.experts\.\d+\..*")
+# PEFT changes the base model's weights when it loads adapters with these settings.
+_CHANGING_INITS = ("pissa", "olora", "corda", "lora_ga")
+_REFUSED_VALUES: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "lora_bias": "a bias in its matrices",
+    "modules_to_save": "whole modules beside its matrices (modules_to_save)",
+    "trainable_token_indices": "trained tokens (trainable_token_indices)",
+    "layer_replication": "replicated layers (layer_replication)",
+    "target_parameters": "matrices for bare parameters (target_parameters)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """The settings in `adapter_config.json` that determine each module's scale."""
+
+    alpha: float
+    rslora: bool = False
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    base_model: str = ""
+
+    def scale(self, path: str, rank: int) -> float:
+        """Return alpha / rank, or alpha / √rank with rsLoRA; `path` is the module's name in the model."""
+        key = next((key for key in self.alpha_pattern if re.match(rf"(.*\.)?({key})$", path)), None)
+        alpha = self.alpha if key is None else self.alpha_pattern[key]
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Names of a module's two matrices: `first` [rank, inputs] and `second` [outputs, rank]; `path` is the module's."""
+
+    module: str
+    layer: int
+    path: str
+    first: str
+    second: str
+
+    @property
+    def target(self) -> str:
+        """Return TensorRT-LLM's name for the module."""
+        return MODULES[self.module][0]
+
+
+def adapter_config(content: Mapping[str, Any]) -> AdapterConfig:
+    """Read adapter_config.json. Raises UnsupportedModelError for features that LoRA rows cannot express."""
+    kind = str(content.get("peft_type", "LORA")).upper()
+    if kind != "LORA":
+        raise UnsupportedModelError(f"The adapter has peft_type {kind}; only LORA can be converted.")
+    for key, words in _REFUSED_VALUES.items():
+        if content.get(key):
+            raise _unsupported(words)
+    if content.get("bias", "none") != "none":
+        raise _unsupported(f"biases (bias {content['bias']!r})")
+    start = content.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGING_INITS):
+        raise _unsupported(f"changed base weights (init_lora_weights {start!r})")
+    alpha = content.get("lora_alpha")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        raise CorruptFileError(f"adapter_config.json has lora_alpha = {alpha!r}; expected a number.")
+    return AdapterConfig(
+        alpha=alpha,
+        rslora=bool(content.get("use_rslora")),
+        alpha_pattern=dict(content.get("alpha_pattern") or {}),
+        base_model=str(content.get("base_model_name_or_path") or ""),
+    )
+
+
+def _unsupported(words: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"The adapter has {words}, which TensorRT-LLM's LoRA tensors cannot hold.",
+        hint="Train it without, or merge it into the model (PEFT's merge_and_unload) and import the result.",
+    )
+
+
+def match_names(names: Iterable[str]) -> tuple[list[Pair], list[str]]:
+    """Return an adapter's modules, layer by layer in the order of `names`, and the names that match no module.
+
+    Raises UnsupportedModelError for a module without a number and CorruptFileError when one of its matrices is missing.
+    """
+    halves: dict[int, dict[str, dict[str, str]]] = {}
+    modules: dict[str, tuple[str, int]] = {}
+    unmatched = []
+    for name in names:
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            # NVIDIA's converter silently skips these or mixes them up.
+            if "lora_magnitude_vector" in name:
+                raise _unsupported("DoRA")
+            if _EXPERT.fullmatch(name):
+                raise _unsupported(f"LoRA for single experts ({name})")
+            unmatched.append(name)
+            continue
+        module = match["module"]
+        if module not in MODULES:
+            raise UnsupportedModelError(
+                f"The adapter changes {module} ({name}), for which TensorRT-LLM has no LoRA module.",
+                hint=f"Modules that can be converted: {', '.join(MODULES)}.",
+            )
+        modules[match["path"]] = match["module"], int(match["layer"])
+        halves.setdefault(int(match["layer"]), {}).setdefault(match["path"], {})[match["part"]] = name
+    pairs = [_pair(path, *modules[path], half) for layer in halves.values() for path, half in layer.items()]
+    return pairs, unmatched
+
+
+def _pair(path: str, module: str, layer: int, half: Mapping[str, str]) -> Pair:
+    if len(half) != 2:
+        (name,) = half.values()
+        raise CorruptFileError(f"The adapter has {name} but not the module's other matrix.")
+    return Pair(module=module, layer=layer, path=path.removeprefix(_PREFIX), first=half["A"], second=half["B"])
+
+
+def storage_dtype(storage: StorageType) -> np.dtype[Any]:
+    """Return the NumPy type used to compute values for `storage`."""
+    import ml_dtypes
+    import numpy as np
+
+    return np.dtype(ml_dtypes.bfloat16 if storage == "bfloat16" else storage)
+
+
+def module_row(
+    pair: Pair, first: npt.NDArray[Any], second: npt.NDArray[Any], config: AdapterConfig, storage: StorageType
+) -> tuple[npt.NDArray[Any], int]:
+    """Return a module's 1-D row, without padding, and its rank.
+
+    The scale is applied in the adapter's own type, as NVIDIA's converter does. Raises CorruptFileError when the
+    matrices do not fit together and ConversionError when `storage` cannot hold a value.
+    """
+    import numpy as np
+
+    if first.ndim != 2 or second.ndim != 2 or first.shape[0] != second.shape[1]:
+        raise CorruptFileError(
+            f"{pair.first} is {list(first.shape)} and {pair.second} is {list(second.shape)}; expected [rank, inputs] "
+            "and [outputs, rank]."
+        )
+    rank = first.shape[0]
+    if pair.module == "gate_up_proj":
+        # The halves are gate and up; TensorRT-LLM's fused matrix stores up first.
+        second = np.concatenate(np.array_split(second, 2)[::-1])
+    with np.errstate(over="ignore"):
+        scaled = (second.astype(np.float32) * np.float32(config.scale(pair.path, rank))).astype(second.dtype)
+        row = np.concatenate([each.reshape(-1).astype(storage_dtype(storage)) for each in (first, scaled)])
+    if not np.isfinite(row.astype(np.float32)).all():
+        raise ConversionError(
+            f"Values of {pair.path} exceed the range of {storage}.", hint="Use --storage-type bfloat16 or float32."
+        )
+    return row, rank
+
+
+def adapter_arrays(
+    rows: list[tuple[Pair, npt.NDArray[Any], int]], storage: StorageType
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    """Return `lora_weights` [1, rows, longest row] in `storage` and `lora_config` i32[1, rows, 3].
+
+    The .npy format has no name for bfloat16; it is stored as untyped two-byte values (V2), as NVIDIA's converter does.
+    """
+    import numpy as np
+
+    width = max(row.size for _, row, _ in rows)
+    weights = np.zeros((1, len(rows), width), dtype=storage_dtype(storage))
+    for target, (_, row, _) in zip(weights[0], rows, strict=True):
+        target[: row.size] = row
+    config = [(MODULES[pair.module][1], pair.layer, rank) for pair, _, rank in rows]
+    if storage == "bfloat16":
+        weights = weights.view(np.dtype("V2"))
+    return weights, np.array([config], dtype=np.int32)

@@ -1,0 +1,225 @@
+"""Checkpoint matrices of 4-bit or FP8 codes, and the weights that the codes stand for.
+
+Layouts: TensorRT-LLM's `postprocess_weight_only_groupwise` (W4A16_GPTQ) and `preprocess_perlayer_weights` (W4A16_AWQ,
+FP8).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trtserve.architectures.base import CheckpointConfig, Target
+from trtserve.checkpoint.kernel_layout import EXPERTS_GPU_SM, from_kernel, nibbles
+from trtserve.errors import CorruptFileError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+GPTQ, AWQ, FP8 = "W4A16_GPTQ", "W4A16_AWQ", "FP8"
+
+# Layout of 4-bit weights when the checkpoint does not name one: Ampere's and Ada's.
+_DEFAULT_GPU_SM = 80
+_ZERO = 8
+# Group sizes for int4 made from floats: the first that divides the inputs.
+INT4_GROUPS = (256, 128, 64, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4Weight:
+    """A matrix [out, in], quantised in groups along the inputs: weight = (codes − zero_points) × scales.
+
+    `codes` u8[out, in] are 0 … 15; `scales` are f32[out, in / group_size]; `zero_points` u8[out, in / group_size] are 0
+    … 16 (GPTQ stores them minus one, so 16 occurs), None when all are 8. `input_scales` f32[in] multiply the matrix's
+    input (ModelOpt's AWQ), None without.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float32]
+    zero_points: npt.NDArray[np.uint8] | None
+    group_size: int
+    input_scales: npt.NDArray[np.float32] | None = None
+
+    def all_zero_points(self) -> npt.NDArray[np.uint8]:
+        """Zero points u8[out, in / group_size], filled in when all are 8."""
+        import numpy as np
+
+        return np.full(self.scales.shape, _ZERO, dtype=np.uint8) if self.zero_points is None else self.zero_points
+
+    def dequantized(self) -> npt.NDArray[np.float32]:
+        """Return the weights f32[out, in], including `input_scales`."""
+        import numpy as np
+
+        groups = self.codes.reshape(len(self.codes), -1, self.group_size).astype(np.float32)
+        zeros = _ZERO if self.zero_points is None else self.zero_points[:, :, None].astype(np.float32)
+        whole: npt.NDArray[np.float32] = ((groups - zeros) * self.scales[:, :, None]).reshape(self.codes.shape)
+        return whole if self.input_scales is None else whole * self.input_scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Weight:
+    """FP8 (e4m3) matrix [out, in], or experts [experts, out, in]: weight = codes × scales.
+
+    `codes` holds the bits; `scales` is f32[1, 1] or f32[experts, 1, 1]. `input_scale` is the step of 8-bit activations.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float32]
+    input_scale: float | None = None
+
+    def dequantized(self) -> npt.NDArray[np.float32]:
+        """Return the weights as f32 in the shape of the codes."""
+        import ml_dtypes
+        import numpy as np
+
+        whole: npt.NDArray[np.float32] = self.codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return whole * self.scales
+
+
+def group_size(inputs: int) -> int:
+    """Return the inputs per scale of an int4 matrix made from floats; all inputs when no group size divides them."""
+    return next((size for size in INT4_GROUPS if inputs % size == 0), inputs)
+
+
+def quant_algo(config: CheckpointConfig) -> str | None:
+    """Return TensorRT-LLM's name for the checkpoint's quantisation."""
+    name = (config.get("quantization") or {}).get("quant_algo")
+    return None if name in (None, "NO_QUANT") else str(name)
+
+
+def module_of(target: Target) -> str:
+    """Return TensorRT-LLM's module name for a matrix; all experts of a layer are one module."""
+    module = target.name.removesuffix(".weight")
+    return module.rpartition(".")[0] if len(target.shape) > 2 else module
+
+
+def is_excluded(config: CheckpointConfig, target: Target) -> bool:
+    """Return whether a quantised checkpoint keeps this matrix as floats (`exclude_modules`)."""
+    patterns = (config.get("quantization") or {}).get("exclude_modules") or ()
+    return any(fnmatch.fnmatchcase(module_of(target), pattern) for pattern in patterns)
+
+
+def gpu_sm(config: CheckpointConfig) -> int:
+    """Return the compute capability (× 10) whose layout the checkpoint's 4-bit weights have."""
+    return int((config.get("trtserve") or {}).get("gpu_sm", _DEFAULT_GPU_SM))
+
+
+def unpack_int4(tensors: Mapping[str, npt.NDArray[Any]], prefix: str, config: CheckpointConfig) -> Int4Weight:
+    """Unpack one rank's matrix `prefix` (`transformer.layers.0.attention.qkv`) from its `tensors`.
+
+    Experts become one matrix [experts · out, in]. Raises CorruptFileError when a tensor is absent or sizes disagree and
+    UnsupportedModelError for ModelOpt's experts.
+    """
+    weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
+    scales = _tensor(tensors, f"{prefix}.weights_scaling_factor")
+    if quant_algo(config) == AWQ:
+        if weight.ndim > 2:
+            raise UnsupportedModelError(
+                f"{prefix} holds experts quantised by ModelOpt ({AWQ}), whose layout is not supported."
+            )
+        return _modelopt(tensors, prefix, weight, scales)
+    zeros = _tensor(tensors, f"{prefix}.zero")
+    if weight.ndim == 2:
+        return _gptq(prefix, weight, scales, zeros, gpu_sm(config))
+    sm = EXPERTS_GPU_SM
+    return _stacked([_gptq(prefix, *parts, sm) for parts in zip(weight, scales, zeros, strict=True)])
+
+
+def unpack_fp8(tensors: Mapping[str, npt.NDArray[Any]], prefix: str) -> Fp8Weight:
+    """Unpack one rank's FP8 matrix `prefix` from its `tensors`. Raises CorruptFileError when one is absent."""
+    import numpy as np
+
+    weight = _bytes(_tensor(tensors, f"{prefix}.weight"))
+    scales = _tensor(tensors, f"{prefix}.weights_scaling_factor").astype(np.float32)
+    activations = float(_tensor(tensors, f"{prefix}.activation_scaling_factor").reshape(-1)[0])
+    return Fp8Weight(
+        codes=weight,
+        scales=scales.reshape(*weight.shape[:-2], 1, 1) if scales.size > 1 else scales.reshape(1, 1),
+        input_scale=activations,
+    )
+
+
+def _stacked(experts: Sequence[Int4Weight]) -> Int4Weight:
+    """Stack the experts' matrices vertically."""
+    import numpy as np
+
+    zeros = None
+    if any(expert.zero_points is not None for expert in experts):
+        zeros = np.concatenate([expert.all_zero_points() for expert in experts])
+    return Int4Weight(
+        codes=np.concatenate([expert.codes for expert in experts]),
+        scales=np.concatenate([expert.scales for expert in experts]),
+        zero_points=zeros,
+        group_size=experts[0].group_size,
+    )
+
+
+def _gptq(
+    prefix: str,
+    weight: npt.NDArray[np.uint8],
+    scales: npt.NDArray[Any],
+    zeros: npt.NDArray[Any],
+    sm: int,
+) -> Int4Weight:
+    """Unpack codes in kernel layout; `zero` is (8 − zero point) × scale."""
+    import numpy as np
+
+    codes = from_kernel(weight, sm)
+    wide = np.ascontiguousarray(scales.T.astype(np.float32))
+    products = zeros.T.astype(np.float32)
+    steps = np.divide(products, wide, out=np.zeros_like(wide), where=wide != 0)
+    points = np.rint(_ZERO - steps).astype(np.uint8)
+    return Int4Weight(
+        codes=codes,
+        scales=wide,
+        zero_points=None if (points == _ZERO).all() else points,
+        group_size=_group_size(prefix, codes, wide),
+    )
+
+
+def _modelopt(
+    tensors: Mapping[str, npt.NDArray[Any]],
+    prefix: str,
+    weight: npt.NDArray[np.uint8],
+    scales: npt.NDArray[Any],
+) -> Int4Weight:
+    """Unpack signed codes [out / 2, in], two outputs per byte (low first), with scales [out, in / group]."""
+    import numpy as np
+
+    signed = np.ascontiguousarray(nibbles(np.ascontiguousarray(weight.T)).T)
+    codes = signed ^ np.uint8(_ZERO)
+    wide = np.ascontiguousarray(scales.astype(np.float32))
+    inputs = _tensor(tensors, f"{prefix}.prequant_scaling_factor").reshape(-1).astype(np.float32)
+    return Int4Weight(
+        codes=codes,
+        scales=wide,
+        zero_points=None,
+        group_size=_group_size(prefix, codes, wide),
+        input_scales=None if (inputs == 1).all() else inputs,
+    )
+
+
+def _group_size(prefix: str, codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.float32]) -> int:
+    outputs, inputs = codes.shape
+    if scales.shape[0] != outputs or inputs % scales.shape[1]:
+        raise CorruptFileError(
+            f"{prefix}: {list(scales.shape)} scales do not fit {outputs} outputs and {inputs} inputs.",
+            hint="Convert the model again.",
+        )
+    return inputs // scales.shape[1]
+
+
+def _tensor(tensors: Mapping[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any]:
+    if name not in tensors:
+        raise CorruptFileError(f"The checkpoint lacks the tensor {name}.", hint="Convert the model again.")
+    return tensors[name]
+
+
+def _bytes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return the bytes of each row; packed codes are stored in types of various widths."""
+    import numpy as np
+
+    return np.ascontiguousarray(values).view(np.uint8)

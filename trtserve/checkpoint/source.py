@@ -1,0 +1,217 @@
+"""Weights of a Hugging Face folder, one file or an indexed set, as a single table of tensors.
+
+Files are safetensors, or `torch.save` files when there are none.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtserve.architectures.gemma3 import VISION
+from trtserve.checkpoint.tensor_files import Entry, TensorFile
+from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# Written by torch.save.
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+PICKLED_SINGLE = "pytorch_model.bin"
+# Older exports of ModelOpt and AutoGPTQ describe the quantisation in a separate file.
+_QUANTISATION_BESIDE = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"))
+
+# Prefixes of text tensors in multimodal models: as published, and since transformers 4.52.
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
+
+_AGAIN = "Import the model again, or download the file again."
+# Bytes compared at a time.
+_PART = 8 << 20
+# Suffixes of weight formats that are not read here.
+_FOREIGN = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.h5", "*.msgpack", "*.nemo", "*.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTensor:
+    """A source tensor: its name in the model, and its file and entry.
+
+    `indexed` is False when the index does not list it.
+    """
+
+    name: str
+    file: TensorFile
+    entry: Entry
+    indexed: bool = True
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """Read config.json of a Hugging Face folder, merged with a quantisation file.
+
+    Raises ModelNotFoundError if it has none.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelNotFoundError(
+            f"{folder} has no config.json: it is not a Hugging Face model folder.",
+            hint="Give a folder with config.json and model.safetensors, or run trtserve import first.",
+        )
+    config = _json_object(path)
+    for name, method in _QUANTISATION_BESIDE:
+        if not config.get("quantization_config") and (folder / name).is_file():
+            config["quantization_config"] = {"quant_method": method, **_json_object(folder / name)}
+    return config
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is not JSON: {error}.", hint=_AGAIN) from error
+    if not isinstance(content, dict):
+        raise CorruptFileError(f"{path} is not a JSON object.", hint=_AGAIN)
+    return content
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """Read a weight index (tensor → file). Raises CorruptFileError when it is invalid.
+
+    Files must be inside the index's folder.
+    """
+    places = _json_object(path).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CorruptFileError(f"{path} is not a weight index: it has no weight_map.", hint=_AGAIN)
+    for name, file in places.items():
+        if not isinstance(file, str) or not _is_below(file):
+            raise CorruptFileError(f"{path} is not a valid weight index: {name} is in {file!r}.", hint=_AGAIN)
+    return places
+
+
+def _is_below(file: str) -> bool:
+    path = Path(file)
+    named = 0 < len(path.name) < 256 and "\0" not in file
+    return named and not path.is_absolute() and ".." not in path.parts
+
+
+def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:
+    """Return all tensors of a folder by their names in the model, in file and offset order.
+
+    `base_prefix` is added to names saved without the head; prefixes of multimodal models are removed from text tensors.
+    Raises CorruptFileError when files and index disagree; ConversionError lists tensors stored twice with different
+    values.
+    """
+    tensors = [replace(tensor, name=_own_name(tensor.name)) for tensor in _tensors(folder)]
+    bare = not any(tensor.name.startswith(base_prefix) for tensor in tensors)
+    named: dict[str, SourceTensor] = {}
+    twice = []
+    for tensor in tensors:
+        name = base_prefix + tensor.name if bare and not tensor.name.startswith("lm_head.") else tensor.name
+        if name not in named:
+            named[name] = replace(tensor, name=name)
+        elif not same_values(named[name], tensor):
+            twice.append(f"{name} ({named[name].file.path.name}, {tensor.file.path.name})")
+    if twice:
+        raise ConversionError(
+            f"{folder} stores tensors twice with different values: {listing(twice)}.", hint="Fetch the model again."
+        )
+    return named
+
+
+def same_values(one: SourceTensor, other: SourceTensor) -> bool:
+    """Return whether two tensors have equal type, shape and values, comparing a part at a time."""
+    if (one.entry.code, one.entry.shape) != (other.entry.code, other.entry.shape):
+        return False
+    with one.file.opened() as first, other.file.opened() as second:
+        parts = ((done, min(_PART, one.entry.size - done)) for done in range(0, one.entry.size, _PART))
+        return all(
+            os.pread(first, count, one.entry.begin + done) == os.pread(second, count, other.entry.begin + done)
+            for done, count in parts
+        )
+
+
+def vision_tensors(sources: Mapping[str, SourceTensor]) -> list[SourceTensor]:
+    """Return the vision tensors."""
+    return [tensor for name, tensor in sources.items() if any(fnmatch.fnmatchcase(name, kind) for kind in VISION)]
+
+
+def vision_bytes(sources: Mapping[str, SourceTensor]) -> int:
+    """Return the total bytes of vision tensors."""
+    return sum(tensor.entry.size for tensor in vision_tensors(sources))
+
+
+def _own_name(name: str) -> str:
+    """Return a tensor's name in the text-only model."""
+    for outer, own in _TEXT_PREFIXES:
+        if name.startswith(outer):
+            return own + name.removeprefix(outer)
+    return name
+
+
+def _tensors(folder: Path) -> Iterator[SourceTensor]:
+    for path, indexed in _weight_files(folder).items():
+        file = _opened(path)
+        for name, entry in sorted(file.entries.items(), key=lambda item: item[1].begin):
+            yield SourceTensor(name=name, file=file, entry=entry, indexed=indexed is None or name in indexed)
+
+
+def _opened(path: Path) -> TensorFile:
+    if path.suffix == ".safetensors":
+        return TensorFile(path)
+    from trtserve.checkpoint.pickled_files import PickledFile
+
+    return PickledFile(path)
+
+
+def _weight_files(folder: Path) -> dict[Path, frozenset[str] | None]:
+    """Return the weight files that transformers would load, with the names in the index (None without one)."""
+    if (folder / SINGLE).is_file():
+        return {folder / SINGLE: None}
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder, INDEX)
+    if (folder / SINGLE).is_symlink():
+        raise CorruptFileError(
+            f"{folder / SINGLE} links to {(folder / SINGLE).readlink()}, which does not exist.",
+            hint="Restore the file, or import the model again from its new location.",
+        )
+    if (folder / PICKLED_INDEX).is_file():
+        return _indexed_files(folder, PICKLED_INDEX)
+    if (folder / PICKLED_SINGLE).is_file():
+        return {folder / PICKLED_SINGLE: None}
+    if foreign := sorted(path.name for pattern in _FOREIGN for path in folder.glob(pattern) if path.is_file()):
+        (*others, last) = foreign
+        raise UnsupportedModelError(
+            f"{folder} has weights in unsupported files: {listing(foreign)}; expected {SINGLE} or "
+            f"{PICKLED_SINGLE}, or an index file.",
+            hint=f"If {last} is the whole model, rename it, or link it, to {SINGLE}: its old tool named it so."
+            if not others and last.endswith(".safetensors")
+            else "Save the model with safetensors (transformers: save_pretrained), or choose a revision that has them.",
+        )
+    raise ModelNotFoundError(
+        f"{folder} has no weights: neither {SINGLE} nor {INDEX}, nor {PICKLED_SINGLE}.",
+        hint="Import the model again.",
+    )
+
+
+def _indexed_files(folder: Path, index: str) -> dict[Path, frozenset[str] | None]:
+    """Return the files of an index in name order, checked against it, with their tensor names."""
+    places = weight_map(folder / index)
+    wanted: dict[str, set[str]] = {file: set() for file in sorted(set(places.values()))}
+    for name, file in places.items():
+        wanted[file].add(name)
+    for file, names in wanted.items():
+        path = folder / file
+        if not path.is_file():
+            raise CorruptFileError(f"{path} is missing, but {index} lists it.", hint="Import the model again.")
+        absent = sorted(names - _opened(path).entries.keys())
+        if absent:
+            raise CorruptFileError(
+                f"{path} lacks tensors that {index} lists for it: {listing(absent)}.", hint="Import the model again."
+            )
+    return dict.fromkeys((folder / file for file in wanted), frozenset(places))

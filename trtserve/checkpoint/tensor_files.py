@@ -1,0 +1,199 @@
+"""The safetensors format: 8 bytes of header length (little endian), a JSON header, then the tensors' bytes.
+
+Files are read with positional reads and never mapped, so a process uses only the memory that it allocates. Format: the
+safetensors README, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtserve.errors import CorruptFileError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# safetensors type → TensorRT-LLM config type. Sizes are checked with the widths of the other types.
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+CODES = {name: code for code, name in DTYPES.items()} | {"float8_e4m3": "F8_E4M3"}
+# NumPy types of quantised tensors; FP8 values are read as their bits.
+_STORED = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "F8_E4M3": "uint8"}
+_WIDTHS = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
+    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+_MAX_HEADER = 100_000_000
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor's place: `begin` and `size` in bytes, from the start of the file; `code` is its safetensors type."""
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+def item_size(code: str) -> int:
+    """Return the bytes per value of a safetensors type."""
+    return _WIDTHS[code]
+
+
+def numpy_dtype(code: str) -> np.dtype[Any]:
+    """Return the NumPy type of a floating-point safetensors type. Raises UnsupportedModelError for any other type."""
+    import ml_dtypes
+    import numpy as np
+
+    if code not in DTYPES:
+        raise UnsupportedModelError(f"Weights of type {code} cannot be read; expected {', '.join(DTYPES)}.")
+    return np.dtype(ml_dtypes.bfloat16 if code == "BF16" else DTYPES[code])
+
+
+def stored_dtype(code: str) -> np.dtype[Any]:
+    """Return the NumPy type of stored values, FP8 bits included."""
+    import numpy as np
+
+    return np.dtype(_STORED[code]) if code in _STORED else numpy_dtype(code)
+
+
+class TensorFile:
+    """A safetensors file. Raises CorruptFileError when header, sizes and file disagree.
+
+    Only the header is kept in memory. Each read opens the file, so there is nothing to close. `libraries` are the
+    modules that reading imports.
+    """
+
+    libraries: tuple[str, ...] = ("numpy",)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries = _read_header(path)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """The file's descriptor, open for reading."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """Read one tensor."""
+        import numpy as np
+
+        entry = self.entries[name]
+        return self._read(entry, np.empty(entry.shape, dtype=numpy_dtype(entry.code)))
+
+    def stored(self, entry: Entry) -> npt.NDArray[Any]:
+        """Read one tensor of any type: integers and floats as stored, FP8 as bits."""
+        import numpy as np
+
+        return self._read(entry, np.empty(entry.shape, dtype=stored_dtype(entry.code)))
+
+    def _read(self, entry: Entry, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        with self.opened() as descriptor:
+            read_into(descriptor, values, entry.begin)
+        return values
+
+
+def read_into(descriptor: int, values: npt.NDArray[Any], offset: int, what: str = "A weight file") -> None:
+    """Fill the contiguous array `values` from byte `offset` of the file; errors as in `read_bytes`."""
+    import numpy as np
+
+    read_bytes(descriptor, values.reshape(-1).view(np.uint8).data, offset, what)
+
+
+def read_bytes(descriptor: int, buffer: memoryview, offset: int, what: str = "A weight file") -> None:
+    """Fill `buffer` from byte `offset` of the file `what`. Raises CorruptFileError when the file ends early."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if count == 0:
+            raise CorruptFileError(f"{what} ended at byte {offset + done} while being read.")
+        done += count
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    with path.open("rb") as handle:
+        size = os.fstat(handle.fileno()).st_size
+        start = handle.read(8)
+        if start.startswith(b"version "):
+            raise _corrupt(path, "it is a Git LFS pointer, not the file itself")
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            raise _corrupt(path, f"its header claims {length} bytes, but the file has {size}")
+        text = handle.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = {name: _entry(value, 8 + length) for name, value in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _corrupt(path, f"its header is not valid ({error})") from error
+    _check(path, entries, 8 + length, size)
+    return entries
+
+
+def _entry(value: Mapping[str, Any], data: int) -> Entry:
+    code, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(code, str) or not isinstance(shape, list):
+        raise TypeError(f"a tensor of type {code!r} and shape {shape!r}")
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise ValueError(f"a tensor of shape {shape} from {begin!r} to {end!r}")
+    return Entry(code=code, shape=tuple(shape), begin=data + begin, size=end - begin)
+
+
+def _check(path: Path, entries: Mapping[str, Entry], data: int, size: int) -> None:
+    """Check that tensors fill the file without gaps or overlaps, and that sizes match shapes and types."""
+    expected = data
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].size)):
+        if entry.begin + entry.size > size:
+            raise _corrupt(
+                path, f"tensor {name} ends at byte {entry.begin + entry.size}, but the file has {size} bytes"
+            )
+        needed = math.prod(entry.shape) * _WIDTHS.get(entry.code, 0)
+        if entry.code in _WIDTHS and needed != entry.size:
+            raise _corrupt(
+                path, f"tensor {name} has {entry.size} bytes; {entry.code} {list(entry.shape)} needs {needed}"
+            )
+        if entry.begin != expected:
+            raise _corrupt(path, f"tensor {name} begins at byte {entry.begin}; expected {expected}")
+        expected += entry.size
+    if expected != size:
+        raise _corrupt(path, f"it has {size} bytes; its header describes {expected}")
+
+
+def _corrupt(path: Path, what: str) -> CorruptFileError:
+    return CorruptFileError(f"{path} is damaged: {what}.", hint="Import the model again, or check the disk.")
+
+
+def layout(
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, own: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Entry]]:
+    """Return the header bytes for tensors of these shapes in this order, and their entries.
+
+    `own` maps tensors to types other than `dtype`.
+    """
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        code = CODES[(own or {}).get(name, dtype)]
+        size = math.prod(shape) * _WIDTHS[code]
+        described[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    del described["__metadata__"]
+    return header, {name: _entry(value, len(header)) for name, value in described.items()}

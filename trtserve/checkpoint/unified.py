@@ -1,0 +1,306 @@
+"""TensorRT-LLM's unified checkpoint: the keys of its `config.json`, and reading it back unsharded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from trtserve.architectures import family
+from trtserve.architectures.base import Target, require_sizes
+from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, Int4Weight, quant_algo, unpack_fp8, unpack_int4
+from trtserve.checkpoint.sharding import matrix, name_in_stage, shard, stage_layers, stage_of
+from trtserve.checkpoint.tensor_files import TensorFile, numpy_dtype
+from trtserve.errors import ArtifactError, CorruptFileError
+from trtserve.releases import RELEASES
+from trtserve.releases.checkpoint_config import STRICT, keys_of_release, shares_head, shares_table, smoothquant_val
+from trtserve.releases.loaders import name_in_release
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    T = TypeVar("T", bound=np.generic)
+
+_EMBEDDING = "transformer.vocab_embedding.weight"
+HEAD = "lm_head.weight"
+
+_NOT_QUANTISED: Mapping[str, Any] = {
+    "quant_algo": None,
+    "kv_cache_quant_algo": None,
+    "group_size": 128,
+    "clamp_val": None,
+    "use_meta_recipe": False,
+    "has_zero_point": False,
+    "pre_quant_scale": False,
+    "exclude_modules": None,
+    "mamba_ssm_cache_dtype": None,
+}
+
+
+def complete_config(
+    sizes: Mapping[str, Any],
+    *,
+    architecture: str,
+    dtype: str,
+    tp_size: int,
+    pp_size: int,
+    quantization: Mapping[str, Any],
+    ep_size: int = 1,
+    parallel_embedding: bool = False,
+    embedding_dim: int = 0,
+    release: str | None = None,
+) -> dict[str, Any]:
+    """Complete a family's part of `config.json` as `release` writes it.
+
+    Without a release it has the keys of 1.2, minus those that some release from 0.12 on refuses. A family that sets
+    `use_parallel_embedding` always splits its embedding over tensor-parallel ranks; for others `parallel_embedding`
+    decides. `quantization` holds the non-default keys of that object. Raises UnsupportedModelError when the model needs
+    a key that the release lacks.
+    """
+    config = {
+        "architecture": architecture,
+        "dtype": dtype,
+        "logits_dtype": "float32",
+        "runtime_defaults": None,
+        "embedding_sharding_dim": embedding_dim,
+        "qk_layernorm": False,
+        **sizes,
+        "use_parallel_embedding": tp_size > 1 if sizes.get("use_parallel_embedding") else parallel_embedding,
+        "mapping": _mapping(tp_size, pp_size, ep_size),
+        "quantization": {
+            **_NOT_QUANTISED,
+            "smoothquant_val": smoothquant_val(architecture),
+            **quantization,
+        },
+    }
+    if shares_table(release):
+        config["share_embedding_table"] = shares_head(architecture)
+    for section in STRICT:
+        if section in config:
+            config[section] = keys_of_release(section, config[section], architecture=architecture, release=release)
+    return keys_of_release("model", config, architecture=architecture, release=release)
+
+
+def _mapping(tp_size: int, pp_size: int, ep_size: int) -> dict[str, Any]:
+    """Return the keys common to all releases; later keys default to values derived from these."""
+    return {
+        "world_size": tp_size * pp_size,
+        "gpus_per_node": 8,
+        "cp_size": 1,
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "moe_tp_size": tp_size // ep_size,
+        "moe_cluster_size": 1,
+        "moe_ep_size": ep_size,
+        "attn_tp_size": tp_size,
+        "attn_cp_size": 1,
+        "cp_config": {},
+        "auto_parallel": False,
+        "enable_attention_dp": False,
+        "enable_lm_head_tp_in_adp": False,
+    }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read `config.json` of a checkpoint folder. Raises ArtifactError when it is missing or not a checkpoint's."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{folder} has no config.json: it is not a checkpoint.",
+            hint="Expected a folder written by `trtserve convert` or TensorRT-LLM's convert_checkpoint.py.",
+        ) from None
+    except ValueError as error:
+        raise CorruptFileError(f"{path} is not JSON: {error}.", hint="Convert the model again.") from error
+    if not isinstance(config, dict) or "architecture" not in config:
+        raise ArtifactError(
+            f"{path} has no `architecture`: it is not a TensorRT-LLM checkpoint's config.",
+            hint="A Hugging Face folder must be converted first: trtserve convert FOLDER.",
+        )
+    require_sizes(config, "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return config
+
+
+def require_files(folder: Path, config: Mapping[str, Any]) -> None:
+    """Require every rank's file: ArtifactError when one is missing, CorruptFileError when it does not match its header.
+
+    Only headers are read.
+    """
+    mapping = config.get("mapping") or {}
+    ranks = int(mapping.get("tp_size", 1)) * int(mapping.get("pp_size", 1))
+    for rank in range(ranks):
+        _rank_file(folder, rank, ranks)
+
+
+def _rank_file(folder: Path, rank: int, ranks: int) -> TensorFile:
+    path = folder / f"rank{rank}.safetensors"
+    if not path.is_file():
+        raise ArtifactError(
+            f"{path} is missing; the checkpoint has {ranks} ranks.",
+            hint="Copy every file of the checkpoint, or convert the model again.",
+        )
+    return TensorFile(path)
+
+
+class CheckpointReader:
+    """The unsharded tensors of a checkpoint folder from any tool; ranks are merged on read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = with_defaults(read_config(folder))
+        mapping = self.config.get("mapping") or {}
+        self.tp_size = int(mapping.get("tp_size", 1))
+        self.pp_size = int(mapping.get("pp_size", 1))
+        self._ep_size = int(mapping.get("moe_ep_size", 1))
+        self._stages = stage_layers(self.config["num_hidden_layers"], self.pp_size)
+        listed = family(self.config["architecture"]).targets(self.config)
+        self._files: dict[int, TensorFile] = {}
+        self._targets = {target.name: self._as_stored(target) for target in listed}
+
+    def _as_stored(self, target: Target) -> Target:
+        """Return a target under its name in this checkpoint, which may be that of an older release."""
+        older = replace(target, name=name_in_release(target.name, self.config["architecture"], RELEASES[0]))
+        return older if older.name != target.name and self._holds(older) else target
+
+    def names(self) -> list[str]:
+        """Names of all unsharded tensors; layers are numbered over all pipeline stages."""
+        return list(self._targets)
+
+    def merged(self, name: str) -> npt.NDArray[Any]:
+        """Return one unsharded tensor without vocabulary padding; bfloat16 as ml_dtypes'.
+
+        Quantised matrices are returned as float32 weights. Raises CorruptFileError when a rank lacks the tensor or
+        holds another shape.
+        """
+        import numpy as np
+
+        target = self._targets[name]
+        if name == HEAD and not self._holds(target):
+            # TensorRT-LLM's loader uses the embedding when the output head is absent (tied embeddings).
+            return self.merged(_EMBEDDING)
+        if (kind := self.kind(name)) != "float":
+            floats = self.int4(name).dequantized() if kind == "int4" else self._fp8(target)
+            return floats.reshape(target.shape)
+        first = self._file(target, 0)
+        local = self._local_name(target, first)
+        if self.tp_size == 1 or target.split == "replicated":
+            _check_shape(first, local, target.shape)
+            return first.tensor(local)
+        whole: npt.NDArray[Any] = np.empty(matrix(target.shape), dtype=numpy_dtype(first.entries[local].code))
+        for tp_rank in range(self.tp_size):
+            self._place(whole, target, tp_rank)
+        return whole.reshape(target.shape)
+
+    def kind(self, name: str) -> Literal["float", "int4", "fp8"]:
+        """Return how a tensor is stored: as floats, 4-bit codes (see `int4`), or FP8."""
+        algorithm = quant_algo(self.config)
+        if algorithm not in (GPTQ, AWQ, FP8) or not name.endswith(".weight"):
+            return "float"
+        target = self._targets[name]
+        scales = replace(target, name=f"{target.name.removesuffix('weight')}weights_scaling_factor")
+        return ("fp8" if algorithm == FP8 else "int4") if self._holds(scales) else "float"
+
+    def int4(self, name: str) -> Int4Weight:
+        """Return an unsharded 4-bit matrix; experts as one [experts · out, in]."""
+        target = self._targets[name]
+        shards = [unpack_int4(*self._shard(target, rank), self.config) for rank in range(self.tp_size)]
+        groups = shards[0].group_size
+        zeros = None
+        if any(part.zero_points is not None for part in shards):
+            zeros = self._merge(target, [part.all_zero_points() for part in shards], groups)
+        inputs = [part.input_scales for part in shards if part.input_scales is not None]
+        return Int4Weight(
+            codes=self._merge(target, [part.codes for part in shards]),
+            scales=self._merge(target, [part.scales for part in shards], groups),
+            zero_points=zeros,
+            group_size=groups,
+            input_scales=_joined(inputs, target) if inputs else None,
+        )
+
+    def _fp8(self, target: Target) -> npt.NDArray[np.float32]:
+        """Return an unsharded FP8 matrix. Raises CorruptFileError when ranks have different scales."""
+        shards = [unpack_fp8(*self._shard(target, rank)) for rank in range(self.tp_size)]
+        if len(target.shape) == 2 and len({float(part.scales[0, 0]) for part in shards}) > 1:
+            raise CorruptFileError(
+                f"{target.name} has different scales on different ranks.", hint="Convert the model again."
+            )
+        return self._merge(target, [part.dequantized() for part in shards])
+
+    def _shard(self, target: Target, tp_rank: int) -> tuple[dict[str, npt.NDArray[Any]], str]:
+        """Return all tensors of a matrix on one rank, and their common prefix."""
+        file = self._file(target, tp_rank)
+        prefix = name_in_stage(target, self._stages).removesuffix(".weight")
+        names = (name for name in file.entries if name.rpartition(".")[0] == prefix)
+        return {name: file.stored(file.entries[name]) for name in names}, prefix
+
+    def _merge(self, target: Target, shards: Sequence[npt.NDArray[T]], group: int = 1) -> npt.NDArray[T]:
+        """Merge the ranks' matrices [out, in / group] into the unsharded one."""
+        import numpy as np
+
+        rows, columns = matrix(target.shape)
+        whole = np.empty((rows, columns // group), dtype=shards[0].dtype)
+        for tp_rank, values in enumerate(shards):
+            part, row = shard(target, self.tp_size, tp_rank, self._ep_size), 0
+            held, width = matrix(part.shape)
+            if matrix(values.shape) != (held, width // group):
+                raise CorruptFileError(
+                    f"{target.name} of rank {tp_rank} has the wrong shape {list(values.shape)} as [out, in]."
+                )
+            values = values.reshape(held, -1)  # noqa: PLW2901
+            for piece in part.pieces:
+                low, high = piece.first_column // group, (piece.first_column + piece.columns) // group
+                whole[piece.first_row : piece.first_row + piece.rows, low:high] = values[row : row + piece.rows]
+                row += piece.rows
+        return whole
+
+    def _place(self, whole: npt.NDArray[Any], target: Target, tp_rank: int) -> None:
+        """Copy a rank's pieces into place; every holder of a repeated key/value head writes it."""
+        file = self._file(target, tp_rank)
+        name, part = self._local_name(target, file), shard(target, self.tp_size, tp_rank, self._ep_size)
+        _check_shape(file, name, part.shape)
+        values = file.tensor(name).reshape(matrix(part.shape))
+        row = 0
+        for piece in part.pieces:
+            rows = slice(piece.first_row, piece.first_row + piece.rows)
+            columns = slice(piece.first_column, piece.first_column + piece.columns)
+            whole[rows, columns] = values[row : row + piece.rows]
+            row += piece.rows
+
+    def _holds(self, target: Target) -> bool:
+        return name_in_stage(target, self._stages) in self._file(target, 0).entries
+
+    def _local_name(self, target: Target, file: TensorFile) -> str:
+        name = name_in_stage(target, self._stages)
+        if name not in file.entries:
+            raise CorruptFileError(f"{file.path} lacks the tensor {name}.", hint="Convert the model again.")
+        return name
+
+    def _file(self, target: Target, tp_rank: int) -> TensorFile:
+        rank = stage_of(target, self._stages) * self.tp_size + tp_rank
+        if rank not in self._files:
+            self._files[rank] = _rank_file(self.folder, rank, self.tp_size * self.pp_size)
+        return self._files[rank]
+
+
+def _joined(inputs: Sequence[npt.NDArray[np.float32]], target: Target) -> npt.NDArray[np.float32]:
+    """Join per-input factors; when inputs are split, each rank has its own."""
+    import numpy as np
+
+    return np.concatenate(inputs) if target.split == "row" else inputs[0]
+
+
+def _check_shape(file: TensorFile, name: str, expected: tuple[int, ...]) -> None:
+    shape = file.entries[name].shape
+    if shape != expected:
+        raise CorruptFileError(f"{file.path}: {name} has shape {list(shape)}; its config requires {list(expected)}.")
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Add TensorRT-LLM's defaults for keys that older releases omit."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    defaults = {"num_key_value_heads": heads, "head_size": hidden // heads, "intermediate_size": 4 * hidden}
+    return config | {key: value for key, value in defaults.items() if config.get(key) is None}

@@ -1,0 +1,190 @@
+"""`trtserve chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trtserve.cli.chat_answer import MarkdownAnswer, PlainAnswer
+from trtserve.cli.completion import servers
+from trtserve.cli.endpoint import Connection, find_endpoint
+from trtserve.cli.output import print_data, print_error, say, terminal
+from trtserve.cli.spec_options import Fields
+from trtserve.errors import ServerNotFoundError, TrtserveError, UsageError
+from trtserve.query.options import RequestOptions
+from trtserve.query.spec import QuerySpec
+from trtserve.store import Store
+
+if TYPE_CHECKING:
+    from trtserve.query.conversation import AnswerTimes, Conversation
+    from trtserve.triton.client import Endpoint
+
+MAX_TOKENS = 1024
+_COMMANDS = {
+    "/system": "TEXT: set the system message; without a text, remove it",
+    "/reset": "forget what was said",
+    "/save": "FILE: write the conversation, as Markdown or as messages in a .json file",
+    "/stats": "what the answers took",
+    "/help": "this list",
+    "/exit": "end; Ctrl-D does the same",
+}
+
+
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Running server, or a model on it; default: the only one.", autocompletion=servers
+        ),
+    ] = None,
+    *,
+    connection: Connection,
+    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    request: Annotated[RequestOptions, Fields(defaults={"max_tokens": MAX_TOKENS})],
+    plain: Annotated[bool, typer.Option("--plain", help="Print answers as they are, without Markdown.")] = False,
+) -> None:
+    """Talk to a served model. Enter sends, Alt-Enter starts a new line, Ctrl-C stops an answer, /help lists the rest.
+
+    Without a terminal, every line of the standard input is a question.
+
+    Examples:
+        trtserve chat
+        trtserve chat --system "Answer briefly." --temperature 0.7 --top-p 0.9
+        trtserve chat --url gpu-box:8001
+    """
+    from trtserve.query.conversation import Conversation
+
+    name, server = _endpoint(model, connection)
+    spec = QuerySpec(model=name, system=system, options=request.given())
+    conversation = Conversation(spec=spec, server=server)
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    if interactive:
+        say(f"{server.model or name or server.grpc}: /help lists the commands, Ctrl-D ends.")
+    for line in _typed() if interactive else map(str.rstrip, sys.stdin):
+        if line.startswith("/"):
+            if not _obey(conversation, line):
+                return
+        elif line.strip():
+            answer = MarkdownAnswer(terminal()) if interactive and not plain else PlainAnswer()
+            _ask(conversation, line, answer, talkative=interactive)
+
+
+def _endpoint(model: str | None, connection: Connection) -> tuple[str | None, Endpoint]:
+    """Return the model to ask, or None for the server's own, and the server."""
+    if model is None or connection.explicit or connection.server is not None:
+        return model, find_endpoint(connection)
+    try:
+        return None, find_endpoint(replace(connection, server=model))
+    except ServerNotFoundError:  # the name of a model of the only server, else of one that could be started
+        try:
+            return model, find_endpoint(connection)
+        except ServerNotFoundError as error:
+            known = any(record.name == model for record in Store().recorded())
+            first = "" if known else f"trtserve import {model}, then "
+            raise ServerNotFoundError(error.message, hint=f"Start it: {first}trtserve start {model} --detach") from None
+
+
+def _ask(conversation: Conversation, question: str, printing: MarkdownAnswer | PlainAnswer, *, talkative: bool) -> None:
+    """Print the answer. Ctrl-C stops it, and an error ends it; the conversation goes on in a terminal."""
+    try:
+        with printing as answer:
+            times = conversation.ask(question, answer.add)
+    except KeyboardInterrupt:
+        if not talkative:
+            raise
+        say("stopped")
+    except TrtserveError as error:
+        if not talkative:
+            raise
+        print_error(error)
+    else:
+        if talkative:
+            say(_described(times))
+
+
+def _described(times: AnswerTimes) -> str:
+    rate = times.tokens_per_second
+    parts = [
+        f"{times.tokens} tokens" if times.tokens is not None else f"{times.seconds:.1f} s",
+        *([] if rate is None else [f"{rate:.1f} tokens/s"]),
+        *([] if times.first is None else [f"first after {times.first * 1000:.0f} ms"]),
+    ]
+    return ", ".join(parts)
+
+
+def _obey(conversation: Conversation, line: str) -> bool:
+    """Carry out a command; return False to end."""
+    command, _, rest = line.partition(" ")
+    if command in ("/exit", "/quit", "/bye"):
+        return False
+    actions: dict[str, Callable[[], object]] = {
+        "/system": lambda: conversation.set_system(rest.strip()),
+        "/reset": conversation.reset,
+        "/save": lambda: _save(conversation, rest.strip()),
+        "/stats": lambda: _print_stats(conversation),
+        "/help": lambda: print_data("\n".join(f"{name:<8} {text}" for name, text in _COMMANDS.items())),
+    }
+    if command not in actions:
+        say(f"There is no command {command}; /help lists them.")
+        return True
+    try:
+        actions[command]()
+    except TrtserveError as error:
+        print_error(error)
+    return True
+
+
+def _save(conversation: Conversation, name: str) -> None:
+    if not name:
+        raise UsageError("/save needs the name of a file.")
+    path = Path(name).expanduser()
+    conversation.save(path)
+    say(f"Saved to {path}")
+
+
+def _print_stats(conversation: Conversation) -> None:
+    if not conversation.times:
+        say("There was no answer yet.")
+    for number, times in enumerate(conversation.times, 1):
+        print_data(f"answer {number}: {_described(times)}")
+
+
+def _typed() -> Iterator[str]:
+    """Yield what the user types, until Ctrl-D; Ctrl-C clears the line."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys: Any = KeyBindings()
+    keys.add("enter")(lambda event: event.current_buffer.validate_and_handle())
+    keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+    keys.add("c-j")(lambda event: event.current_buffer.insert_text("\n"))
+    file = Store().root / "chat-history"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    session: PromptSession[str] = PromptSession(
+        "› ",
+        multiline=True,
+        prompt_continuation="  ",
+        key_bindings=keys,
+        history=FileHistory(str(file)),
+        completer=WordCompleter(list(_COMMANDS), sentence=True),
+        complete_while_typing=False,
+    )
+    while (line := _read(session.prompt)) is not None:
+        yield line
+
+
+def _read(prompt: Callable[[], str]) -> str | None:
+    """Return the next line, "" after Ctrl-C, or None after Ctrl-D."""
+    try:
+        return prompt()
+    except KeyboardInterrupt:
+        return ""
+    except EOFError:
+        return None

@@ -1,0 +1,317 @@
+"""Commands and options as trtserve parses and prints them: subclasses of Typer's public classes.
+
+This is the only place that changes what Typer does, and it uses public names of Typer alone:
+
+- values are read here, without pydantic, whose import takes longer than most commands
+- an environment variable has the name of the option's flag, not of the Python parameter
+- what Typer refuses becomes our own UsageError, with advice for options of NVIDIA's tools (`unknown.py`)
+- help is plain text: usage, what the command does, examples, common options, then the rest under headings
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args, get_origin
+
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from trtserve.errors import UsageError
+from trtserve.specs.options import metavar_of, read_value
+
+PREFIX = "TRTSERVE"
+_WIDEST_NAME = 28  # of an option in the help; longer ones have a line of their own
+_LONGEST_NAME = 74  # with all choices; beyond it these go into the text
+_MOST_LISTED = 5  # commands of a group that an error lists
+# What vLLM, Ollama, Docker and Triton CLI call our commands.
+_VERBS_OF_PEERS = {
+    "serve": "start",
+    "up": "start",
+    "run": "start --detach` and `trtserve chat",
+    "generate": "query",
+    "pull": "import",
+    "download": "import --download-only",
+    "quantize": "convert --quantize",
+    "ps": "status",
+    "ls": "list",
+    "rm": "remove",
+    "delete": "remove",
+    "show": "inspect",
+    "kill": "stop",
+    "down": "stop",
+    "profile": "bench",
+    "version": "--version",
+    "help": "-h",
+}
+
+
+def variables_of(parameter: Any, prefix: str) -> list[str]:
+    """Environment variables of an option whose command has this prefix, such as TRTSERVE_START."""
+    declared = [parameter.envvar] if isinstance(parameter.envvar, str) else list(parameter.envvar or ())
+    flags = [flag[2:] for flag in parameter.opts if flag.startswith("--")]
+    return [f"{prefix}_{flag.replace('-', '_').upper()}" for flag in flags] + declared
+
+
+def _element(kind: Any) -> Any:
+    """The type of a list's values; any other type unchanged."""
+    return get_args(kind)[0] if get_origin(kind) is list else kind
+
+
+def _process_value(parameter: Any, context: Any, value: Any) -> Any:
+    """The value of a parameter, of the type of its annotation.
+
+    Raises UsageError when it is missing or cannot be read.
+    """
+    several = parameter.multiple or parameter.nargs == -1
+    kind = _element(parameter.type_descriptor.annotation)
+    if value is None or (several and not value):
+        if parameter.required:
+            name = parameter.display_name()
+            about = f"{name}: {parameter.help.rstrip('.')}. " if parameter.help else ""
+            raise UsageError(
+                f"`{context.command_path}` needs {name}.", hint=f"{about}`{context.command_path} -h` explains the rest."
+            )
+        value = () if several else None
+    elif several:
+        value = [_read(parameter, kind, each) for each in value]
+    else:
+        value = _read(parameter, kind, value)
+    return value if parameter.callback is None else parameter.callback(context, parameter, value)
+
+
+def _read(parameter: Any, kind: Any, value: Any) -> Any:
+    if isinstance(value, str):
+        value = read_value(kind, value, parameter.display_name())
+    if parameter.min is not None and value < parameter.min:
+        raise UsageError(f"{parameter.display_name()} is {value}; it must be at least {parameter.min}.")
+    return value
+
+
+class Option(TyperOption):
+    """An option of a command."""
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """Return the value that the command gets."""
+        return _process_value(self, ctx, value)
+
+    def display_name(self) -> str:
+        """Return the first long spelling."""
+        return next((flag for flag in self.opts if flag.startswith("--")), (*self.opts, *self.secondary_opts)[0])
+
+    def resolve_envvar_value(self, ctx: Any) -> str | None:
+        """Return the value of the first of the option's environment variables that is set."""
+        values = (os.environ.get(name) for name in variables_of(self, str(ctx.auto_envvar_prefix)))
+        return next(filter(None, values), None)
+
+    def get_help_record(self, ctx: Any) -> tuple[str, str] | None:
+        """Return the option's spellings with the value, and its help with the default."""
+        if self.hidden:
+            return None
+        names = ", ".join(sorted(self.opts, key=lambda flag: flag.startswith("--")))
+        if self.secondary_opts:
+            names = " / ".join(filter(None, (names, ", ".join(self.secondary_opts))))
+        notes = ["required"] if self.required else [f"default: {text}"] if (text := self.default_text()) else []
+        if not self.is_flag:
+            metavar = self.metavar or metavar_of(_element(self.type_descriptor.annotation))
+            if len(names + metavar) > _LONGEST_NAME and "|" in metavar:
+                notes.insert(0, f"one of {metavar.replace('|', ', ')}")
+                metavar = "CHOICE"
+            names += f" {metavar}"
+        return names, f"{self.help or ''} [{'; '.join(notes)}]".lstrip() if notes else self.help or ""
+
+    def default_text(self) -> str:
+        """Return what applies when the option is not given; nothing when that is obvious."""
+        if isinstance(self.show_default, str):
+            return self.show_default
+        if not self.show_default or self.default in (None, False, "", (), []):
+            return ""
+        if self.default is True:
+            return self.opts[0].lstrip("-") if self.opts else ""
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+
+class Argument(TyperArgument):
+    """A positional argument of a command."""
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """Return the value that the command gets."""
+        return _process_value(self, ctx, value)
+
+    def display_name(self) -> str:
+        """Return what stands for the argument in the help."""
+        return self.metavar or self.name.upper()
+
+    def get_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the argument as the usage line shows it."""
+        dots = "..." if self.nargs == -1 else ""
+        return [f"{self.display_name()}{dots}" if self.required else f"[{self.display_name()}{dots}]"]
+
+    def get_help_record(self, ctx: Any) -> tuple[str, str] | None:
+        """Return the argument's name and help."""
+        return None if self.hidden else (self.display_name(), self.help or "")
+
+
+def _own(parameters: list[Any]) -> list[Any]:
+    """Give Typer's parameters our classes; Typer itself offers no way to choose them."""
+    for parameter in parameters:
+        if type(parameter) is TyperOption:
+            parameter.__class__ = Option
+        elif type(parameter) is TyperArgument:
+            parameter.__class__ = Argument
+    return parameters
+
+
+class Command(TyperCommand):
+    """A command with options."""
+
+    allow_extra_args = True  # refused below, with our own message
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return all parameters, --help included."""
+        return _own(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words behind the command. Raises UsageError for what it does not take."""
+        typed = list(args)
+        with _explained(self, ctx, typed):
+            extra = super().parse_args(ctx, args)
+        if extra and not ctx.resilient_parsing:
+            raise _extra_arguments(ctx.command_path, extra)
+        return extra
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write usage, description, examples and options."""
+        _write_help(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    """A command with commands below it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return all parameters, --help included."""
+        return _own(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options before a command; print the help where nothing is given."""
+        if not args and not ctx.resilient_parsing:
+            sys.stdout.write(ctx.get_help() + "\n")
+            raise typer.Exit(2)
+        with _explained(self, ctx, list(args)):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the first word names. Raises UsageError with the closest names when there is none."""
+        try:
+            return super().resolve_command(ctx, args)
+        except typer.TyperException:
+            raise _no_such_command(args[0], ctx.command_path, list(self.commands)) from None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write usage, description, commands by heading and options."""
+        _write_help(self, ctx, formatter)
+
+
+def _write_help(node: Any, context: Any, formatter: Any) -> None:
+    node.format_usage(context, formatter)
+    description, examples = split_help(node.help)
+    formatter.write_paragraph()
+    with formatter.indentation():
+        formatter.write_text(description)
+    if examples:
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {line}\n" for line in examples))
+    for title, records in help_sections(node, context):
+        with formatter.section(title):
+            _write_columns(formatter, records)
+    node.format_epilog(context, formatter)
+
+
+def split_help(text: str | None) -> tuple[str, list[str]]:
+    """Return a command's description, and the lines below `Examples:` in its docstring."""
+    description, _, examples = inspect.cleandoc(text or "").partition("Examples:\n")
+    return description.rstrip(), inspect.cleandoc(examples).splitlines()
+
+
+def help_sections(node: Any, context: Any, *, commands: bool = True) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the commands by heading, arguments, options without a heading, then the options of each heading."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for name, command in (getattr(node, "commands", {}) if commands else {}).items():
+        sections.setdefault(command.rich_help_panel or "Commands", []).append((name, command.get_short_help_str(200)))
+    return [*sections.items(), *_parameters(node, context)]
+
+
+def _write_columns(formatter: Any, rows: Sequence[tuple[str, str]]) -> None:
+    """Names on the left, texts on the right; unlike Typer's own columns no word is cut at a hyphen."""
+    column = min(max(len(name) for name, _ in rows), _WIDEST_NAME) + 4
+    for name, text in rows:
+        lines = textwrap.wrap(text, max(20, formatter.width - column), break_on_hyphens=False, break_long_words=False)
+        below = lines if len(name) + 4 > column else lines[1:]
+        beside = "" if below is lines else "".join(lines[:1])
+        formatter.write(f"  {name}".ljust(column) + beside + "\n" if beside else f"  {name}\n")
+        formatter.write("".join(f"{' ' * column}{line}\n" for line in below))
+
+
+def _parameters(node: Any, context: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for parameter in node.get_params(context):
+        title = "Arguments" if isinstance(parameter, Argument) else parameter.rich_help_panel or "Options"
+        record = parameter.get_help_record(context)
+        if record is not None:
+            sections.setdefault(title, []).append(record)
+    yield from ((title, records) for title, records in sections.items() if records)
+
+
+@contextmanager
+def _explained(node: Any, context: Any, typed: Sequence[str]) -> Iterator[None]:
+    """Turn Typer's errors about `typed`, the words behind a command, into UsageErrors."""
+    path = context.command_path
+    if not context.resilient_parsing:
+        from trtserve.cli.unknown import refuse_blanks
+
+        refuse_blanks(typed)
+    try:
+        yield
+    except UsageError as error:
+        error.hint = error.hint or f"`{path} -h` explains it."
+        raise
+    except typer.TyperException as error:
+        # Typer has no public names for its errors: an unknown option has possibilities, a misused one its name.
+        option = getattr(error, "option_name", None)
+        if hasattr(error, "possibilities"):
+            from trtserve.cli.unknown import explain_unknown
+
+            raise explain_unknown(node, tuple(path.split()[1:]), str(option), typed) from None
+        if option:
+            takes = "takes no value" if "does not take" in error.message else "needs a value"
+            raise UsageError(f"{option} {takes}.", hint=f"`{path} -h` explains it.") from None
+        raise
+
+
+def _extra_arguments(path: str, words: Sequence[str]) -> UsageError:
+    message = f"`{path}` takes no such argument: {' '.join(words)}."
+    if path == "trtserve repo" and words[0].partition(":")[2]:
+        return UsageError(
+            message,
+            hint="KEY:VALUE,… is for fill_template.py: `trtserve repo --from-template DIR 'KEY:VALUE,…'`; without "
+            "templates it is --set KEY=VALUE.",
+        )
+    return UsageError(message, hint=f"`{path} -h` says what it takes.")
+
+
+def _no_such_command(word: str, path: str, commands: Sequence[str]) -> UsageError:
+    close = difflib.get_close_matches(word, commands, n=3)
+    if path == "trtserve" and word in _VERBS_OF_PEERS:
+        hint = f"Use `{path} {_VERBS_OF_PEERS[word]}`."
+    elif close:
+        hint = f"Did you mean {' or '.join(f'`{path} {name}`' for name in close)}?"
+    elif len(commands) <= _MOST_LISTED:
+        hint = f"Its commands: {', '.join(commands)}."
+    else:
+        hint = f"`{path} -h` lists its commands."
+    return UsageError(f"`{path}` has no command {word}.", hint=hint)

@@ -1,0 +1,151 @@
+"""`trtserve init`, `up`, `diff` and `down`: one file for the models and servers of a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trtserve.cli.completion import paths
+from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
+from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
+from trtserve.errors import UsageError
+
+if TYPE_CHECKING:
+    from trtserve.setup_file.plan import SetupPlan
+
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="YAML file with models and servers.", autocompletion=paths)
+]
+_DEFAULT = Path("trtserve.yaml")
+
+
+def init(file: FileArgument = _DEFAULT, json: JsonOption = False) -> None:
+    """Write a setup file with comments, which serves the demo model.
+
+    Examples:
+        trtserve init
+        trtserve init chat.yaml
+    """
+    from trtserve.files import writing
+    from trtserve.setup_file.reading import template
+
+    if file.exists():
+        raise UsageError(f"{file} exists already.", hint="Edit it, or give another name.")
+    with writing(file), file.open("x", encoding="utf-8") as handle:
+        handle.write(template())
+    if json:
+        print_json("init", {"file": str(file)})
+    else:
+        print_data(str(file))
+        say(f"Next: trtserve up {file}")
+
+
+def up(
+    file: FileArgument = _DEFAULT, json: JsonOption = False, dry_run: DryRunOption = False, quiet: QuietOption = False
+) -> None:
+    """Import the models of a file, start its servers in the background, and return when they are ready.
+
+    What exists is reused, so an interrupted `up` continues where it was. A running server restarts only if its model
+    or its options changed.
+
+    Examples:
+        trtserve up
+        trtserve up chat.yaml --dry-run
+    """
+    from trtserve.setup_file.plan import bring_up, plan_setup
+    from trtserve.setup_file.reading import read_setup
+
+    progress = TerminalProgress(quiet=quiet)
+    plan = plan_setup(read_setup(file), progress=progress)
+    if dry_run:
+        _print_plan("up", plan, json=json)
+        return
+    for model in plan.models:
+        made = [stage["stage"] for stage in model.stages() if stage["action"] == "make"]
+        progress.step(f"Plan: model {model.setup.name}: {', '.join(made) or 'reuse'}")
+    for planned in plan.servers:
+        progress.step(f"Plan: server {planned.setup.name}: {planned.action}")
+    servers = bring_up(plan, progress=progress)
+    if json:
+        ready = [{"name": each.name, "model": each.model, "url": each.url} for each in servers]
+        print_json("up", {"models": [model.setup.name for model in plan.models], "servers": ready})
+        return
+    for server in servers:
+        print_data(f"{server.name}  {server.url}")
+    if servers and not quiet:
+        which = "" if len(servers) == 1 else f" --server {servers[0].name}"
+        say(f'Try: trtserve query "What is ML?"{which}')
+        say(f"Stop: trtserve down {file}")
+
+
+def diff(file: FileArgument = _DEFAULT, json: JsonOption = False, quiet: QuietOption = False) -> None:
+    """Print what `up` would build and restart, and which options changed since the last import.
+
+    Examples:
+        trtserve diff
+        trtserve diff chat.yaml --json
+    """
+    from trtserve.setup_file.plan import plan_setup
+    from trtserve.setup_file.reading import read_setup
+
+    plan = plan_setup(read_setup(file), progress=TerminalProgress(quiet=quiet))
+    if json:
+        _print_plan("diff", plan, json=True)
+        return
+    lines = []
+    for model in plan.models:
+        made = [stage["stage"] for stage in model.stages() if stage["action"] == "make"]
+        lines += [f"model {model.setup.name}: {', '.join(made)}"] if made else []
+        lines += [f"  {text}" for text in model.differences]
+    lines += [f"server {each.setup.name}: {each.action}" for each in plan.servers if each.action != "keep"]
+    if lines:
+        print_data("\n".join(lines))
+    elif not quiet:
+        say("Nothing to do: all models are built and all servers run.")
+
+
+def down(
+    file: FileArgument = _DEFAULT,
+    drain: Annotated[
+        float,
+        typer.Option("--drain", metavar="SECONDS", min=0, help="Give running requests so much time to end."),
+    ] = 0.0,
+    json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Stop the servers of a file; models and engines are kept.
+
+    Examples:
+        trtserve down
+        trtserve down chat.yaml --drain 30
+    """
+    from trtserve.setup_file.plan import bring_down
+    from trtserve.setup_file.reading import read_setup
+
+    progress = TerminalProgress(quiet=quiet)
+    stopped = [server.name for server in bring_down(read_setup(file), drain=drain, progress=progress)]
+    if json:
+        print_json("down", {"stopped": stopped})
+    elif stopped:
+        print_data("\n".join(stopped))
+    else:
+        progress.step("No server of the file is running.")
+
+
+def _print_plan(command: str, plan: SetupPlan, *, json: bool) -> None:
+    if json:
+        models = [
+            {"name": model.setup.name, "stages": model.stages(), "differences": model.differences}
+            for model in plan.models
+        ]
+        servers = [{"name": each.setup.name, "model": each.setup.model, "action": each.action} for each in plan.servers]
+        print_json(command, {"models": models, "servers": servers})
+        return
+    for model in plan.models:
+        print_data(f"model {model.setup.name}")
+        print_stages(model.stages())
+        print_commands(model.stages())
+    for server in plan.servers:
+        print_data(f"server {server.setup.name}: {server.action}")

@@ -1,0 +1,30 @@
+"""`python -m trtserve.door SETTINGS`: the process of one door."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from trtserve.door.settings import DoorSettings
+from trtserve.errors import TrtserveError
+from trtserve.host.ports import listening_socket
+
+
+def main() -> int:
+    """Serve until a signal, and return the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    settings = DoorSettings.read(Path(sys.argv[1]))
+    try:
+        # The port is taken before anything else is loaded, so that a taken one is noticed at once.
+        with listening_socket(settings.host, settings.port) as listening:
+            from trtserve.door.listener import serve
+
+            serve(settings, listening)
+    except TrtserveError as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        return error.code
+    return 0
+
+
+sys.exit(main())

@@ -1,0 +1,329 @@
+"""The bodies of requests: OpenAI's keys, the extensions that vLLM made common, and their ranges.
+
+A key with the value null counts as absent. Keys that only concern OpenAI's own service are accepted and have no effect.
+Any other key is refused, so that a misspelt one is not silently ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MOST_SEQUENCES = 128
+_MOST_ANSWERS = 2048
+_MOST_STOPS = 64
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Guide = tuple[str, str]
+"""Guide type of TensorRT-LLM, and the guide."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+
+class StreamOptions(_Body):
+    """What a stream contains besides the answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # no effect: nothing is padded
+
+
+class JsonSchema(_Body):
+    """A named schema."""
+
+    name: str
+    json_schema: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    description: str = ""
+    strict: bool = True
+
+
+class ResponseFormat(_Body):
+    """What the answer must match."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema, which needs it")
+        return self
+
+
+class Sampling(_Body):
+    """What completions and chat have in common."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MOST_SEQUENCES)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+
+    # Extensions with the names that vLLM gave them.
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    repetition_penalty: float | None = Field(None, gt=0)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    ignore_eos: bool = False
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+
+    # No effect: they concern OpenAI's own service.
+    user: str = ""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    store: bool = False
+    service_tier: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+    prompt_cache_options: dict[str, Any] = Field(default_factory=dict)
+    moderation: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if value is not None and not all([value] if isinstance(value, str) else value):
+            raise ValueError("a stop string must not be empty")
+        if isinstance(value, list) and len(value) > _MOST_STOPS:
+            raise ValueError(f"there can be at most {_MOST_STOPS} stop strings")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key, bias in (value or {}).items():
+            if not key.isdecimal():
+                raise ValueError(f"{key!r} is not a token id")
+            if not (math.isfinite(bias) and -100 <= bias <= 100):
+                raise ValueError(f"the bias of {key} is {bias}; it must be from -100 to 100")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        if len(self._guides()) > 1:
+            raise ValueError("give only one of response_format and the guided_ parameters")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def guide(self) -> Guide | None:
+        """What the answer must match, in TensorRT-LLM's words."""
+        return next(iter(self._guides()), None)
+
+    def _guides(self) -> list[Guide]:
+        found = []
+        if self.guided_json is not None:
+            schema = self.guided_json if isinstance(self.guided_json, str) else json.dumps(self.guided_json)
+            found.append(("json_schema", schema))
+        if self.guided_regex is not None:
+            found.append(("regex", self.guided_regex))
+        if self.guided_choice is not None:
+            found.append(("regex", "|".join(map(_literal, self.guided_choice))))
+        if self.guided_grammar is not None:
+            found.append(("ebnf_grammar", self.guided_grammar))
+        return found
+
+
+class CompletionBody(Sampling):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    best_of: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @model_validator(mode="after")
+    def _possible(self) -> CompletionBody:
+        if not self.prompts or any(not prompt for prompt in self.prompts):
+            raise ValueError("the prompt must not be empty")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError("best_of must be at least n")
+        if self.stream and (self.best_of or self.n) > self.n:
+            raise ValueError("best_of must equal n when stream is true")
+        if len(self.prompts) * (self.best_of or self.n) > _MOST_ANSWERS:
+            raise ValueError(f"prompts times n (or best_of) must be at most {_MOST_ANSWERS}")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo cannot be combined with logprobs: log-probabilities of the prompt are not available")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)  # type: ignore[arg-type]  # ids were handled above
+
+
+class FunctionTool(_Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
+    strict: bool = False
+
+
+class Tool(_Body):
+    """A tool; OpenAI's other types run on its own servers."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(_Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(_Body):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(Sampling):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # vLLM's name
+
+    # No effect.
+    parallel_tool_calls: bool = True
+    reasoning_effort: str = ""
+    verbosity: str = ""
+    modalities: list[Literal["text"]] = Field(default_factory=list)
+
+    @field_validator("messages")
+    @classmethod
+    def _text_only(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [_message(number, message) for number, message in enumerate(messages)]
+
+    @model_validator(mode="after")
+    def _possible(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.tool_names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not among the tools")
+        if self.tool_choice == "required" and not self.tools:
+            raise ValueError("tool_choice is 'required', but there are no tools")
+        if self.must_call and self._guides():
+            raise ValueError("tool_choice prescribes the answer; leave response_format and guided_ parameters out")
+        return self
+
+    @property
+    def tool_names(self) -> list[str]:
+        """The names of all tools."""
+        return [tool.function.name for tool in self.tools]
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call in this answer."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return isinstance(self.tool_choice, NamedTool) or self.tool_choice == "required"
+
+    @property
+    def guide(self) -> Guide | None:
+        """What the answer must match; a call that is required is a JSON object with a name and arguments."""
+        if not self.must_call:
+            return super().guide
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "arguments": tool.function.parameters},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for tool in self.usable_tools
+        ]
+        return "json_schema", json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+
+    def _guides(self) -> list[Guide]:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return super()._guides()
+        if wanted.json_schema is None:
+            return [*super()._guides(), ("json_schema", json.dumps({"type": "object"}))]
+        return [*super()._guides(), ("json_schema", json.dumps(wanted.json_schema.json_schema))]
+
+
+def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates expect it: its content a text, the arguments of its calls objects."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"message {number} has no role")  # noqa: TRY004 - pydantic reports ValueError
+    made = {**message, "role": "system" if message["role"] == "developer" else message["role"]}
+    made["content"] = _text(number, message.get("content"))
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [_call(number, call) for call in calls]
+    return made
+
+
+def _text(number: int, content: Any) -> str:
+    if content is None:
+        return ""
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(f"message {number} has a part of type {kind!r}; this model reads text only")
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"the content of message {number} must be a text or a list of parts")  # noqa: TRY004
+    return content
+
+
+def _call(number: int, call: Any) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"message {number} has a tool call without a function whose arguments are JSON") from None
+
+
+def _literal(text: str) -> str:
+    """Return a regular expression for exactly `text`; `re.escape` escapes what other dialects do not allow to."""
+    return "".join(f"\\{each}" if each in r"\.+*?()|[]{}^$" else each for each in text)

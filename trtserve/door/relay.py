@@ -1,0 +1,192 @@
+"""Triton's protocol below /v2: a checked request goes to Triton, its answer to the client, until either side ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from aiohttp import ClientResponse
+
+from trtserve.door import guard
+from trtserve.door.asgi import Receive, Scope, Send, headers_of, send_answer
+from trtserve.door.gate import Exchange, Gate
+from trtserve.door.health import Health
+from trtserve.door.paths import Target, find_target
+from trtserve.door.refusals import RefusedError
+from trtserve.door.settings import DoorSettings
+from trtserve.door.triton import Triton
+
+_LOG = logging.getLogger(__name__)
+_JSON_LENGTH = "Inference-Header-Content-Length"
+_JSON_TYPES = ("", "application/json", "text/plain", "application/x-www-form-urlencoded")
+"""Types of JSON bodies. curl -d says that it sends a form: Triton 2.51, which large forms crash, is told otherwise."""
+_BINARY_TYPES = (*_JSON_TYPES, "application/octet-stream")
+# Hop by hop, or set by the server itself.
+_NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server")
+_OWN_ID = "door-"
+_STREAM = "text/event-stream"
+_MAX_DIGITS = 19
+
+
+class Relay:
+    """The application below /v2."""
+
+    def __init__(self, settings: DoorSettings, triton: Triton, gate: Gate, health: Health) -> None:
+        self._settings = settings
+        self._limits = settings.limits
+        self._triton = triton
+        self._gate = gate
+        self._health = health
+        self._stops: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        target = find_target(scope["method"], scope["raw_path"].decode("ascii"), open_groups=self._settings.open_apis)
+        if target.operation in ("live", "ready"):
+            reason = await self._health.problem(target)
+            await send_answer(send, 503 if reason else 200, {"error": reason} if reason else None)
+            return
+        with self._gate.memory() as reserve:
+            await self._pass_on(target, scope, receive, send, reserve)
+        if target.operation == "control":
+            self._triton.forget_models()
+
+    async def _pass_on(
+        self, target: Target, scope: Scope, receive: Receive, send: Send, reserve: Callable[[int], None]
+    ) -> None:
+        """Send a request to Triton when its body has been checked, and the answer to the client."""
+        exchange: Exchange = scope["state"]["exchange"]
+        headers = headers_of(scope)
+        body = await self._body(headers, receive, reserve)
+        checked, own_id = await self._checked(target, headers, body, exchange)
+        del body
+        passed_on = {"Content-Type": "application/json"}
+        if checked.json_length is not None:
+            passed_on = {"Content-Type": "application/octet-stream", _JSON_LENGTH: str(checked.json_length)}
+        # A compressed answer could not be freed of an id that the client did not give.
+        if "accept-encoding" in headers and not own_id:
+            passed_on["Accept-Encoding"] = headers["accept-encoding"]
+        watch = asyncio.create_task(_end_with_client(receive, exchange.task))
+        try:
+            async with self._triton.send(scope["method"], target.path, checked.content, passed_on) as response:
+                await _answer(response, own_id, send)
+        except asyncio.CancelledError:
+            # Triton 2.51 ends only what a decoupled model streams itself when its client has gone.
+            if checked.request_id and not self._gate.has_other(exchange):
+                self._stop(checked.request_id)
+            raise
+        finally:
+            watch.cancel()
+
+    async def _body(self, headers: Mapping[str, str], receive: Receive, reserve: Callable[[int], None]) -> bytes:
+        """Receive the whole body, without its Content-Encoding."""
+        limit, seconds = self._limits.body_bytes, self._limits.body_seconds
+        announced = headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > limit:
+            raise RefusedError(413, f"the body has {announced} bytes; at most {limit} are allowed")
+        try:
+            body = await asyncio.wait_for(_receive_all(receive, limit, reserve), seconds)
+        except asyncio.TimeoutError:
+            raise RefusedError(408, f"the body did not arrive within {seconds:g} s") from None
+        content = guard.inflate(body, headers.get("content-encoding", "").strip().lower(), self._limits)
+        reserve(max(0, len(content) - len(body)))
+        return content
+
+    async def _checked(
+        self, target: Target, headers: Mapping[str, str], body: bytes, exchange: Exchange
+    ) -> tuple[guard.CheckedBody, str]:
+        """Return the body for Triton, and the id that it got here because it needs one to be stopped, or no text."""
+        if not target.runs_model or target.model is None:
+            return guard.check_control(body, self._limits), ""
+        _require_type(headers, _BINARY_TYPES if target.operation == "infer" else _JSON_TYPES)
+        model = await self._triton.model(target.model)
+        exchange.needs = model.needs
+        self._health.require(model.needs)
+        if target.operation == "infer":
+            open_memory = "shared-memory" in self._settings.open_apis
+            checked = guard.check_infer(body, _json_length(headers), self._limits, shared_memory=open_memory)
+        else:
+            checked = guard.check_generate(body, self._limits, model.datatypes)
+        exchange.request_id = checked.request_id
+        if checked.request_id or checked.json_length == 0:
+            return checked, ""
+        checked = checked.with_id(_OWN_ID + secrets.token_hex(8))
+        return checked, checked.request_id
+
+    def _stop(self, request_id: str) -> None:
+        """Stop a request in the engine, in the background."""
+        task = asyncio.create_task(self._stop_everywhere(request_id))
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
+
+    async def _stop_everywhere(self, request_id: str) -> None:
+        stops = (self._triton.stop(request_id, core) for core in self._settings.core_models)
+        for result in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(result, BaseException):
+                _LOG.warning("request %s could not be stopped: %s", request_id, result)
+
+
+async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:
+    """Pass Triton's answer on as it arrives, without the id that the client did not give."""
+    added = f'"id":"{own_id}",'.encode()
+    headers = [(name, value) for name, value in response.raw_headers if name.lower() not in _NOT_PASSED_ON]
+    length = response.content_length
+    first = b""
+    if own_id and response.content_type != _STREAM:
+        given = response.headers.get(_JSON_LENGTH)
+        whole = await (response.read() if given is None else response.content.readexactly(int(given)))
+        first = whole.replace(added, b"", 1)
+        headers = [pair for pair in headers if pair[0].lower() != _JSON_LENGTH.lower().encode()]
+        if given is not None:
+            headers.append((_JSON_LENGTH.encode(), str(len(first)).encode()))
+        length = None if length is None else length - len(whole) + len(first)
+    if length is not None:
+        headers.append((b"content-length", str(length).encode()))
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    if first:
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+    async for chunk in response.content.iter_any():
+        body = chunk.replace(added, b"") if own_id else chunk
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _receive_all(receive: Receive, limit: int, reserve: Callable[[int], None]) -> bytes:
+    """Return the whole body. Raises RefusedError when it is too large, or when the client leaves before its end."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RefusedError(400, "the client left before the end of the body")
+        part = message.get("body", b"")
+        reserve(len(part))
+        body += part
+        more = message.get("more_body", False)
+        if len(body) > limit:
+            raise RefusedError(413, f"the body has more than {limit} bytes")
+    return bytes(body)
+
+
+async def _end_with_client(receive: Receive, task: asyncio.Task[object]) -> None:
+    """End a request when its client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+def _require_type(headers: Mapping[str, str], types: Sequence[str]) -> None:
+    given = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given not in types:
+        raise RefusedError(415, f"Content-Type is {given[:100]!r}; expected application/json")
+
+
+def _json_length(headers: Mapping[str, str]) -> int | None:
+    given = headers.get(_JSON_LENGTH.lower())
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and len(given) < _MAX_DIGITS):
+        raise RefusedError(400, f"{_JSON_LENGTH} must be a number of bytes")
+    return int(given)

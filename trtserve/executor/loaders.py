@@ -1,0 +1,99 @@
+"""The frameworks that run models for the executor: one module each, one line each in `MODELS`.
+
+The key is the runtime that an engine's `config.json` records under `trtserve.runtime`. TensorRT-LLM's own engines have
+no such key.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from trtserve.errors import ArtifactError, CorruptFileError
+
+if TYPE_CHECKING:
+    from trtserve.executor.configs import ExecutorConfig
+    from trtserve.executor.model import Follower, Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLoader:
+    """How the engines of one runtime are loaded."""
+
+    module: str
+    """The module whose `load_model(engine, config)` returns a `Model`; only loading an engine imports it."""
+    files: tuple[str, ...]
+    """The files of an engine besides `config.json`, for each rank."""
+    ranks: bool = False
+    """Whether each rank of an engine is a process of its own. Otherwise one process serves the merged shards."""
+
+
+MODELS: Final[Mapping[str, ModelLoader]] = {
+    "openvino": ModelLoader(module="trtserve.executor.paged_model", files=("rank{}.xml", "rank{}.bin")),
+    "torch": ModelLoader(module="trtserve.executor.torch.loading", files=("rank{}.safetensors",), ranks=True),
+}
+
+
+def is_embedded_runtime(name: object) -> bool:
+    """Return whether the embedded executor runs the engines of the runtime `name`."""
+    return name in MODELS
+
+
+def embedded_runtime(config: Mapping[str, Any]) -> str | None:
+    """Return the runtime of the engine with this `config.json`, or None for an engine of TensorRT-LLM."""
+    name = (config.get("trtserve") or {}).get("runtime")
+    return str(name) if is_embedded_runtime(name) else None
+
+
+def is_embedded(config: Mapping[str, Any]) -> bool:
+    """Return whether the engine with this `config.json` was built for the embedded executor."""
+    return embedded_runtime(config) is not None
+
+
+def device_of(config: Mapping[str, Any]) -> str | None:
+    """Return `cpu` or `cuda`, where the embedded executor runs the engine, or None for an engine of TensorRT-LLM."""
+    return str(config["trtserve"].get("device", "cpu")) if is_embedded(config) else None
+
+
+def engine_files(config: Mapping[str, Any], runtime: str) -> list[str]:
+    """Return the names of the files of an engine of this embedded runtime, besides `config.json`."""
+    mapping = (config.get("pretrained_config") or {}).get("mapping") or {}
+    ranks = int(mapping.get("tp_size") or 1) * int(mapping.get("pp_size") or 1) if MODELS[runtime].ranks else 1
+    return [name.format(rank) for rank in range(ranks) for name in MODELS[runtime].files]
+
+
+def merges_ranks(config: Mapping[str, Any]) -> bool:
+    """Return whether one process serves the merged shards of the engine with this `config.json`."""
+    runtime = embedded_runtime(config)
+    return runtime is not None and not MODELS[runtime].ranks
+
+
+def load_model(engine: Path, config: ExecutorConfig) -> Model | Follower:
+    """Load the engine with the framework of its runtime, or the part of it that belongs to this rank."""
+    name = embedded_runtime(read_engine_config(engine))
+    loader = importlib.import_module(MODELS[str(name)].module)
+    model: Model | Follower = loader.load_model(engine, config)
+    return model
+
+
+def read_engine_config(engine: Path) -> Mapping[str, Any]:
+    """Read the `config.json` of an engine. Raises ArtifactError when it is none for the embedded executor."""
+    path = engine / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{engine} has no config.json: it is not an engine folder.", hint="Give the path that `build` printed."
+        ) from None
+    except ValueError as error:
+        raise CorruptFileError(f"{path} is not valid JSON: {error}.", hint="Build the engine again.") from error
+    if not is_embedded(config):
+        raise ArtifactError(
+            f"{engine} is not an engine of the {' or '.join(MODELS)} runtime.",
+            hint="Engines of TensorRT-LLM run in TensorRT-LLM; `trtserve build --runtime openvino` makes one for CPUs.",
+        )
+    return config

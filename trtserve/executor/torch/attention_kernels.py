@@ -1,0 +1,378 @@
+"""Paged attention in the Triton language: one kernel for decode steps, one for prompts.
+
+Scores are kept in units of log₂(e), because exp2 is one instruction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from trtserve.executor.torch.kernel_overlap import overlap, wait_for_inputs
+from trtserve.executor.torch.operations import Scores
+
+Tensor = Any
+
+_LOG2E = 1.4426950408889634
+_NO_WINDOW = 1 << 30
+_MOST_SPLITS = 32
+# Arguments that differ from step to step: a kernel is not compiled again for round numbers among them.
+_VARIABLE = ["table_stride"]
+
+
+@triton.jit
+def _scored(products, keys, slopes, scale, cap, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr):
+    """Return the scores of `products` [rows, keys]; `scale` contains log₂(e) unless slopes or a cap follow."""
+    scores = products * scale
+    if HAS_CAP:
+        scores = cap * (1 - 2 / (1 + tl.exp2(scores * (2.8853900817779268 / cap))))  # cap · tanh(scores / cap)
+    if HAS_SLOPES:
+        scores += slopes[:, None] * keys[None, :].to(tl.float32)
+    if HAS_CAP or HAS_SLOPES:
+        scores *= 1.4426950408889634
+    return scores
+
+
+@triton.jit(do_not_specialize=_VARIABLE)
+def _decode_kernel(
+    query,
+    kv,
+    tables,
+    lengths,
+    slopes,
+    partials,
+    sums,
+    out,
+    table_stride,
+    scale,
+    cap,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Attend from one token of row `program_id(0)` with the heads of one key/value head, over one split of the keys."""
+    wait_for_inputs(OVERLAPS)
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    SHARING: tl.constexpr = HEADS // KV_HEADS
+    length = tl.load(lengths + row)
+    first = tl.maximum(length - window, 0)
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), TILE) * TILE
+    begin = first + split * share
+    end = tl.minimum(length, begin + share)
+    member, number = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+    head = kv_head * SHARING + member
+    shared, inside = member < SHARING, number < HEAD
+    places = (row * HEADS + head)[:, None] * HEAD + number[None, :]
+    queries = tl.load(query + places, mask=shared[:, None] & inside[None, :], other=0.0)
+    slope = tl.zeros([GROUP], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head, mask=shared, other=0.0)
+    highest = tl.full([GROUP], -1e30, tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    sum_ = tl.zeros([GROUP, WIDTH], tl.float32)
+    for start in range(begin, end, TILE):
+        keys = start + tl.arange(0, TILE)
+        present = keys < end
+        block = tl.load(tables + row * table_stride + keys // PAGE, mask=present, other=0).to(tl.int64)
+        source = kv + (block * (2 * PAGE) + keys % PAGE) * (KV_HEADS * HEAD) + kv_head * HEAD
+        mask = present[:, None] & inside[None, :]
+        key = tl.load(source[:, None] + number[None, :], mask=mask, other=0.0)
+        value = tl.load(source[:, None] + (PAGE * KV_HEADS * HEAD + number)[None, :], mask=mask, other=0.0)
+        products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+        scores = _scored(products, keys, slope, scale, cap, HAS_SLOPES, HAS_CAP)
+        scores = tl.where(present[None, :], scores, -1e30)
+        new = tl.maximum(highest, tl.max(scores, 1))
+        fade = tl.exp2(highest - new)
+        weights = tl.exp2(scores - new[:, None])
+        total = total * fade + tl.sum(weights, 1)
+        sum_ = sum_ * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        highest = new
+    if SPLITS == 1:
+        result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + places, result.to(out.dtype.element_ty), mask=shared[:, None] & inside[None, :])
+    else:
+        base = ((row * KV_HEADS + kv_head) * SPLITS + split) * GROUP + member
+        tl.store(partials + base[:, None] * WIDTH + number[None, :], sum_)
+        tl.store(sums + base * 2, highest)
+        tl.store(sums + base * 2 + 1, total)
+
+
+@triton.jit
+def _combine_kernel(
+    partials,
+    sums,
+    out,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Add up the splits of one head of one row."""
+    wait_for_inputs(OVERLAPS)
+    row, head = tl.program_id(0), tl.program_id(1)
+    SHARING: tl.constexpr = HEADS // KV_HEADS
+    number, split = tl.arange(0, WIDTH), tl.arange(0, SPLITS)
+    base = ((row * KV_HEADS + head // SHARING) * SPLITS + split) * GROUP + head % SHARING
+    highest, total = tl.load(sums + base * 2), tl.load(sums + base * 2 + 1)
+    factors = tl.exp2(highest - tl.max(highest, 0))
+    parts = tl.load(partials + base[:, None] * WIDTH + number[None, :])
+    weight = tl.sum(total * factors, 0)
+    result = tl.sum(parts * factors[:, None], 0) / tl.where(weight > 0, weight, 1.0)
+    tl.store(out + (row * HEADS + head) * HEAD + number, result.to(out.dtype.element_ty), mask=number < HEAD)
+
+
+@triton.jit
+def _attend_tiles(
+    begin,
+    end,
+    highest,
+    total,
+    sum_,
+    queries,
+    kv,
+    table,
+    place,
+    limit,
+    slope,
+    scale,
+    cap,
+    window,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend to the keys begin … end; all rows see all of them unless MASKED."""
+    number = tl.arange(0, WIDTH)
+    inside = number < HEAD
+    for start in range(begin, end, TILE):
+        keys = start + tl.arange(0, TILE)
+        if MASKED:
+            block = tl.load(table + keys // PAGE, mask=keys < limit, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + keys // PAGE).to(tl.int64)
+        source = kv + (block * (2 * PAGE) + keys % PAGE) * (KV_HEADS * HEAD) + kv_head * HEAD
+        at = source[:, None] + number[None, :]
+        if MASKED:
+            mask = (keys < limit)[:, None] & inside[None, :]
+            key = tl.load(at, mask=mask, other=0.0)
+            value = tl.load(at + PAGE * KV_HEADS * HEAD, mask=mask, other=0.0)
+        elif WIDTH == HEAD:
+            key = tl.load(at)
+            value = tl.load(at + PAGE * KV_HEADS * HEAD)
+        else:
+            key = tl.load(at, mask=inside[None, :], other=0.0)
+            value = tl.load(at + PAGE * KV_HEADS * HEAD, mask=inside[None, :], other=0.0)
+        products = tl.dot(queries, tl.trans(key), input_precision=PRECISION)
+        scores = _scored(products, keys, slope, scale, cap, HAS_SLOPES, HAS_CAP)
+        if MASKED:
+            distance = place[:, None] - keys[None, :]
+            scores = tl.where((distance >= 0) & (distance < window), scores, -1e30)
+        new = tl.maximum(highest, tl.max(scores, 1))
+        fade = tl.exp2(highest - new)
+        weights = tl.exp2(scores - new[:, None])
+        if MASKED:  # a row that sees none of these keys has seen none so far: all its scores are -1e30
+            weights = tl.where(scores > -1e29, weights, 0.0)
+        total = total * fade + tl.sum(weights, 1)
+        sum_ = sum_ * fade[:, None]
+        sum_ = tl.dot(weights.to(value.dtype), value, sum_, input_precision=PRECISION)
+        highest = new
+    return highest, total, sum_
+
+
+@triton.jit(do_not_specialize=_VARIABLE)
+def _prompt_kernel(
+    query,
+    kv,
+    tables,
+    past_lengths,
+    begins,
+    slopes,
+    out,
+    table_stride,
+    scale,
+    cap,
+    window,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Attend from TOKENS new tokens of one sequence, with the heads of one key/value head."""
+    wait_for_inputs(OVERLAPS)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the tiles with most keys begin first
+    kv_head, sequence = tl.program_id(1), tl.program_id(2)
+    first = tl.load(begins + sequence)
+    new = tl.load(begins + sequence + 1) - first
+    if tile * TOKENS < new:
+        SHARING: tl.constexpr = HEADS // KV_HEADS
+        past = tl.load(past_lengths + sequence)
+        member, number = tl.arange(0, TOKENS * GROUP), tl.arange(0, WIDTH)
+        token, sharing = tile * TOKENS + member // GROUP, member % GROUP
+        head = kv_head * SHARING + sharing
+        used, inside = (token < new) & (sharing < SHARING), number < HEAD
+        places = ((first + token) * HEADS + head).to(tl.int64)[:, None] * HEAD + number[None, :]
+        queries = tl.load(query + places, mask=used[:, None] & inside[None, :], other=0.0)
+        slope = tl.zeros([TOKENS * GROUP], tl.float32)
+        if HAS_SLOPES:
+            slope = tl.load(slopes + head, mask=sharing < SHARING, other=0.0)
+        place = past + token
+        end = past + tl.minimum((tile + 1) * TOKENS, new)
+        table = tables + sequence * table_stride
+        highest = tl.full([TOKENS * GROUP], -1e30, tl.float32)
+        total = tl.zeros([TOKENS * GROUP], tl.float32)
+        sum_ = tl.zeros([TOKENS * GROUP, WIDTH], tl.float32)
+        if HAS_WINDOW:
+            begin = tl.maximum(past + tile * TOKENS - window + 1, 0) // TILE * TILE
+        else:
+            begin = (past + tile * TOKENS + 1) // TILE * TILE
+            highest, total, sum_ = _attend_tiles(
+                0, begin, highest, total, sum_, queries, kv, table, place, end, slope, scale, cap, window, kv_head,
+                KV_HEADS, HEAD, WIDTH, PAGE, TILE, HAS_SLOPES, HAS_CAP, PRECISION, False,
+            )  # fmt: skip
+        highest, total, sum_ = _attend_tiles(
+            begin, end, highest, total, sum_, queries, kv, table, place, end, slope, scale, cap, window, kv_head,
+            KV_HEADS, HEAD, WIDTH, PAGE, TILE, HAS_SLOPES, HAS_CAP, PRECISION, True,
+        )  # fmt: skip
+        result = sum_ / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + places, result.to(out.dtype.element_ty), mask=used[:, None] & inside[None, :])
+
+
+def decode_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores) -> Tensor:
+    """See `Operations.decode_attention`.
+
+    The keys of a row are split as long as all programs run at the same time, one on a multiprocessor for one or two
+    rows, else two. Splits and tiles were chosen on an H200.
+    """
+    rows, heads, head = query.shape
+    page, kv_heads = kv_layer.shape[2:4]
+    few = rows <= 2
+    most_programs = _multiprocessors(query.device) * (1 if few else 2)
+    splits = 1
+    while rows * kv_heads * splits * 2 <= most_programs and splits < _MOST_SPLITS:
+        splits *= 2
+    group, width = max(16, triton.next_power_of_2(heads // kv_heads)), triton.next_power_of_2(head)
+    row_bytes = width * query.element_size()
+    tile = 32 if few or row_bytes > 256 else 64 if row_bytes > 128 else 128
+    out = torch.empty_like(query)
+    if splits == 1:
+        partials = sums = out
+    else:
+        partials = query.new_empty((rows * kv_heads * splits * group, width), dtype=torch.float32)
+        sums = query.new_empty((rows * kv_heads * splits * group, 2), dtype=torch.float32)
+    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD": head, "WIDTH": width, "SPLITS": splits, "GROUP": group}
+    _decode_kernel[(rows, kv_heads, splits)](
+        query,
+        kv_layer,
+        block_tables,
+        lengths,
+        query if scores.slopes is None else scores.slopes,
+        partials,
+        sums,
+        out,
+        block_tables.stride(0),
+        *_factors(scores),
+        **shape,
+        PAGE=page,
+        TILE=tile,
+        HAS_SLOPES=scores.slopes is not None,
+        HAS_CAP=scores.soft_cap is not None,
+        PRECISION="ieee",
+        num_warps=4,
+        num_stages=2 if tile == 32 else 3,
+        **overlap(),
+    )
+    if splits > 1:
+        _combine_kernel[(rows, heads)](partials, sums, out, **shape, num_warps=2, **overlap())
+    return out
+
+
+def prompt_attention(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    past_lengths: Tensor,
+    begins: Tensor,
+    scores: Scores,
+    *,
+    most_new: int,
+    longest: int,
+) -> Tensor:
+    """See `Operations.prompt_attention`."""
+    del longest
+    _, heads, head = query.shape
+    page, kv_heads = kv_layer.shape[2:4]
+    group, width = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(head)
+    exact = query.dtype == torch.float32
+    rows = 64 if exact or width > 128 else 128
+    tokens = max(rows // group, 1)
+    out = torch.empty_like(query)
+    _prompt_kernel[(triton.cdiv(most_new, tokens), kv_heads, len(begins) - 1)](
+        query,
+        kv_layer,
+        block_tables,
+        past_lengths,
+        begins,
+        query if scores.slopes is None else scores.slopes,
+        out,
+        block_tables.stride(0),
+        *_factors(scores),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD=head,
+        WIDTH=width,
+        PAGE=page,
+        TILE=32 if exact or width > 128 else 64,
+        TOKENS=tokens,
+        GROUP=group,
+        HAS_WINDOW=scores.window is not None,
+        HAS_SLOPES=scores.slopes is not None,
+        HAS_CAP=scores.soft_cap is not None,
+        PRECISION="ieee",
+        num_warps=8 if tokens * group >= 128 else 4,
+        num_stages=2 if exact or width > 128 else 3,
+        **overlap(),
+    )
+    return out
+
+
+def _factors(scores: Scores) -> tuple[float, float, int]:
+    """Return the arguments scale, cap and window of both kernels."""
+    plain = scores.slopes is None and scores.soft_cap is None
+    scale = scores.scale * _LOG2E if plain else scores.scale
+    return scale, scores.soft_cap or 1.0, scores.window or _NO_WINDOW
+
+
+def _multiprocessors(device: Any) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,172 @@
+"""A model on PyTorch that also chooses tokens: the next step is sent while the GPU computes the last one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trtserve.executor.draws import Chosen, Draws
+from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter
+from trtserve.executor.torch.model import TorchModel
+
+if TYPE_CHECKING:
+    from trtserve.executor.torch.graphs import DecodeGraphs
+
+Tensor = Any
+Array = npt.NDArray[Any]
+
+
+class Sampler(Protocol):
+    """Chooses tokens on one kind of device."""
+
+    def choose(self, logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+        """Write the tokens i32[r] and log-probs f32[r, 2] of logits f32[r, V], which may be overwritten."""
+        ...
+
+
+class PlainSampler:
+    """Chooses tokens on the CPU."""
+
+    def choose(self, logits: Tensor, words: Tensor, table: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+        """See `Sampler.choose`."""
+        from trtserve.executor.torch.plain_sampling import choose_tokens
+
+        chosen, numbers = choose_tokens(logits.numpy(), words.numpy(), table.numpy())
+        tokens.copy_(torch.from_numpy(chosen))
+        log_probs.copy_(torch.from_numpy(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A step on its way; on a GPU the tensors are filled when `arrived` is."""
+
+    draws: DrawArrays
+    tokens: Tensor
+    log_probs: Tensor | None
+    logits: Tensor | None
+    arrived: Any
+
+    def result(self) -> Chosen:
+        """See `PendingStep.result`. The GIL is released while the GPU computes."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        numbers = self.draws.numbers
+        log_probs = np.zeros((len(numbers), 2), np.float32)
+        if self.log_probs is not None:
+            log_probs = self.log_probs.numpy()[numbers]
+        logits = np.zeros((0, 0), np.float32) if self.logits is None else self.logits.numpy()
+        return Chosen(self.tokens.numpy()[numbers].tolist(), log_probs, logits)
+
+
+class ChoosingTorchModel(TorchModel):
+    """`ChoosingModel` on PyTorch. With tensor parallelism every rank chooses the same tokens."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        build = config["build_config"]
+        self.max_rows = int(build["max_batch_size"]) * int(build.get("max_beam_width") or 1)
+        self._writer = DrawWriter(self.max_rows)
+        self._tokens = torch.zeros(self.max_rows, dtype=torch.int32, device=self.device)
+        self._log_probs = torch.zeros((self.max_rows, 2), dtype=torch.float32, device=self.device)
+        self._table = torch.zeros((self.max_rows, self.vocab_size), dtype=torch.int16, device=self.device)
+        self._sampler = self._make_sampler()
+        self._graphs: DecodeGraphs | None = None
+
+    def _make_sampler(self) -> Sampler:
+        if self.device == "cpu":
+            return PlainSampler()
+        from trtserve.executor.torch.sampling_kernels import KernelSampler
+
+        return KernelSampler(self.max_rows, self.vocab_size, self.device)
+
+    def start(self, draws: Draws, **inputs: Any) -> _Pending:
+        """See `ChoosingModel.start`."""
+        return self.launch(self.arrays(draws), **inputs)
+
+    def arrays(self, draws: Draws) -> DrawArrays:
+        """Return the draws of a step as arrays."""
+        return self._writer.write(draws)
+
+    def launch(self, draws: DrawArrays, **inputs: Any) -> _Pending:
+        """Send a step whose draws are arrays, as every rank of a group does."""
+        with torch.inference_mode():
+            for entry, tokens, numbers in draws.new_rows:
+                self._table[entry].zero_()
+                self._table[entry, self._copy(tokens)] = self._copy(numbers)
+            return self._send(draws, inputs)
+
+    def warm_up(self) -> None:
+        """Compile the kernels, and capture decode steps as CUDA graphs."""
+        super().warm_up()
+        if self.device == "cpu":
+            return
+        from trtserve.executor.torch.graphs import DecodeGraphs
+
+        with torch.inference_mode():
+            graphs = DecodeGraphs(
+                rows=self.max_rows,
+                max_position=self.max_position,
+                page=self.tokens_per_block,
+                spare_block=self.spare_block,
+                chosen=self._tokens,
+                compute=self.compute,
+                choose=self._choose,
+            )
+            graphs.capture()
+        self._graphs = graphs
+
+    def _choose(self, logits: Tensor, words: Tensor) -> None:
+        rows = len(logits)
+        self._sampler.choose(logits, words, self._table, self._tokens[:rows], self._log_probs[:rows])
+
+    def _send(self, draws: DrawArrays, inputs: dict[str, Any]) -> _Pending:
+        if self._graphs is not None and self._graphs.fits(inputs):
+            positions, long = inputs["positions"], inputs.get("long_sequences")
+            if long is not None and self.long_rope_beyond is not None:
+                positions = positions + self.max_position * long
+            return self._fetch(draws, self._graphs.replay(draws.words, inputs, positions))
+        step = self.inputs(**inputs)
+        if (inputs["token_ids"] < 0).any():
+            step = replace(step, token_ids=self._resolve(step.token_ids))
+        logits = self.compute(step)
+        chosen_from = len(draws.words)  # rows with draws come first
+        if chosen_from:
+            self._choose(logits[:chosen_from], self._copy(draws.words))
+        return self._fetch(draws, logits)
+
+    def _resolve(self, ids: Tensor) -> Tensor:
+        """Replace ids of -1 - n by the token that was chosen for row n; a failed row's is any token."""
+        chosen = self._tokens.long()[(-1 - ids).clamp(min=0)]
+        return torch.where(ids < 0, chosen.clamp(min=0), ids)
+
+    def _fetch(self, draws: DrawArrays, logits: Tensor) -> _Pending:
+        """Copy the results to the host, without waiting."""
+        chosen_from, rows = len(draws.words), len(logits)
+        on_host = np.delete(np.arange(rows), draws.numbers)
+        tokens = self._to_host(self._tokens[:chosen_from])
+        log_probs = self._to_host(self._log_probs[:chosen_from]) if draws.log_probs else None
+        others = None
+        if len(on_host):
+            others = self._to_host(logits if len(on_host) == rows else logits[self._copy(on_host)])
+        arrived = None
+        if self.device != "cpu":
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Pending(draws, tokens, log_probs, others, arrived)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if self.device == "cpu":
+            return tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host
+
+    def _copy(self, array: Array) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device == "cpu":
+            return tensor.clone()  # the executor writes the next step to the same arrays
+        return tensor.pin_memory().to(self.device, non_blocking=True)

@@ -1,0 +1,315 @@
+"""A decoder in PyTorch: made from a `Decoder` and the tensors of one rank, it computes the logits of a step.
+
+Nothing here reads a tensor on the host, so that a CUDA graph can capture steps that only decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trtserve.architectures.base import Decoder
+from trtserve.executor.sizes import Sizes
+from trtserve.executor.torch.adapters import Adapters
+from trtserve.executor.torch.group import Group
+from trtserve.executor.torch.matrices import FloatMatrix
+from trtserve.executor.torch.mlp import Mlp, make_mlp
+from trtserve.executor.torch.modules import Embedding, Linear, Norm
+from trtserve.executor.torch.operations import HeadNorms, Operations, Rotation, Scores
+from trtserve.executor.torch.weights import Weights
+
+Tensor = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """A step of t new tokens of s sequences on the device; `Model.forward` explains the order."""
+
+    token_ids: Tensor
+    """i64[t]; an id of the vocabulary's size + n is row n of `prompt_table`."""
+    positions: Tensor
+    """i64[t]; with LongRoPE, those of long sequences are in the second half of the rotation table."""
+    slots: Tensor
+    """i64[t], where the keys and values of each token are written."""
+    block_tables: Tensor
+    """i32[s, m], the blocks of each sequence."""
+    past_lengths: Tensor
+    """i32[s]."""
+    lengths: Tensor
+    """i32[s], past and new tokens."""
+    begins: Tensor
+    """i32[s + 1], the first token of each sequence."""
+    most_new: int
+    """The largest number of new tokens of a sequence."""
+    longest: int
+    """The largest number of past and new tokens of a sequence."""
+    rows: Tensor | None = None
+    """i64[r], the tokens whose logits are needed; None: all."""
+    prompt_table: Tensor | None = None
+    adapters: Adapters | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """The parts of a layer."""
+
+    norms: dict[str, Norm]
+    qkv: Linear
+    dense: Linear
+    head_norms: HeadNorms | None
+    rotation: Rotation | None
+    scores: Scores
+    mlp: Mlp
+
+
+class TorchDecoder:
+    """The layers of one rank. `layers` are their numbers in the whole model, `windows` repeat over all layers."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        sizes: Sizes,
+        weights: Weights,
+        operations: Operations,
+        group: Group,
+        *,
+        layers: range,
+        max_position: int,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        self._decoder = decoder
+        self._sizes = sizes
+        self._operations = operations
+        self._group = group
+        self.kv_heads = max(1, sizes.kv_heads // group.tp_size)
+        self._heads = sizes.heads // group.tp_size
+        self._is_first, self._is_last = group.stage == 0, group.stage == group.stages - 1
+        if self._is_first:
+            self._tokens = Embedding(weights, "transformer.vocab_embedding", group)
+            self._positions = self._learned_positions(weights)
+            self._embedding_norm = self._norm(weights, "transformer.ln_embed") if decoder.embedding_norm else None
+            self._like = self._tokens.weight
+        else:
+            self._like = weights.tensor(f"transformer.layers.{layers[0]}.input_layernorm.weight")
+        rotations = _rotations(decoder, max_position, self._like.device)
+        self._layers = [self._layer(weights, number, rotations, windows[number % len(windows)]) for number in layers]
+        if self._is_last:
+            self._final_norm = None if decoder.block == "post" else self._norm(weights, "transformer.ln_f")
+            tied = self._is_first and _is_tied(weights, self._tokens.weight)
+            matrix = FloatMatrix(self._tokens.weight, operations) if tied else None
+            self._head = Linear(weights, ["lm_head"], operations, matrix=matrix)
+
+    @property
+    def dtype(self) -> Any:
+        """The type of hidden states, keys and values."""
+        return self._like.dtype
+
+    def _learned_positions(self, weights: Weights) -> Embedding | None:
+        if self._decoder.positions != "learned":
+            return None
+        return Embedding(weights, "transformer.position_embedding", self._group)
+
+    def _norm(self, weights: Weights, name: str) -> Norm:
+        return Norm(weights, name, self._decoder.norm, self._sizes.epsilon, self._operations)
+
+    def _layer(
+        self, weights: Weights, number: int, rotations: tuple[Rotation | None, Rotation | None], window: int | None
+    ) -> _Layer:
+        decoder, name = self._decoder, f"transformer.layers.{number}"
+        norms = ["input_layernorm", "post_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        if decoder.mlp_norm is not None and decoder.mlp_norm not in norms:
+            norms.append(decoder.mlp_norm)
+        head_norms, attention = None, f"{name}.attention"
+        if decoder.qk_norm:
+            query, key = (weights.tensor(f"{attention}.{part}_layernorm.weight") for part in "qk")
+            head_norms = HeadNorms(query=query, key=key, epsilon=self._sizes.epsilon)
+        own_window = decoder.window(number)
+        return _Layer(
+            norms={each: self._norm(weights, f"{name}.{each}") for each in norms if f"{name}.{each}.weight" in weights},
+            qkv=Linear(weights, [f"{attention}.qkv"], self._operations, layer=number),
+            dense=Linear(weights, [f"{attention}.dense"], self._operations, layer=number, group=self._group),
+            head_norms=head_norms,
+            rotation=rotations[0 if own_window is None else 1],
+            scores=Scores(
+                scale=decoder.attention_scale,
+                window=window,
+                slopes=self._slopes(),
+                soft_cap=decoder.attention_softcap,
+            ),
+            mlp=make_mlp(decoder, weights, number, self._operations, self._group),
+        )
+
+    def _slopes(self) -> Tensor | None:
+        """Return the ALiBi slopes of this rank's heads."""
+        if self._decoder.alibi_slopes is None:
+            return None
+        first = self._group.tp_rank * self._heads
+        slopes = self._decoder.alibi_slopes[first : first + self._heads]
+        return torch.tensor(slopes, dtype=torch.float32, device=self._like.device)
+
+    # A step
+
+    def forward(self, inputs: Inputs, caches: Sequence[Tensor]) -> Tensor:
+        """Return logits f32[r, vocab]; on stages before the last, which send hidden states, f32[0, vocab].
+
+        `caches` are those of this rank's layers.
+        """
+        blocks = {"parallel": self._parallel, "post": self._post_normed, "sandwich": self._sandwich}
+        run: Callable[..., tuple[Tensor, Tensor | None]] = blocks.get(self._decoder.block, self._sequential)
+        hidden, residual = self._enter(inputs), None
+        last = len(self._layers) - 1 if self._is_last else -1
+        for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            attention = _Attention(self, layer, inputs, cache, rows=inputs.rows if number == last else None)
+            hidden, residual = run(layer, attention, hidden, residual)
+        if not self._is_last:
+            self._group.send(hidden if residual is None else hidden + residual)
+            return torch.empty(0, self._sizes.vocab, device=hidden.device)
+        return self._logits(hidden, residual)
+
+    def _enter(self, inputs: Inputs) -> Tensor:
+        """Return the hidden states that the first layer of this stage takes: [t, hidden]."""
+        if not self._is_first:
+            shape = len(inputs.token_ids), self._sizes.hidden
+            return self._group.receive(torch.empty(shape, dtype=self.dtype, device=self._like.device))
+        ids, table = inputs.token_ids, inputs.prompt_table
+        hidden = self._tokens(ids if table is None else ids.clamp(max=self._sizes.vocab - 1))
+        if table is not None:
+            rows = table[(ids - self._sizes.vocab).clamp(min=0)].to(hidden.dtype)
+            hidden = torch.where((ids < self._sizes.vocab).unsqueeze(1), hidden, rows)
+        if self._positions is not None:
+            hidden = hidden + self._positions(inputs.positions)
+        if self._decoder.embedding_scale != 1.0:
+            hidden = hidden * self._decoder.embedding_scale
+        return hidden if self._embedding_norm is None else self._embedding_norm(hidden)
+
+    # Each kind of block takes and returns (hidden, residual): states whose sum, if there is a residual, is the layer's
+    # input or output. The sum is formed together with the next norm.
+
+    def _sequential(
+        self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        qkv, residual = layer.norms["input_layernorm"].then(layer.qkv, hidden, residual, attention.all_adapters)
+        norm = layer.norms[str(self._decoder.mlp_norm)]
+        return layer.mlp.after_norm(norm, attention(qkv), attention.kept(residual), attention.adapters)
+
+    def _sandwich(
+        self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        qkv, residual = layer.norms["input_layernorm"].then(layer.qkv, hidden, residual, attention.all_adapters)
+        attended, norm = layer.norms["post_layernorm"](attention(qkv)), layer.norms["pre_feedforward_layernorm"]
+        output, residual = layer.mlp.after_norm(norm, attended, attention.kept(residual), attention.adapters)
+        return layer.norms["post_feedforward_layernorm"](output), residual
+
+    def _parallel(
+        self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        normed, residual = layer.norms["input_layernorm"].add(hidden, residual)
+        attended = attention(layer.qkv(normed, attention.all_adapters))
+        residual, own = attention.kept(residual), self._decoder.mlp_norm
+        other = attention.kept(normed) if own is None else layer.norms[own](residual)
+        return attended + layer.mlp(other, attention.adapters), residual
+
+    def _post_normed(
+        self, layer: _Layer, attention: _Attention, hidden: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert residual is None
+        qkv = layer.qkv(hidden, attention.all_adapters)
+        normed, _ = layer.norms["input_layernorm"].add(attention(qkv), attention.kept(hidden))
+        inner = layer.mlp(normed, attention.adapters)
+        return layer.norms["post_layernorm"].add(inner, normed)[0], None
+
+    def attend(self, layer: _Layer, qkv: Tensor, inputs: Inputs, cache: Tensor) -> Tensor:
+        """Store the new keys and values and return what each token's heads attend to: [t, heads · head]."""
+        query = self._operations.rotate_and_store(
+            qkv,
+            inputs.positions,
+            cache,
+            inputs.slots,
+            heads=self._heads,
+            rotation=layer.rotation,
+            norms=layer.head_norms,
+        )
+        if inputs.most_new == 1:
+            attended = self._operations.decode_attention(
+                query, cache, inputs.block_tables, inputs.lengths, layer.scores
+            )
+        else:
+            attended = self._operations.prompt_attention(
+                query,
+                cache,
+                inputs.block_tables,
+                inputs.past_lengths,
+                inputs.begins,
+                layer.scores,
+                most_new=inputs.most_new,
+                longest=inputs.longest,
+            )
+        return attended.flatten(1)
+
+    def _logits(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        if self._final_norm is not None:
+            hidden, _ = self._final_norm.add(hidden, residual)
+        logits = self._head(hidden)
+        if logits.shape[-1] < self._sizes.vocab:
+            logits = self._group.all_gather(logits)
+        logits = logits[:, : self._sizes.vocab].float().contiguous()
+        cap = self._decoder.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class _Attention:
+    """The attention of one layer in a step. In the last layer it drops the tokens whose logits nobody needs.
+
+    After it tokens are independent of each other, so the last MLP and the head only compute what is needed.
+    """
+
+    def __init__(
+        self, decoder: TorchDecoder, layer: _Layer, inputs: Inputs, cache: Tensor, *, rows: Tensor | None
+    ) -> None:
+        self._decoder = decoder
+        self._layer = layer
+        self._inputs = inputs
+        self._cache = cache
+        self._rows = rows
+        self.all_adapters = adapters = inputs.adapters
+        self.adapters = adapters if adapters is None or rows is None else adapters.of_rows(rows)
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        attended = self._decoder.attend(self._layer, qkv, self._inputs, self._cache)
+        return self._layer.dense(self.kept(attended), self.adapters)
+
+    def kept(self, states: Tensor) -> Tensor:
+        """Return the states of the tokens that are needed."""
+        return states if self._rows is None else states[self._rows]
+
+
+def _is_tied(weights: Weights, embedding: Tensor) -> bool:
+    """Return whether the head is the embedding: the checkpoint has no other, or a copy, which needs no memory."""
+    if "lm_head.weight" not in weights:
+        return True
+    head = weights.tensor("lm_head.weight")
+    return head.shape == embedding.shape and head.dtype == embedding.dtype and bool(torch.equal(head, embedding))
+
+
+def _rotations(decoder: Decoder, positions: int, device: Any) -> tuple[Rotation | None, Rotation | None]:
+    """Return the rotations of layers without and with a window."""
+    if decoder.rope_inv_freq is None:
+        return None, None
+    tables = [_cos_sin(decoder.rope_inv_freq, positions, decoder.rope_scale, device)]
+    if decoder.long_rope is not None:
+        tables.append(_cos_sin(decoder.long_rope.inv_freq, positions, decoder.rope_scale, device))
+    usual = Rotation(cos_sin=torch.cat(tables), interleaved=decoder.rope_interleaved)
+    if decoder.local_rope_inv_freq is None:
+        return usual, usual
+    local = _cos_sin(decoder.local_rope_inv_freq, positions, decoder.rope_scale, device)
+    return usual, Rotation(cos_sin=local, interleaved=decoder.rope_interleaved)
+
+
+def _cos_sin(frequencies: Sequence[float], positions: int, scale: float, device: Any) -> Tensor:
+    """Return f32[positions, 2 · pairs]: scaled cosines, then sines."""
+    numbers = torch.arange(positions, dtype=torch.float32, device=device)
+    angles = torch.outer(numbers, torch.tensor(frequencies, dtype=torch.float32, device=device))
+    return torch.cat([angles.cos(), angles.sin()], -1) * scale

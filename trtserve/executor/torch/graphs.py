@@ -1,0 +1,139 @@
+"""CUDA graphs of decode steps: one for each of a ladder of batch sizes, from packed inputs to chosen tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trtserve.executor.torch.decoder import Inputs
+from trtserve.executor.torch.draw_words import WORDS
+from trtserve.executor.torch.step_kernels import FIRST_BLOCK, LENGTH, POSITION, STEP_WORDS, TOKEN, unpack_step
+
+logger = logging.getLogger(__name__)
+
+Tensor = Any
+Int32s = npt.NDArray[np.int32]
+
+
+def ladder(most: int) -> list[int]:
+    """Return the batch sizes to capture: finer where a step of one more row costs most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
+    return sorted({min(size, most) for size in sizes})
+
+
+class DecodeGraphs:
+    """Captured decode steps of up to `rows` sequences.
+
+    compute: the logits of a step. choose: writes the chosen tokens of logits and words.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        max_position: int,
+        page: int,
+        spare_block: int,
+        chosen: Tensor,
+        compute: Callable[[Inputs], Tensor],
+        choose: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        self._page = page
+        self._spare_slot = spare_block * page
+        self._max_position = max_position
+        self._blocks = -(-max_position // page)
+        self._chosen = chosen
+        self._compute = compute
+        self._choose = choose
+        words = rows * (STEP_WORDS + self._blocks)
+        self._packed = torch.zeros(words, dtype=torch.int32, device=chosen.device)
+        # Two are enough: a step is only packed when the one before the last has been computed.
+        self._staging = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._captured: dict[int, tuple[Any, Tensor]] = {}
+        self._pool: Any = None
+
+    def capture(self) -> None:
+        """Capture all batch sizes, the largest first: the others use its memory."""
+        sizes = ladder(len(self._chosen))
+        for done, size in enumerate(reversed(sizes), start=1):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # compile and tune, which is not allowed while capturing
+                self._run(size)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # With ranks a thread of NCCL makes CUDA calls meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = self._run(size)
+            self._pool = graph.pool()
+            self._captured[size] = graph, logits
+            logger.info("Captured the decode step of %d rows, %d of %d", size, done, len(sizes))
+
+    def _run(self, size: int) -> Tensor:
+        """Compute a step of `size` rows from the packed inputs and return its logits."""
+        device = self._packed.device
+        ids, positions, slots = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
+        lengths = torch.empty(size, dtype=torch.int32, device=device)
+        tables = torch.empty((size, self._blocks), dtype=torch.int32, device=device)
+        unpack_step(
+            self._packed,
+            size,
+            self._chosen,
+            ids=ids,
+            positions=positions,
+            slots=slots,
+            tables=tables,
+            lengths=lengths,
+            page=self._page,
+            spare_slot=self._spare_slot,
+        )
+        step = Inputs(
+            token_ids=ids,
+            positions=positions,
+            slots=slots,
+            block_tables=tables,
+            past_lengths=lengths,
+            lengths=lengths,
+            begins=lengths,
+            most_new=1,
+            longest=self._max_position,
+        )
+        logits = self._compute(step)
+        self._choose(logits, self._packed[: size * STEP_WORDS].view(size, STEP_WORDS))
+        return logits
+
+    def fits(self, inputs: dict[str, Any]) -> bool:
+        """Return whether a step only decodes, one token of each sequence and its logits."""
+        rows = len(inputs["rows"])
+        return (
+            0 < rows == len(inputs["token_ids"]) == len(inputs["past_lens"]) <= len(self._chosen)
+            and np.array_equal(inputs["rows"], np.arange(rows))
+            and inputs.get("prompt_table") is None
+            and inputs.get("adapters") is None
+        )
+
+    def replay(self, draws: Int32s, inputs: dict[str, Any], positions: npt.NDArray[Any]) -> Tensor:
+        """Send a step with the words of its draws; return its logits, which the next call overwrites."""
+        rows = len(inputs["rows"])
+        size = next(size for size in sorted(self._captured) if size >= rows)
+        graph, logits = self._captured[size]
+        self._staging.reverse()
+        staging = self._staging[0].numpy()
+        words = staging[: size * STEP_WORDS].reshape(size, STEP_WORDS)
+        words[:, :] = 0
+        words[: len(draws), :WORDS] = draws
+        words[:rows, TOKEN] = inputs["token_ids"]
+        words[:rows, POSITION] = positions
+        words[:rows, LENGTH] = inputs["past_lens"] + 1
+        words[:rows, FIRST_BLOCK] = inputs["block_indices_begins"][:-1]
+        blocks = inputs["block_indices"]
+        used = size * STEP_WORDS + len(blocks)
+        staging[size * STEP_WORDS : used] = blocks
+        self._packed[:used].copy_(self._staging[0][:used], non_blocking=True)
+        graph.replay()
+        return logits[:rows]

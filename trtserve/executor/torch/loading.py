@@ -1,0 +1,31 @@
+"""Load an engine: all of it in one process, or the part that belongs to this rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from trtserve.executor.configs import ExecutorConfig
+from trtserve.executor.loaders import read_engine_config
+from trtserve.executor.model import Follower, Model
+from trtserve.executor.torch import model
+from trtserve.executor.torch.choosing_model import ChoosingTorchModel
+from trtserve.executor.torch.ranked_model import FollowingModel, LeadingChooser, LeadingModel
+from trtserve.executor.torch.ranks import join
+
+
+def load_model(engine: Path, config: ExecutorConfig) -> Model | Follower:
+    """Load the engine; `loaders.MODELS` names this module. With ranks, return when all of them are there."""
+    content = read_engine_config(engine)
+    mapping = content["pretrained_config"].get("mapping") or {}
+    tp_size, stages = int(mapping.get("tp_size") or 1), int(mapping.get("pp_size") or 1)
+    windows = config.kv_cache_config.max_attention_window
+    if tp_size * stages == 1:
+        return model.load_model(engine, windows, model_class=ChoosingTorchModel)
+    gpus = config.parallel_config.device_ids if config.parallel_config else None
+    ranks = join(tp_size, stages, content["trtserve"]["device"], gpus)
+    if stages > 1:
+        part = model.load_model(engine, windows, ranks)
+        return LeadingModel(part, ranks) if ranks.rank == 0 else FollowingModel(part, ranks)
+    chooser = cast("ChoosingTorchModel", model.load_model(engine, windows, ranks, model_class=ChoosingTorchModel))
+    return LeadingChooser(chooser, ranks) if ranks.rank == 0 else FollowingModel(chooser, ranks)

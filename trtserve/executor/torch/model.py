@@ -1,0 +1,271 @@
+"""Run one rank of an engine folder with PyTorch: paged attention over a KV cache in blocks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trtserve.architectures import family
+from trtserve.architectures.base import Decoder
+from trtserve.errors import ArtifactError, MissingDependencyError
+from trtserve.executor.attention_limits import layer_windows
+from trtserve.executor.limits import DEFAULT_FREE_FRACTION, MOST_FREE_FRACTION
+from trtserve.executor.loaders import read_engine_config
+from trtserve.executor.lora import AdapterBatch
+from trtserve.executor.lora_modules import lora_shape
+from trtserve.executor.model import Int32s, Int64s, Logits
+from trtserve.executor.sizes import Sizes
+from trtserve.executor.torch.adapters import AdapterWeights
+from trtserve.executor.torch.decoder import Inputs, TorchDecoder
+from trtserve.executor.torch.group import ALONE, Alone, Group
+from trtserve.executor.torch.operations import Device, operations_for
+from trtserve.executor.torch.weights import EngineWeights, Weights
+from trtserve.host.machine import free_memory
+
+Tensor = Any
+
+# Tokens of the longest prompt in `warm_up`.
+_WARM_TOKENS = 16
+
+
+class TorchModel:
+    """The decoder of one rank with its KV cache: `Model` on PyTorch. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        decoder: Decoder,
+        weights: Weights,
+        *,
+        layers: range,
+        device: Device = "cpu",
+        group: Group = ALONE,
+        windows: Sequence[int] | None = None,
+    ) -> None:
+        """Copy the weights of one rank to `device`; `config` is the engine's, `layers` those of the rank's stage.
+
+        `windows` are max_attention_window: the number of tokens that the layers see, repeated over the layers. Shorter
+        windows of the model itself stay.
+        """
+        build, sizes = config["build_config"], Sizes.of(config["pretrained_config"])
+        self.device = device
+        self.kv_memory_fraction = MOST_FREE_FRACTION if device == "cuda" else DEFAULT_FREE_FRACTION
+        self.vocab_size = sizes.vocab
+        self.hidden_size = sizes.hidden
+        self.max_position = int(build["max_seq_len"])
+        self.max_prompt_table = int(build.get("max_prompt_embedding_table_size", 0))
+        self.tokens_per_block = int(build["plugin_config"]["tokens_per_block"])
+        self.lora = lora_shape(config)
+        beyond = None if decoder.long_rope is None else decoder.long_rope.beyond
+        self.long_rope_beyond = beyond if beyond is not None and self.max_position > beyond else None
+        with torch.inference_mode():
+            self.decoder = TorchDecoder(
+                decoder,
+                sizes,
+                weights,
+                operations_for(device),
+                group,
+                layers=layers,
+                max_position=self.max_position,
+                windows=layer_windows(decoder.windows, windows, self.max_position),
+            )
+        self._adapters = AdapterWeights(weights, layers, dtype=self.decoder.dtype, device=device)
+        self._block_shape = (2, self.tokens_per_block, self.decoder.kv_heads, sizes.head)
+        self._layers = len(layers)
+        self.bytes_per_block = self._layers * math.prod(self._block_shape) * self.decoder.dtype.itemsize
+        self._step_bytes = _step_bytes(config, sizes, self.decoder.dtype.itemsize)
+        self.caches: list[Tensor] = []
+        self.spare_block = 0
+
+    def free_memory(self) -> int:
+        """Return the free bytes of the memory that holds the KV cache; on a GPU, besides those of the largest step."""
+        if self.device == "cpu":
+            return free_memory()
+        torch.cuda.empty_cache()  # what loading left over is free
+        return max(0, int(torch.cuda.mem_get_info()[0]) - self._step_bytes)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV cache; one more block is the model's own."""
+        shape = (num_blocks + 1, *self._block_shape)
+        self.spare_block = num_blocks
+        self.caches = [torch.zeros(shape, dtype=self.decoder.dtype, device=self.device) for _ in range(self._layers)]
+
+    def warm_up(self) -> None:
+        """Run a prompt and a decode step in the spare block."""
+        for new in (min(_WARM_TOKENS, self.tokens_per_block, self.max_position), 1):
+            self.forward(
+                token_ids=np.zeros(new, np.int64),
+                positions=np.arange(new),
+                past_lens=np.zeros(1, np.int32),
+                subsequence_begins=np.array([0, new], np.int32),
+                block_indices=np.array([self.spare_block], np.int32),
+                block_indices_begins=np.array([0, 1], np.int32),
+                max_context_len=new,
+                rows=np.array([new - 1]),
+            )
+
+    def forward(
+        self,
+        *,
+        token_ids: Int64s,
+        positions: Int64s,
+        past_lens: Int32s,
+        subsequence_begins: Int32s,
+        block_indices: Int32s,
+        block_indices_begins: Int32s,
+        max_context_len: int,
+        rows: Int32s | Int64s,
+        prompt_table: Logits | None = None,
+        adapters: AdapterBatch | None = None,
+        long_sequences: npt.NDArray[np.bool_] | None = None,
+    ) -> Logits:
+        """See `Model.forward`."""
+        with torch.inference_mode():
+            inputs = self.inputs(
+                token_ids=token_ids,
+                positions=positions,
+                past_lens=past_lens,
+                subsequence_begins=subsequence_begins,
+                block_indices=block_indices,
+                block_indices_begins=block_indices_begins,
+                max_context_len=max_context_len,
+                rows=rows,
+                prompt_table=prompt_table,
+                adapters=adapters,
+                long_sequences=long_sequences,
+            )
+            return self._fetch_logits(self.compute(inputs))
+
+    def compute(self, inputs: Inputs) -> Tensor:
+        """Return the logits of a step, on the device."""
+        return self.decoder.forward(inputs, self.caches)
+
+    def inputs(
+        self,
+        *,
+        token_ids: Int64s,
+        positions: Int64s,
+        past_lens: Int32s,
+        subsequence_begins: Int32s,
+        block_indices: Int32s,
+        block_indices_begins: Int32s,
+        max_context_len: int,
+        rows: Int32s | Int64s,
+        prompt_table: Logits | None = None,
+        adapters: AdapterBatch | None = None,
+        long_sequences: npt.NDArray[np.bool_] | None = None,
+    ) -> Inputs:
+        """Return the arguments of `forward` as tensors on the device."""
+        new = np.diff(subsequence_begins)
+        tables = _block_tables(block_indices, block_indices_begins)
+        owners = np.repeat(np.arange(len(new)), new)
+        places = np.arange(len(token_ids)) - np.repeat(subsequence_begins[:-1] - past_lens, new)
+        blocks, offsets = np.divmod(places, self.tokens_per_block)
+        if long_sequences is not None and self.long_rope_beyond is not None:
+            positions = positions + np.where(long_sequences[owners], self.max_position, 0)
+        return Inputs(
+            token_ids=self._copy(token_ids),
+            positions=self._copy(positions),
+            slots=self._copy(tables[owners, blocks].astype(np.int64) * self.tokens_per_block + offsets),
+            block_tables=self._copy(tables),
+            past_lengths=self._copy(past_lens),
+            lengths=self._copy(past_lens + new),
+            begins=self._copy(subsequence_begins),
+            most_new=int(new.max()),
+            longest=max_context_len,
+            rows=self._copy(np.asarray(rows, np.int64)),
+            prompt_table=None if prompt_table is None else self._copy(prompt_table),
+            adapters=None if adapters is None else self._adapters.batch(adapters),
+        )
+
+    def _copy(self, array: npt.NDArray[Any]) -> Tensor:
+        """Return an array on the device. A copy from pinned memory does not wait for what the GPU computes."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if self.device == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _fetch_logits(self, logits: Tensor) -> Logits:
+        """Return logits in memory of the host; copies into pinned memory are several times as fast."""
+        if self.device == "cuda":
+            pinned = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
+            logits = pinned.copy_(logits)
+        array: Logits = logits.numpy()
+        return array
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy keys and values of block `source` to block `target`, in every layer."""
+        for cache in self.caches:
+            cache[target] = cache[source]
+
+
+def load_model(
+    engine: Path,
+    windows: Sequence[int] | None,
+    group: Group = ALONE,
+    model_class: type[TorchModel] = TorchModel,
+) -> TorchModel:
+    """Load the rank of `group` from the engine's folder."""
+    config = read_engine_config(engine)
+    model, device = config["pretrained_config"], config["trtserve"]["device"]
+    _require_ranks(engine, model, group)
+    _require_device(device)
+    weights = EngineWeights(engine, model, group, device)
+    decoder = family(model["architecture"]).decoder(model)
+    return model_class(config, decoder, weights, layers=weights.layers, device=device, group=group, windows=windows)
+
+
+def check_ranks(engine: Path) -> None:
+    """Raise CorruptFileError when a rank's file lacks a tensor, or has one of another shape than its config says."""
+    model = read_engine_config(engine)["pretrained_config"]
+    tp_size, stages = _parallel_sizes(model)
+    for stage, tp_rank in itertools.product(range(stages), range(tp_size)):
+        EngineWeights(engine, model, Alone(tp_size, tp_rank, stages, stage), "cpu").check()
+
+
+def _step_bytes(config: Mapping[str, Any], sizes: Sizes, item: int) -> int:
+    """Return the bytes of intermediate values in a step of the most tokens, and of its logits in two types."""
+    build, model = config["build_config"], config["pretrained_config"]
+    tokens = int(build["max_num_tokens"])
+    inner = int(model.get("intermediate_size") or 4 * sizes.hidden)
+    width = 4 * sizes.hidden + 2 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head + 3 * inner
+    rows = int(build["max_batch_size"]) * int(build.get("max_beam_width") or 1)
+    rows = tokens if build.get("gather_context_logits") else rows
+    return tokens * width * item + rows * sizes.vocab * (item + 4)
+
+
+def _block_tables(indices: Int32s, begins: Int32s) -> Int32s:
+    """Return the blocks of each sequence as rows i32[s, most blocks], padded with zeros."""
+    counts = np.diff(begins)
+    tables = np.zeros((len(counts), int(counts.max())), np.int32)
+    tables[np.arange(tables.shape[1]) < counts[:, None]] = indices[: begins[-1]]
+    return tables
+
+
+def _require_ranks(engine: Path, model: Mapping[str, Any], group: Group) -> None:
+    sizes = _parallel_sizes(model)
+    if sizes != (group.tp_size, group.stages):
+        raise ArtifactError(
+            f"{engine} has {sizes[0]} tensor-parallel ranks and {sizes[1]} pipeline stages, but {group.tp_size} and "
+            f"{group.stages} were started.",
+            hint="`trtserve start` starts a process for each rank; for one process convert the model with --tp-size 1.",
+        )
+
+
+def _parallel_sizes(model: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of tensor-parallel ranks and of pipeline stages."""
+    mapping = model.get("mapping") or {}
+    return int(mapping.get("tp_size") or 1), int(mapping.get("pp_size") or 1)
+
+
+def _require_device(device: Device) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MissingDependencyError(
+            f"The engine was built for NVIDIA GPUs, but PyTorch {torch.__version__} finds none.",
+            hint="Run `trtserve doctor`, or build the engine with --device cpu.",
+        )

@@ -1,0 +1,176 @@
+"""The operations of a decoder layer that a device may have kernels of its own for.
+
+`plain_operations` has them in plain PyTorch, for any device.
+
+Shapes: t new tokens of s sequences, H query heads and KV key/value heads of D numbers. The KV cache of a layer is one
+tensor [blocks, 2, tokens_per_block, KV, D], keys before values. The slot of a token is block * tokens_per_block + its
+offset in the block. `block_tables` i32[s, m] lists the blocks of each sequence; entries beyond its length are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from trtserve.architectures.base import Activation, Experts
+
+Tensor = Any
+"""torch.Tensor, which the type checker does not see."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """How queries and keys are rotated by their positions."""
+
+    cos_sin: Tensor
+    """f32[positions, rotated numbers of a head]: cosines in the first half, sines in the second."""
+    interleaved: bool = False
+    """Pairs are neighbours (GPT-J), not the two halves of the rotated numbers (GPT-NeoX)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadNorms:
+    """Weights [D] of the RMS norms of each query and key head before rotation."""
+
+    query: Tensor
+    key: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How attention scores are made from query · key."""
+
+    scale: float
+    """Factor of the products."""
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it; None: all before it."""
+    slopes: Tensor | None = None
+    """ALiBi: f32[H], slope × key index is added to the scaled scores."""
+    soft_cap: float | None = None
+    """c: scaled scores become c · tanh(score / c)."""
+
+
+class Operations(Protocol):
+    """A module with these functions. Sums, norms and softmax are computed in float32 whatever the tensors' type."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return x / rms(x) · weight, for each row of [..., n]."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and the sum. Both inputs may be overwritten."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x [t, in] · weight [out, in]ᵀ + bias."""
+        ...
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: Tensor,
+        epsilon: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None = None,
+        *,
+        factor_first: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the product of a matrix with the RMS norm of x + residual, and this sum.
+
+        With an activation the product is `gated`. Both x and residual may be overwritten.
+        """
+        ...
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        kv_layer: Tensor,
+        slots: Tensor,
+        *,
+        heads: int,
+        rotation: Rotation | None,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """Norm and rotate queries and keys, write keys and values to the cache, and return the queries [t, H, D].
+
+        qkv [t, (H + 2 · KV) · D]; positions i64[t] are rows of `rotation.cos_sin`; slots i64[t]; `heads` is H.
+        """
+        ...
+
+    def gated(self, joined: Tensor, activation: Activation, *, factor_first: bool = False) -> Tensor:
+        """Return activation(one half) · other half: [t, 2F] → [t, F].
+
+        The activated half comes first; with `factor_first` it is the second (TensorRT-LLM's swiglu).
+        """
+        ...
+
+    def decode_attention(
+        self, query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores
+    ) -> Tensor:
+        """Attend from the last token of each sequence: query [s, H, D] → [s, H, D].
+
+        lengths i32[s] count the tokens in the cache, with the new one; a row of length 0 gives any finite numbers.
+        Nothing is read on the host, so that a CUDA graph can capture it.
+        """
+        ...
+
+    def prompt_attention(
+        self,
+        query: Tensor,
+        kv_layer: Tensor,
+        block_tables: Tensor,
+        past_lengths: Tensor,
+        begins: Tensor,
+        scores: Scores,
+        *,
+        most_new: int,
+        longest: int,
+    ) -> Tensor:
+        """Attend from all new tokens of sequences that have different numbers of them: query [t, H, D] → [t, H, D].
+
+        Tokens begins[i] … begins[i + 1] (i32[s + 1]) belong to sequence i and follow its past_lengths[i] (i32[s])
+        tokens in the cache, which already holds the new ones too. On the host are known: the largest number of new
+        tokens `most_new`, and of past plus new tokens `longest`.
+        """
+        ...
+
+    def expert_mlp(
+        self,
+        x: Tensor,
+        outer: Tensor,
+        inner: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        activation: Activation,
+    ) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs for each token: [t, n] → [t, n].
+
+        outer [E, 2F, n] (factor first, see `gated`), inner [E, n, F], chosen i64[t, k], weights f32[t, k]. An expert
+        number of E or more belongs to another rank: it adds nothing.
+        """
+        ...
+
+
+Device = Literal["cpu", "cuda"]
+
+
+def operations_for(device: Device) -> Operations:
+    """Return the module with the operations for `device`."""
+    if device == "cuda":
+        from trtserve.executor.torch import kernels
+
+        return kernels
+    from trtserve.executor.torch import plain_operations
+
+    return plain_operations
+
+
+def router_weights(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Return the numbers i64[t, k] and weights f32[t, k] of each token's experts from the router's logits [t, E]."""
+    best = logits.float().softmax(-1).topk(experts.chosen, dim=-1)
+    weights = best.values / best.values.sum(-1, keepdim=True) if experts.renormalized else best.values
+    return best.indices, weights

@@ -1,0 +1,163 @@
+"""The operations of a decoder layer in plain PyTorch, on any device; `operations.Operations` describes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from trtserve.architectures.base import Activation
+from trtserve.executor.torch.operations import HeadNorms, Rotation, Scores
+
+Tensor = Any
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """See `Operations.rms_norm`."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """See `Operations.add_rms_norm`."""
+    total = x + residual
+    return rms_norm(total, weight, epsilon), total
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `Operations.linear`."""
+    return functional.linear(x, weight, bias)
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor,
+    epsilon: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None = None,
+    *,
+    factor_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `Operations.norm_linear`."""
+    total = x if residual is None else x + residual
+    product = functional.linear(rms_norm(total, norm, epsilon), weight, bias)
+    return product if activation is None else gated(product, activation, factor_first=factor_first), total
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    kv_layer: Tensor,
+    slots: Tensor,
+    *,
+    heads: int,
+    rotation: Rotation | None,
+    norms: HeadNorms | None,
+) -> Tensor:
+    """See `Operations.rotate_and_store`."""
+    _, _, tokens_per_block, kv_heads, size = kv_layer.shape
+    query, key, value = qkv.view(len(qkv), -1, size).split([heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        query, key = rms_norm(query, norms.query, norms.epsilon), rms_norm(key, norms.key, norms.epsilon)
+    if rotation is not None:
+        cos, sin = rotation.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        query, key = (_rotate(states, cos, sin, interleaved=rotation.interleaved) for states in (query, key))
+    blocks, offsets = slots // tokens_per_block, slots % tokens_per_block
+    kv_layer[blocks, 0, offsets] = key
+    kv_layer[blocks, 1, offsets] = value
+    return query.contiguous()
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first numbers of each head [t, heads, D] by angles [t, 1, pairs]; the rest stays."""
+    rotated, rest = states.float().tensor_split([2 * cos.shape[-1]], dim=-1)
+    if interleaved:
+        first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([joined, rest], -1).to(states.dtype)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Return the activation function of each number."""
+    if activation == "silu":
+        return functional.silu(x)
+    if activation == "relu":
+        return functional.relu(x)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def gated(joined: Tensor, activation: Activation, *, factor_first: bool = False) -> Tensor:
+    """See `Operations.gated`."""
+    first, second = joined.chunk(2, dim=-1)
+    return first * activate(second, activation) if factor_first else activate(first, activation) * second
+
+
+def decode_attention(query: Tensor, kv_layer: Tensor, block_tables: Tensor, lengths: Tensor, scores: Scores) -> Tensor:
+    """See `Operations.decode_attention`."""
+    begins = torch.arange(len(query) + 1)
+    longest = int(lengths.max())
+    return prompt_attention(query, kv_layer, block_tables, lengths - 1, begins, scores, most_new=1, longest=longest)
+
+
+def prompt_attention(
+    query: Tensor,
+    kv_layer: Tensor,
+    block_tables: Tensor,
+    past_lengths: Tensor,
+    begins: Tensor,
+    scores: Scores,
+    *,
+    most_new: int,
+    longest: int,
+) -> Tensor:
+    """See `Operations.prompt_attention`."""
+    del most_new, longest
+    attended = torch.zeros_like(query)
+    edges, size = begins.tolist(), kv_layer.shape[2]
+    for number, past in enumerate(past_lengths.tolist()):
+        first, stop = edges[number], edges[number + 1]
+        total = past + stop - first
+        blocks = kv_layer[block_tables[number, : -(-total // size)]]
+        keys, values = (blocks[:, part].flatten(0, 1)[:total] for part in (0, 1))
+        attended[first:stop] = _attend(query[first:stop], keys, values, scores)
+    return attended
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+    """Return the attention of the last tokens `query` [t, H, D] over all keys and values [n, KV, D]."""
+    new, heads, size = query.shape
+    total, kv_heads, _ = keys.shape
+    grouped = query.float().view(new, kv_heads, -1, size).permute(1, 2, 0, 3)  # [KV, H / KV, t, D]
+    products = grouped @ keys.float().permute(1, 2, 0).unsqueeze(1) * scores.scale
+    if scores.soft_cap is not None:
+        products = torch.tanh(products / scores.soft_cap) * scores.soft_cap
+    key_index = torch.arange(total, device=query.device)
+    if scores.slopes is not None:
+        products += scores.slopes.view(kv_heads, -1, 1, 1) * key_index
+    query_index = torch.arange(total - new, total, device=query.device).unsqueeze(1)
+    hidden = key_index > query_index
+    if scores.window is not None:
+        hidden |= key_index <= query_index - scores.window
+    shares = products.masked_fill(hidden, -torch.inf).softmax(-1)
+    attended = shares @ values.float().transpose(0, 1).unsqueeze(1)  # [KV, H / KV, t, D]
+    return attended.permute(2, 0, 1, 3).reshape(new, heads, size).to(query.dtype)
+
+
+def expert_mlp(
+    x: Tensor, outer: Tensor, inner: Tensor, chosen: Tensor, weights: Tensor, activation: Activation
+) -> Tensor:
+    """See `Operations.expert_mlp`."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in chosen.unique().tolist():
+        if expert < len(outer):
+            tokens, place = (chosen == expert).nonzero(as_tuple=True)
+            states = gated(functional.linear(x[tokens], outer[expert]), activation, factor_first=True)
+            output = functional.linear(states, inner[expert]).float()
+            total.index_add_(0, tokens, output * weights[tokens, place].unsqueeze(-1))
+    return total.to(x.dtype)

@@ -1,0 +1,183 @@
+"""A model whose layers or heads are spread over ranks: rank 0 calls it, the others follow each call."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+import numpy as np
+import torch
+
+from trtserve.executor.batch import ModelInputs
+from trtserve.executor.lora import AdapterBatch, AdapterStack
+from trtserve.executor.torch.micro_batches import micro_batches
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from trtserve.executor.draws import Draws, PendingStep
+    from trtserve.executor.torch.choosing_model import ChoosingTorchModel
+    from trtserve.executor.torch.draw_words import DrawArrays
+    from trtserve.executor.torch.model import TorchModel
+    from trtserve.executor.torch.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+_Masks: TypeAlias = "Mapping[str, npt.NDArray[np.bool_]]"
+# A step without its adapters, their masks, and their weights if the other ranks do not have them.
+_Described: TypeAlias = "tuple[ModelInputs, _Masks | None, AdapterStack | None]"
+
+# A part of a step has at least so many tokens. With fewer, a GPU reads its weights in the same time as for all of them.
+_LEAST_TOKENS: Final = {"cpu": 8, "cuda": 256}
+# mpirun reports the rank that ends first, which should be the one that is the reason for the end.
+_LAST_WORDS = 1.0
+
+
+class RankedModel:
+    """The part of a model that belongs to one rank, with the calls of `Model` for the whole of it on rank 0.
+
+    Rank 0 sends the name and arguments of each call to the others: less than a kilobyte for a step with a few
+    sequences. All ranks then compute the same call together.
+    """
+
+    def __init__(self, model: TorchModel, ranks: Ranks) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._stack: AdapterStack | None = None
+        self.vocab_size = model.vocab_size
+        self.hidden_size = model.hidden_size
+        self.max_position = model.max_position
+        self.tokens_per_block = model.tokens_per_block
+        self.max_prompt_table = model.max_prompt_table
+        self.lora = model.lora
+        self.kv_memory_fraction = model.kv_memory_fraction
+        # The stages may have different numbers of layers, and the GPUs different amounts of free memory.
+        self.bytes_per_block = -ranks.smallest(-model.bytes_per_block)
+        self._free_memory = ranks.smallest(model.free_memory())
+
+    def _compute(self, inputs: ModelInputs) -> npt.NDArray[Any]:
+        """Compute a step together with the other ranks; the logits are those of the step on rank 0 only."""
+        model, ranks = self._model, self._ranks
+        if ranks.stages == 1:
+            return model.forward(**inputs)
+        rows = len(inputs["rows"])
+        with torch.inference_mode():
+            logits = torch.empty(rows, self.vocab_size, dtype=torch.float32, device=ranks.device)
+            for part in micro_batches(inputs, ranks.stages, least=_LEAST_TOKENS[model.device]):
+                computed = model.compute(model.inputs(**part.inputs))
+                if ranks.last_stage:
+                    logits[torch.from_numpy(part.rows).to(ranks.device)] = computed
+            # Logits follow after all hidden states: on a GPU, both would wait for each other in one stream.
+            if rows:
+                ranks.bring_to_first(logits)
+            return np.asarray(logits.cpu())
+
+
+class LeadingModel(RankedModel):
+    """Rank 0, which the executor calls; implements `Model`."""
+
+    def free_memory(self) -> int:
+        """Return the free memory of the rank that has least."""
+        return self._free_memory
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV cache of every rank."""
+        self._tell("allocate", num_blocks)
+        self._model.allocate(num_blocks)
+
+    def warm_up(self) -> None:
+        """Warm up every rank."""
+        self._tell("warm_up")
+        self._model.warm_up()
+
+    def forward(self, **inputs: Any) -> npt.NDArray[Any]:
+        """Compute a step on all ranks."""
+        step = cast("ModelInputs", inputs)
+        with _all_or_none():
+            self._tell("step", *self._described(step))
+            return self._compute(step)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block of the cache on every rank."""
+        with _all_or_none():
+            self._tell("copy_block", source, target)
+            self._model.copy_block(source, target)
+
+    def _described(self, step: ModelInputs) -> _Described:
+        adapters = step.get("adapters")
+        if adapters is None:
+            return step, None, None
+        # The weights of adapters stay with the other ranks until a step has others.
+        stack = None if adapters.stack is self._stack else adapters.stack
+        self._stack = adapters.stack
+        return cast("ModelInputs", {**step, "adapters": None}), adapters.masks, stack
+
+    def _tell(self, name: str, *arguments: Any) -> None:
+        if self._ranks.device.type == "cuda":  # the current device belongs to a thread, and the executor has its own
+            torch.cuda.set_device(self._ranks.device)
+        self._ranks.tell(pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL))
+
+
+class LeadingChooser(LeadingModel):
+    """Rank 0 of a model without pipeline stages, where all ranks choose the same tokens; implements `ChoosingModel`."""
+
+    def __init__(self, model: ChoosingTorchModel, ranks: Ranks) -> None:
+        super().__init__(model, ranks)
+        self._chooser = model
+
+    def start(self, draws: Draws, **inputs: Any) -> PendingStep:
+        """Send a step on all ranks."""
+        arrays = self._chooser.arrays(draws)
+        with _all_or_none():
+            self._tell("launch", arrays, *self._described(cast("ModelInputs", inputs)))
+            return self._chooser.launch(arrays, **inputs)
+
+
+@contextmanager
+def _all_or_none() -> Iterator[None]:
+    """End this process when a call fails: the others have computed it, or wait for this rank in the middle of it."""
+    try:
+        yield
+    except Exception:
+        logger.critical("Rank 0 failed in a call that the other ranks take part in, and ends.", exc_info=True)
+        logging.shutdown()
+        os._exit(1)
+
+
+class FollowingModel(RankedModel):
+    """Any other rank; implements `Follower`."""
+
+    def __init__(self, model: TorchModel, ranks: Ranks) -> None:
+        super().__init__(model, ranks)
+        self._pending: deque[PendingStep] = deque(maxlen=2)
+
+    def follow(self) -> None:
+        """Compute what rank 0 computes, until rank 0 ends."""
+        while (message := self._ranks.hear()) is not None:
+            name, arguments = pickle.loads(message)  # the connection to rank 0 is authenticated
+            if name == "step":
+                self._compute(self._restored(*arguments))
+            elif name == "launch":
+                self._launch(*arguments)
+            else:
+                getattr(self._model, name)(*arguments)
+        time.sleep(_LAST_WORDS)
+
+    def _launch(self, arrays: DrawArrays, *described: Any) -> None:
+        # Rank 0 never has more than two steps on their way either.
+        if len(self._pending) == self._pending.maxlen:
+            self._pending[0].result()
+        chooser = cast("ChoosingTorchModel", self._model)
+        self._pending.append(chooser.launch(arrays, **self._restored(*described)))
+
+    def _restored(self, step: ModelInputs, masks: _Masks | None, stack: AdapterStack | None) -> ModelInputs:
+        self._stack = stack or self._stack
+        if masks is not None and self._stack is not None:
+            step["adapters"] = AdapterBatch(self._stack, masks)
+        return step

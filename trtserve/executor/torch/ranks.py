@@ -1,0 +1,194 @@
+"""The ranks of one engine: how their processes meet, and how they exchange tensors and messages.
+
+Every rank is one process, started by mpirun or srun. MPI tells each its number and carries the address of rank 0; then
+it is ended, since an MPI program must end together on all ranks. Tensors go through torch.distributed (NCCL between
+GPUs, gloo between CPUs), and rank 0's messages through sockets, on which a waiting rank uses no CPU time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trtserve.executor.torch.operations import Device
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Ranks:
+    """All ranks of an engine, as seen by one of them; implements `group.Group`.
+
+    Rank = stage * tp_size + tp_rank, as in the checkpoint.
+    """
+
+    def __init__(
+        self, rank: int, tp_size: int, stages: int, device: torch.device, connections: Sequence[Connection]
+    ) -> None:
+        self.rank, self.size = rank, tp_size * stages
+        self.tp_size, self.stages = tp_size, stages
+        self.stage, self.tp_rank = divmod(rank, tp_size)
+        self.device = device
+        # On rank 0 those to all others, elsewhere the one to rank 0.
+        self._connections = connections
+        # Every rank has to take part in making each group.
+        groups = [dist.new_group([*range(first, first + tp_size)]) for first in range(0, self.size, tp_size)]
+        self._tp = groups[self.stage]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over the tensor-parallel ranks of this stage, in place."""
+        if self.tp_size > 1:
+            dist.all_reduce(x, group=self._tp)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return [r, tp_size · n] of each tensor-parallel rank's [r, n], in rank order."""
+        if self.tp_size == 1:
+            return x
+        rows, columns = x.shape
+        gathered = x.new_empty(self.tp_size * rows, columns)
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._tp)
+        return gathered.view(self.tp_size, rows, columns).transpose(0, 1).reshape(rows, self.tp_size * columns)
+
+    def send(self, hidden: Tensor) -> None:
+        """Send to the same tensor-parallel rank of the next stage."""
+        dist.send(hidden.contiguous(), self.rank + self.tp_size)
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        """Fill `hidden` with what the previous stage sends, and return it."""
+        dist.recv(hidden, self.rank - self.tp_size)
+        return hidden
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.stage == self.stages - 1
+
+    def bring_to_first(self, logits: Tensor) -> None:
+        """Fill `logits` on rank 0 with those of the last stage, whose ranks all have the same."""
+        source = self.size - self.tp_size
+        if source and self.rank == source:
+            dist.send(logits.contiguous(), 0)
+        elif source and self.rank == 0:
+            dist.recv(logits, source)
+
+    def smallest(self, value: int) -> int:
+        """Return the smallest `value` of all ranks."""
+        lowest = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+        return int(lowest)
+
+    def tell(self, message: bytes) -> None:
+        """Send a message from rank 0 to all others."""
+        try:
+            for connection in self._connections:
+                connection.send_bytes(message)
+        except OSError as error:
+            raise RuntimeError("another rank of this model has ended") from error
+
+    def hear(self) -> bytes | None:
+        """Return the next message of rank 0, or None when rank 0 has ended."""
+        (leader,) = self._connections
+        try:
+            return leader.recv_bytes()
+        except (EOFError, OSError):
+            return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Meeting:
+    """What rank 0 tells the others through MPI."""
+
+    host: str
+    store_port: int
+    message_port: int
+    key: bytes
+
+
+def join(tp_size: int, stages: int, device: Device, gpus: Sequence[int] | None) -> Ranks:
+    """Return the ranks of this launch as soon as all of them are there.
+
+    A rank takes the GPU with its number in `gpus`, or without them the one with its number among the ranks of its host.
+    Raises RuntimeError when there are not tp_size × stages processes, or when this rank has no GPU.
+    """
+    # Else a rank that is killed meanwhile leaves a file in /dev/shm; this folder goes with mpirun.
+    if folder := os.environ.get("OMPI_FILE_LOCATION"):
+        os.environ.setdefault("OMPI_MCA_btl_sm_backing_directory", folder)
+    from mpi4py import MPI
+
+    world, wanted = MPI.COMM_WORLD, tp_size * stages
+    rank, size = world.Get_rank(), world.Get_size()
+    if size != wanted:
+        raise RuntimeError(
+            f"the engine has {wanted} ranks, but MPI started {size}; start it with `trtserve start`, or give mpirun or "
+            f"srun {wanted} processes"
+        )
+    logger.info("Rank %d of %d waits for the others", rank, size)
+    hosts: list[str] = world.allgather(socket.gethostname())
+    place = _device(device, gpus, rank=rank, local_rank=hosts[:rank].count(hosts[rank]))
+    listener = store = None
+    if rank == 0:
+        host = _address(hosts)
+        key = secrets.token_bytes(32)
+        listener = Listener((host, 0), backlog=size, authkey=key)
+        store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        meeting = _Meeting(host=host, store_port=store.port, message_port=listener.address[1], key=key)
+        world.bcast(meeting)
+    else:
+        meeting = world.bcast(None)
+    MPI.Finalize()
+
+    if listener is None:
+        connection = Client((meeting.host, meeting.message_port), authkey=meeting.key)
+        connection.send(rank)
+        connections = [connection]
+        store = dist.TCPStore(meeting.host, meeting.store_port, size)
+    else:
+        accepted = [listener.accept() for _ in range(size - 1)]
+        listener.close()
+        connections = [connection for _, connection in sorted((each.recv(), each) for each in accepted)]
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group(
+        "nccl" if place.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        device_id=place if place.type == "cuda" else None,
+    )
+    logger.info("Rank %d of %d has joined the others on %s, device %s", rank, size, hosts[rank], place)
+    return Ranks(rank, tp_size, stages, place, connections)
+
+
+def _device(device: Device, gpus: Sequence[int] | None, *, rank: int, local_rank: int) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")
+    number = gpus[rank % len(gpus)] if gpus else local_rank
+    if number >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"rank {rank} needs GPU {number}; this process sees {torch.cuda.device_count()}, numbered from 0"
+        )
+    return torch.device("cuda", number)
+
+
+def _address(hosts: Sequence[str]) -> str:
+    """Return the address of this host, the first one, at which the others reach it."""
+    other = next((host for host in hosts if host != hosts[0]), None)
+    if other is None:
+        return _LOOPBACK
+    # Connecting a datagram socket sends nothing: it chooses the interface towards the other host.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect((other, 9))
+        return str(towards.getsockname()[0])

@@ -1,0 +1,144 @@
+"""The tensors of one rank of an engine, copied from its memory-mapped file to the device one by one."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trtserve.architectures import family
+from trtserve.architectures.base import Split, Target
+from trtserve.checkpoint.sharding import Shard, name_in_stage, shard, stage_layers, stage_of
+from trtserve.checkpoint.tensor_files import CODES, TensorFile
+from trtserve.checkpoint.unified import with_defaults
+from trtserve.errors import CorruptFileError
+from trtserve.executor.torch.group import Group
+from trtserve.releases import RELEASES
+from trtserve.releases.loaders import name_in_release
+
+Tensor = Any
+
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+class Weights(Protocol):
+    """The tensors of one rank by their names in the whole model."""
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether this rank holds the tensor."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the rank's part of a tensor, on the device."""
+
+    def fp8_scales(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Return the scales f32[1] of an FP8 matrix and of its inputs, or None for a tensor of floats.
+
+        A matrix of experts has a scale for each.
+        """
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the tensors that are not quantised."""
+
+    def split(self, name: str) -> Split:
+        """Return how ranks share the tensor."""
+
+    def shard(self, name: str) -> Shard:
+        """Return which part of the tensor this rank holds."""
+
+
+class EngineWeights:
+    """`Weights` in the file of one rank. On the CPU tensors stay mapped, so that processes share their memory."""
+
+    def __init__(self, engine: Path, config: Mapping[str, Any], group: Group, device: str) -> None:
+        """Map the rank's file; `config` is the checkpoint's. Raises CorruptFileError when it is damaged."""
+        complete = with_defaults(dict(config))
+        self._group = group
+        self._device = device
+        self._ep_size = int((complete.get("mapping") or {}).get("moe_ep_size") or 1)
+        self._architecture = complete["architecture"]
+        self._dtype = complete["dtype"]
+        self._stages = stage_layers(complete["num_hidden_layers"], group.stages)
+        self._file = TensorFile(engine / f"rank{group.stage * group.tp_size + group.tp_rank}.safetensors")
+        with self._file.path.open("rb") as handle:
+            # Copy on write: PyTorch takes writable buffers only, and nothing is ever written.
+            self._bytes = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        targets = family(self._architecture).targets(complete)
+        self._targets = {target.name: target for target in targets}
+
+    @property
+    def dtype(self) -> Any:
+        """See `Weights.dtype`."""
+        return getattr(torch, self._dtype)
+
+    @property
+    def layers(self) -> range:
+        """The layers of this rank's pipeline stage."""
+        return self._stages[self._group.stage]
+
+    def __contains__(self, name: object) -> bool:
+        target = self._targets.get(str(name))
+        return target is not None and self._stored_name(target) is not None
+
+    def split(self, name: str) -> Split:
+        """See `Weights.split`."""
+        return self._targets[name].split
+
+    def shard(self, name: str) -> Shard:
+        """See `Weights.shard`."""
+        return shard(self._targets[name], self._group.tp_size, self._group.tp_rank, self._ep_size)
+
+    def tensor(self, name: str) -> Tensor:
+        """See `Weights.tensor`. Raises CorruptFileError when the file lacks it or holds another shape."""
+        stored = self._stored_name(self._targets[name])
+        if stored is None:
+            raise CorruptFileError(f"{self._file.path} lacks the tensor {name}.", hint="Convert the model again.")
+        entry, expected = self._file.entries[stored], self.shard(name).shape
+        if entry.shape != expected:
+            raise CorruptFileError(
+                f"{self._file.path}: {stored} has shape {list(entry.shape)}; its config requires {list(expected)}."
+            )
+        return self._mapped(stored).to(self._device)
+
+    def fp8_scales(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """See `Weights.fp8_scales`."""
+        stored = self._stored_name(self._targets[name])
+        if stored is None or self._file.entries[stored].code != CODES["float8_e4m3"]:
+            return None
+        prefix = stored.removesuffix("weight")
+        names = [f"{prefix}{kind}_scaling_factor" for kind in ("weights", "activation")]
+        if missing := [each for each in names if each not in self._file.entries]:
+            raise CorruptFileError(f"{self._file.path} lacks the tensor {missing[0]}.", hint="Convert the model again.")
+        scales, inputs = (self._mapped(each).float().reshape(-1).to(self._device) for each in names)
+        return scales, inputs
+
+    def check(self) -> None:
+        """Raise CorruptFileError when the file lacks a tensor or holds one of another shape."""
+        optional = {"lm_head.weight"} if "transformer.vocab_embedding.weight" in self else set()
+        for name, target in self._targets.items():
+            if stage_of(target, self._stages) == self._group.stage and name not in optional:
+                self.tensor(name)
+                self.fp8_scales(name)
+
+    def _mapped(self, stored: str) -> Tensor:
+        entry = self._file.entries[stored]
+        dtype = _DTYPES[entry.code]
+        flat = torch.frombuffer(self._bytes, dtype=dtype, count=entry.size // dtype.itemsize, offset=entry.begin)
+        return flat.view(entry.shape)
+
+    def _stored_name(self, target: Target) -> str | None:
+        """Return a tensor's name in the file, which may be that of an older release, or None when it is not there."""
+        if stage_of(target, self._stages) != self._group.stage:
+            return None
+        older = replace(target, name=name_in_release(target.name, self._architecture, RELEASES[0]))
+        names: Sequence[str] = [name_in_stage(each, self._stages) for each in (target, older)]
+        return next((name for name in names if name in self._file.entries), None)

@@ -1,0 +1,1 @@
+"""What this machine has: memory, disk, CPU features, ports, GPUs, mpirun and containers."""

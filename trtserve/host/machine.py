@@ -1,0 +1,217 @@
+"""Memory within this process's cgroup, free disk, and CPU features."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import platform
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_OWN_SIZE = Path("/proc/self/statm")
+_MEMORY = Path("/proc/meminfo")
+# A setting of glibc's mallopt (malloc.h), and its value here.
+_M_MMAP_THRESHOLD = -3
+_LARGE_BLOCK = 2**20
+# Version 1 says "no limit" with the largest number of pages.
+_UNLIMITED = 2**60
+# Messages of loaders, OpenVINO, PyTorch and Python's threads when an allocation was refused.
+_NO_MEMORY = (
+    "bad_alloc",
+    "bad allocation",
+    "cannot allocate memory",
+    "can't allocate memory",
+    "can't start new thread",
+    "failed to map segment from shared object",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddressSpace:
+    """The address space of this process, in bytes, which `ulimit -v` limits (RLIMIT_AS).
+
+    It is larger than the memory in use: mapped libraries and files count in full, and so do stacks of threads.
+    """
+
+    limit: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        """Bytes that are left."""
+        return max(0, self.limit - self.used)
+
+
+def address_space() -> AddressSpace | None:
+    """Return the limit of this process, or None."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = (_read(_OWN_SIZE) or "0").split()[0]
+    return AddressSpace(limit=limit, used=int(pages) * resource.getpagesize())
+
+
+def total_memory() -> int:
+    """Return the bytes of memory that this process may use: the machine's, or the limit of a cgroup or of itself."""
+    space = address_space()
+    return min([physical_memory(), *(group.limit for group in _memory_groups()), *([space.limit] if space else [])])
+
+
+def physical_memory() -> int:
+    """Return the bytes of memory of the machine, regardless of limits."""
+    return _kernel_memory("MemTotal")
+
+
+def free_memory() -> int:
+    """Return the bytes that are left: what the kernel calls available, or less where a cgroup or RLIMIT_AS says so."""
+    available, space = _kernel_memory("MemAvailable"), address_space()
+    left = [group.limit - group.used for group in _memory_groups()] + ([space.left] if space else [])
+    return max(0, min([available, *left]))
+
+
+def _kernel_memory(name: str) -> int:
+    """Return a line of /proc/meminfo in bytes; psutil, which also reads that file, takes longer to load."""
+    lines = _MEMORY.read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def refused_memory(error: BaseException | None) -> BaseException | None:
+    """Return the error in the chain of causes that means a refused allocation, or None.
+
+    The message depends on the library. A library that could not be mapped counts too.
+    """
+    seen: set[int] = set()
+    while error is not None and not _is_refused_memory(error):
+        seen.add(id(error))
+        # An error that is raised twice can be a cause of itself.
+        error = error.__cause__ if id(error.__cause__) not in seen else None
+    return error
+
+
+def _is_refused_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, OSError)):
+        return isinstance(error, MemoryError) or error.errno == errno.ENOMEM
+    if not isinstance(error, (ImportError, RuntimeError, SystemError)):
+        return False
+    # A file system that is mounted without execution also refuses to map a library.
+    text = str(error).lower()
+    return "operation not permitted" not in text and any(words in text for words in _NO_MEMORY)
+
+
+def free_disk(path: Path) -> int:
+    """Return the free bytes of the file system of `path`, or of its nearest existing parent, for this user."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def give_memory_back() -> None:
+    """Return freed memory to the system; glibc would keep it for this process."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def take_large_blocks_from_system() -> None:
+    """Make glibc return every block of 1 MiB or more to the system when it is freed.
+
+    By default glibc raises that size up to 32 MiB, and smaller blocks leave holes in its heap. Other C libraries have
+    neither this setting nor that heap.
+    """
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None)
+    if adjust is not None:
+        adjust(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the feature flags of the CPU, as the kernel names them (`avx512_bf16`, `amx_bf16`, …)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    lines = (line.split(":", 1)[1] for line in text.splitlines() if line.startswith(("flags", "Features")))
+    return frozenset(next(lines, "").split())
+
+
+def has_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16 natively."""
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def describe() -> dict[str, str | int]:
+    """Return the facts that decide whether an engine runs as it did on the machine that built it."""
+    return {"system": platform.system(), "machine": platform.machine(), "bfloat16": int(has_bfloat16())}
+
+
+def differences(built: Mapping[str, str | int]) -> list[str]:
+    """Return a warning for each fact in which this machine differs from `built`, the description of another."""
+    return [
+        f"The engine was built on a machine with {key} {built[key]}; here it is {here}. Speed and results may differ."
+        for key, here in describe().items()
+        if key in built and built[key] != here
+    ]
+
+
+def format_bytes(count: float) -> str:
+    """Format bytes for messages and tables: `1.5 GiB`, `20 MiB`, `300 KiB`, `512 bytes`."""
+    if 0 < count < 2**10:
+        return f"{count:.0f} bytes"
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB" if count >= 2**20 or count == 0 else f"{count / 2**10:.0f} KiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MemoryGroup:
+    """A cgroup with a memory limit, in bytes."""
+
+    limit: int
+    used: int
+    """Without the page cache that the kernel can drop."""
+
+
+def _memory_groups() -> Iterator[_MemoryGroup]:
+    """Yield the limited cgroups of this process, from its own to the outermost; each counts what is inside."""
+    for root, own, limit, usage in _hierarchies():
+        for folder in (own, *own.parents):
+            if root not in (folder, *folder.parents):
+                break
+            highest, used = _number(folder / limit), _number(folder / usage)
+            if highest is not None and highest < _UNLIMITED and used is not None:
+                pairs = (line.split() for line in (_read(folder / "memory.stat") or "").splitlines())
+                used -= next((int(value) for key, value in pairs if key in ("inactive_file", "total_inactive_file")), 0)
+                yield _MemoryGroup(limit=highest, used=used)
+
+
+def _hierarchies() -> Iterator[tuple[Path, Path, str, str]]:
+    """Yield root, folder of this process, and names of the files for limit and usage, of cgroup version 2 and 1.
+
+    In a container the host's path may not exist; there the root is the container's own group.
+    """
+    lines = (line.split(":", 2) for line in (_read(_OWN_CGROUPS) or "").splitlines())
+    paths = {controllers: path for _, controllers, path in (line for line in lines if len(line) == 3)}
+    memory = next((path for names, path in paths.items() if "memory" in names.split(",")), "/")
+    for root, path, limit, usage in (
+        (_CGROUP, paths.get("", "/"), "memory.max", "memory.current"),
+        (_CGROUP / "memory", memory, "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        own = root / path.lstrip("/")
+        yield root, own if ".." not in path and own.is_dir() else root, limit, usage
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None

@@ -1,0 +1,117 @@
+"""Find free TCP ports, and the process that holds a taken one."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Collection
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from random import SystemRandom
+
+from trtserve.errors import MachineError, PortInUseError, UsageError
+from trtserve.process import ProcessId, describe, listeners
+
+_KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Above the ports of well-known services and of this product's servers (8000 and up).
+_FIRST_DRAWN = 10000
+
+
+def ipv4_address(host: str) -> str:
+    """Return the IPv4 address of `host`, a name or an address. Raises UsageError when it has none.
+
+    Triton 2.51 accepts neither names (its HTTP service never answers) nor IPv6 (its gRPC service cannot bind).
+    """
+    try:
+        # getaddrinfo reads an empty name as localhost.
+        found = socket.getaddrinfo(host or ".", 0, socket.AF_INET, socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, socket.gaierror) else "not a host name"
+        raise UsageError(
+            f"Triton cannot listen on {host}: {reason}. It needs an IPv4 address.",
+            hint="Give an IPv4 address of this machine, or its name: --host 127.0.0.1, or 0.0.0.0 for all interfaces.",
+        ) from error
+    return str(found[0][4][0])
+
+
+def taken_meanwhile(other: str) -> str:
+    """Return the hint for a port that was free before the server started; `other` says what to choose."""
+    return f"Another program took the port in the meantime: start again with --auto-ports, or choose {other}."
+
+
+def is_free(host: str, port: int) -> bool:
+    """Return whether a server can listen on `port` of `host` now; connections in TIME_WAIT do not matter.
+
+    Raises UsageError for an address of another machine, or a port that only root may use.
+    """
+    with _socket(host) as probe:
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise UsageError(
+                f"Nothing can listen on {host}, port {port}: {error.strerror}.",
+                hint="Give an address of this machine (--host 127.0.0.1 or 0.0.0.0) and ports above 1023.",
+            ) from error
+    return True
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on `port` of `host`. Raises PortInUseError when another program does."""
+    listening = _socket(host)
+    try:
+        listening.bind((host, port))
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise PortInUseError(f"Socket '{host}:{port}' cannot be opened: {error.strerror}.") from error
+    return listening
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Return `count` different ports that are free now, drawn from below the kernel's own range.
+
+    A port of that range may become another program's, or one end of a connection, before its server has started. When
+    no port is left below the range, the kernel chooses.
+    """
+    below = range(_FIRST_DRAWN, _lowest_kernel_port())
+    drawn = SystemRandom().sample(below, min(len(below), count + 100))
+    found = list(islice((port for port in drawn if is_free(host, port)), count))
+    if len(found) == count:
+        return found
+    with ExitStack() as held:
+        sockets = [held.enter_context(_socket(host)) for _ in range(count)]
+        for probe in sockets:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in sockets]
+
+
+def _lowest_kernel_port() -> int:
+    """Return the lowest port that the kernel uses for outgoing connections (ip(7), ip_local_port_range)."""
+    try:
+        return int(_KERNEL_RANGE.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return _FIRST_DRAWN
+
+
+def next_free(host: str, first: int, *, taken: Collection[int]) -> int:
+    """Return the first free port from `first` on, skipping `taken`. Raises MachineError when a hundred are in use."""
+    for port in range(first, min(first + 100, 65536)):
+        if port not in taken and is_free(host, port):
+            return port
+    raise MachineError(f"No port of {host} from {first} to {first + 99} is free.", hint="Name free ports yourself.")
+
+
+def owner(port: int) -> tuple[ProcessId | None, str]:
+    """Return the process that listens on `port`, with a description; (None, "") when the kernel does not show it."""
+    identity = next(iter(listeners(port)), None)
+    return (None, "") if identity is None else (identity, f"process {identity.pid} ({describe(identity)})")
+
+
+def _socket(host: str) -> socket.socket:
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return probe

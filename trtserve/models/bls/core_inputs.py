@@ -1,0 +1,103 @@
+"""Check the inputs of the BLS model, and turn them into inputs of the core model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..shared.inner_models import Tensors, call
+from .settings import BlsSettings
+from .tensor_names import CORE, CORE_FROM_PREPROCESSING, PREPROCESSING, PREPROCESSING_OUTPUTS, PROMPT_TABLE_OUTPUT
+
+_ONLY_WITH_DRAFTS = ("use_draft_logits", "draft_acceptance_threshold")
+_NOT_WITH_DRAFTS = {
+    "stream": "streaming is not supported with speculative decoding",
+    "return_context_logits": "context logits are not supported with speculative decoding",
+    # Each round is its own request: the draft model cannot use the table's ids, and a guide would start again.
+    "prompt_vocab_size": "prompt_vocab_size is not supported with speculative decoding",
+    "guided_decoding_guide_type": "guided decoding is not supported with speculative decoding",
+}
+_ONCE_WITH_DRAFTS = ("beam_width", "num_return_sequences")
+
+
+def is_set(inputs: Tensors, name: str) -> bool:
+    """Return whether an input has a value other than 0, False and "", which clients send as neutral values."""
+    return name in inputs and bool(np.any(inputs[name]))
+
+
+def largest(inputs: Tensors, name: str, default: int) -> int:
+    """Return the largest element of an integer input; `default` when it is absent or empty."""
+    value = inputs.get(name)
+    return default if value is None or value.size == 0 else int(np.max(value))
+
+
+def may_answer_repeatedly(inputs: Tensors) -> bool:
+    """Return whether the core model may answer the request more than once: streams, several rows, several sequences."""
+    rows = len(inputs.get("text_input", ()))
+    return is_set(inputs, "stream") or rows > 1 or largest(inputs, "num_return_sequences", 1) > 1
+
+
+def check(settings: BlsSettings, inputs: Tensors) -> None:
+    """Raise ValueError for wrong inputs."""
+    if inputs.get("text_input") is None or inputs["text_input"].size == 0:
+        raise ValueError("text_input is required")
+    limits = inputs.get("max_tokens")
+    batch = len(inputs["text_input"])
+    if limits is None or limits.size != batch or int(limits.min()) <= 0:
+        raise ValueError("max_tokens must be a single value > 0")
+    if "image_input" in inputs:
+        raise ValueError("image_input was given, but this repository serves a text model without vision parts.")
+    if settings.accumulate and (beams := largest(inputs, "beam_width", 1)) > 1:
+        raise ValueError(f"accumulate_tokens needs beam_width 1; this request asks for {beams} beams.")
+    if is_set(inputs, "prompt_table_extra_id") and "prompt_embedding_table" not in inputs:
+        raise ValueError("prompt_table_extra_id needs prompt_embedding_table, which was not given.")
+    if largest(inputs, "num_draft_tokens", 0) > 0:
+        _check_speculative(settings, inputs, batch)
+    elif given := [name for name in _ONLY_WITH_DRAFTS if is_set(inputs, name)]:
+        raise ValueError(f"{given[0]} needs num_draft_tokens above 0.")
+
+
+def _check_speculative(settings: BlsSettings, inputs: Tensors, batch: int) -> None:
+    for name, message in _NOT_WITH_DRAFTS.items():
+        if is_set(inputs, name):
+            raise ValueError(message)
+    if "prompt_embedding_table" in inputs:
+        raise ValueError("prompt_embedding_table is not supported with speculative decoding")
+    for name in _ONCE_WITH_DRAFTS:
+        if largest(inputs, name, 1) > 1:
+            raise ValueError(f"{name} above 1 is not supported with speculative decoding")
+    if batch > 1:
+        raise ValueError("batch size above 1 is not supported with speculative decoding")
+    if settings.draft is None:
+        raise ValueError("cannot perform speculative decoding without draft model")
+
+
+def core_inputs(settings: BlsSettings, inputs: Tensors, request_id: str) -> Tensors:
+    """Call preprocessing, and return its tensors and the client's under the names of the core model."""
+    given = {inner: inputs[name] for name, inner in PREPROCESSING.items() if name in inputs}
+    wanted = list(PREPROCESSING_OUTPUTS)
+    if "prompt_table_extra_id" in inputs:
+        wanted.append(PROMPT_TABLE_OUTPUT)
+    prepared = call(settings.preprocessing, given, wanted, request_id)
+    batch = len(inputs["text_input"])
+    result = {CORE_FROM_PREPROCESSING[name]: value for name, value in prepared.items()}
+    for name, inner in CORE.items():
+        if name in inputs:
+            result[inner] = _with_batch_axis(inputs[name], batch)
+    for name in ("return_context_logits", "return_generation_logits"):
+        result.setdefault(name, np.zeros((batch, 1), dtype=np.bool_))
+    return result
+
+
+def prompts(inputs: Tensors) -> list[list[int]]:
+    """Return the prompt ids of each batch row."""
+    lengths = inputs["input_lengths"].reshape(-1)
+    return [row[:length].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
+
+
+def _with_batch_axis(value: Any, batch: int) -> NDArray[Any]:
+    """Return [batch, 1] for inputs declared with `reshape { }`, which arrive as [batch]."""
+    # What NumPy cannot hold (BF16) is a tensor of Triton, and handed on as it is.
+    return value.reshape(batch, 1) if isinstance(value, np.ndarray) and value.ndim == 1 else value

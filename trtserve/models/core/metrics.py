@@ -1,0 +1,165 @@
+"""The metrics of TensorRT-LLM's Triton backend, computed from the executor's iteration statistics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+# Family → (help text, label, {label value: field of the statistics}).
+_FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "nv_trt_llm_request_metrics": (
+        "TRT LLM request metrics",
+        "request_type",
+        {
+            "active": "num_active_requests",
+            "max": "max_num_active_requests",
+            "scheduled": "num_scheduled_requests",
+            "context": "num_context_requests",
+            "waiting": "waiting_requests",
+        },
+    ),
+    "nv_trt_llm_runtime_memory_metrics": (
+        "TRT LLM runtime memory metrics",
+        "memory_type",
+        {"cpu": "cpu_mem_usage", "gpu": "gpu_mem_usage", "pinned": "pinned_mem_usage"},
+    ),
+    "nv_trt_llm_kv_cache_block_metrics": (
+        "TRT LLM KV cache block metrics",
+        "kv_cache_block_type",
+        {
+            "max": "max_num_blocks",
+            "free": "free_num_blocks",
+            "used": "used_num_blocks",
+            "tokens_per": "tokens_per_block",
+            "reused": "reused_blocks",
+            "fraction": "kv_cache_fraction",
+        },
+    ),
+    "nv_trt_llm_general_metrics": (
+        "General TRT LLM metrics",
+        "general_type",
+        {"timestamp": "timestamp", "iteration_counter": "iter"},
+    ),
+}
+_INFLIGHT = (
+    "TRT LLM inflight_batcher-specific metrics",
+    "inflight_batcher_specific_metric",
+    {
+        "total_context_tokens": "num_ctx_tokens",
+        "generation_requests": "num_gen_requests",
+        "micro_batch_id": "micro_batch_id",
+        "paused_requests": "num_paused_requests",
+    },
+)
+_STATIC = (
+    "TRT LLM v1-specific metrics",
+    "v1_specific_metric",
+    {
+        "total_context_tokens": "num_ctx_tokens",
+        "total_generation_tokens": "num_gen_tokens",
+        "empty_generation_slots": "empty_gen_slots",
+    },
+)
+# Added by trtserve: counts tokens while requests run; the histograms of lengths count finished requests.
+_TOKENS = "nv_trtserve_tokens_total"
+_LENGTH_BUCKETS = [10, 50, 100, 500, 1000]
+
+
+class MetricsReporter:
+    """The metrics of one model instance; `warn` gets a line for each field that the statistics lack."""
+
+    def __init__(self, model: str, version: str, *, static: bool, warn: Callable[[str], None]) -> None:
+        self._labels = {"model": model, "version": version}
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._last: dict[tuple[str, str], float] = {}
+        name = "nv_trt_llm_v1_metrics" if static else "nv_trt_llm_inflight_batcher_metrics"
+        table = {**_FAMILIES, name: _STATIC if static else _INFLIGHT}
+        self._families: list[Any] = []
+        self._gauges: dict[tuple[str, str], Any] = {}
+        for family_name, (description, label, fields) in table.items():
+            family = pb_utils.MetricFamily(name=family_name, description=description, kind=pb_utils.MetricFamily.GAUGE)
+            self._families.append(family)
+            for value, field in fields.items():
+                self._gauges[family_name, field] = family.Metric(labels={**self._labels, label: value})
+        tokens = pb_utils.MetricFamily(
+            name=_TOKENS, description="Tokens of the requests", kind=pb_utils.MetricFamily.COUNTER
+        )
+        self._families.append(tokens)
+        self._counters = {
+            kind: tokens.Metric(labels={**self._labels, "token_type": kind}) for kind in ("prompt", "generated")
+        }
+        self._tokens = dict.fromkeys(self._counters, 0)
+        self._lock = threading.Lock()
+        self._input_lengths = self._histogram("nv_llm_input_token_len", "total_input_tokens")
+        self._output_lengths = self._histogram("nv_llm_output_token_len", "total_output_tokens")
+
+    def _histogram(self, name: str, label: str) -> Any:
+        """A histogram of lengths, or None when this Triton's Python backend has no histograms."""
+        kind = getattr(pb_utils.MetricFamily, "HISTOGRAM", None)
+        if kind is None:
+            return None
+        family = pb_utils.MetricFamily(name=name, description="TRT LLM response metrics", kind=kind)
+        self._families.append(family)
+        return family.Metric(labels={**self._labels, "response_metric_type": label}, buckets=_LENGTH_BUCKETS)
+
+    def close(self) -> None:
+        """Remove the metrics from the server.
+
+        Triton 2.51's stub would do it only after its connection is gone, and crash.
+        """
+        self._input_lengths = self._output_lengths = None
+        self._gauges.clear()
+        self._counters.clear()
+        self._families.clear()
+
+    def add_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
+        """Count tokens for the next report; each change of a metric costs a message to the server."""
+        with self._lock:
+            self._tokens["prompt"] += prompt
+            self._tokens["generated"] += generated
+
+    def observe_request(self, input_tokens: int, output_tokens: int) -> None:
+        """Record the lengths of one finished executor request."""
+        if self._input_lengths is not None:
+            self._input_lengths.observe(input_tokens)
+            self._output_lengths.observe(output_tokens)
+
+    def report(self, records: list[Any]) -> None:
+        """Update the counters, and set every gauge from the newest record, if there is one."""
+        with self._lock:
+            counted, self._tokens = self._tokens, dict.fromkeys(self._tokens, 0)
+        for kind, tokens in counted.items():
+            if tokens:
+                self._counters[kind].increment(tokens)
+        if not records:
+            return
+        values = _values(records[-1])
+        for (family, field), gauge in self._gauges.items():
+            value = values.get(field)
+            if value is not None and value != self._last.get((family, field)):
+                gauge.set(value)  # only when it changed, because each set is a message to the server
+                self._last[family, field] = value
+            elif value is None and field not in self._warned:
+                self._warned.add(field)
+                self._warn(f"The executor's statistics have no {field}, so {family} lacks it.")
+
+
+def _values(record: Any) -> dict[str, float]:
+    """Return field → number from the record or its parts, and the computed fields."""
+    parts = (record, record.kv_cache_stats, record.static_batching_stats, record.inflight_batching_stats)
+    fields = {field for _, _, table in (*_FAMILIES.values(), _INFLIGHT, _STATIC) for field in table.values()}
+    values: dict[str, Any] = {}
+    for field in fields:
+        values[field] = next((value for part in parts if (value := getattr(part, field, None)) is not None), None)
+    form = "%m-%d-%Y %H:%M:%S.%f" if "." in record.timestamp else "%m-%d-%Y %H:%M:%S"
+    values["timestamp"] = datetime.strptime(record.timestamp, form).timestamp()
+    if values["num_scheduled_requests"] is not None:
+        values["waiting_requests"] = values["num_active_requests"] - values["num_scheduled_requests"]
+    if values["max_num_blocks"] is not None:
+        values["kv_cache_fraction"] = values["used_num_blocks"] / max(1, values["max_num_blocks"])
+    return values

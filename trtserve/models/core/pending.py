@@ -1,0 +1,155 @@
+"""The Triton requests in flight: their executor requests, and how responses are sent."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from ..shared.fetched_answers import FetchedSender
+from ..shared.guarded_sender import GuardedSender
+from .response import Outputs, Wanted
+
+_REMEMBERED = 1024
+_INNER_MARK = "/bls-[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+_INNER_ID = re.compile(f"{_INNER_MARK}$")
+
+
+def client_id(request_id: str) -> str:
+    """Return the id that the client gave, without the suffix that the BLS model adds."""
+    return _INNER_ID.sub("", request_id)
+
+
+@dataclass(eq=False)
+class Pending:
+    """One Triton request that is being answered."""
+
+    request_id: str
+    sender: GuardedSender | FetchedSender
+    decoupled: bool = True
+    open_rows: dict[int, Wanted] = field(default_factory=dict)
+    """Executor id → what the outputs of that batch row depend on; rows that ended are removed."""
+    generated: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(Executor id, sequence index) → tokens generated so far."""
+    answered: set[int] = field(default_factory=set)
+    """Executor ids that have had a result."""
+
+    def send(self, outputs: Outputs, *, parameters: dict[str, Any] | None = None) -> None:
+        """Send the outputs of one executor response, and the final flag when no row is open any more.
+
+        A decoupled model sends the final flag in an empty response after the data. The BLS model gets it with the
+        data, which saves a message.
+        """
+        tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items()]
+        ended = not self.open_rows
+        joined = not self.decoupled or _INNER_ID.search(self.request_id) is not None
+        self.sender.send(response(tensors, parameters), final=ended and joined)
+        if ended and not joined:
+            self.sender.send(final=True)
+
+    def fail(self, message: str) -> None:
+        """Send an error instead of a response."""
+        self.sender.send(error_response(message), final=not self.open_rows)
+
+    def begins(self, executor_id: int) -> bool:
+        """Return whether this is the first result of an executor request."""
+        first = executor_id not in self.answered
+        self.answered.add(executor_id)
+        return first
+
+    def count(self, executor_id: int, sequence: int, tokens: int, *, repeated: bool) -> int:
+        """Count the tokens of a result and return how many are new; `repeated`: each result holds all so far."""
+        key = executor_id, sequence
+        before = self.generated.get(key, 0)
+        # The last result of a cancelled request has no tokens.
+        self.generated[key] = max(before, tokens) if repeated else before + tokens
+        return self.generated[key] - before
+
+    def total(self, executor_id: int) -> int:
+        """Return the tokens of all sequences of an executor request."""
+        return sum(tokens for (number, _), tokens in self.generated.items() if number == executor_id)
+
+
+def error_response(message: str) -> Any:
+    """Return a response with an error."""
+    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
+
+
+@lru_cache(maxsize=1)
+def _parameters_supported() -> bool:
+    """Return whether this Triton's Python backend can send response parameters; that of 24.10 cannot."""
+    try:
+        pb_utils.InferenceResponse(output_tensors=[], parameters={"probe": "1"})
+    except TypeError:
+        return False
+    return True
+
+
+def response(tensors: list[Any], parameters: dict[str, Any] | None = None) -> Any:
+    """Return a response, with response parameters if the Python backend supports them."""
+    if parameters and _parameters_supported():
+        return pb_utils.InferenceResponse(output_tensors=tensors, parameters=parameters)
+    return pb_utils.InferenceResponse(output_tensors=tensors)
+
+
+class PendingTable:
+    """All requests that are being answered, by executor id and by Triton request id; thread-safe."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._by_executor_id: dict[int, Pending] = {}
+        # Ids of BLS requests that ended lately → whether a stop came since. Speculative decoding sends several rounds
+        # under one id, and a stop between two rounds must not be lost.
+        self._ended: OrderedDict[str, bool] = OrderedDict()
+
+    def add(self, pending: Pending) -> bool:
+        """Register a request whose `open_rows` are known. Return True if a stop for its id came first.
+
+        The caller holds the lock.
+        """
+        for executor_id in pending.open_rows:
+            self._by_executor_id[executor_id] = pending
+        return self._ended.get(pending.request_id, False)
+
+    def find(self, executor_id: int) -> Pending | None:
+        """Return the request of an executor id, or None when it has ended."""
+        with self.lock:
+            return self._by_executor_id.get(executor_id)
+
+    def close(self, executor_id: int) -> None:
+        """Remove an executor request that ended."""
+        with self.lock:
+            pending = self._by_executor_id.pop(executor_id, None)
+            if pending is None:
+                return
+            pending.open_rows.pop(executor_id, None)
+            if _INNER_ID.search(pending.request_id):
+                self._ended.setdefault(pending.request_id, False)
+                while len(self._ended) > _REMEMBERED:
+                    self._ended.popitem(last=False)
+
+    def all(self) -> list[Pending]:
+        """Return every open request once."""
+        with self.lock:
+            return list(dict.fromkeys(self._by_executor_id.values()))
+
+    def stop(self, request_id: str) -> list[int]:
+        """Return the executor ids to cancel for a stop of a Triton request id.
+
+        The BLS model names its inner requests `<client's id>/bls-<uuid4>`, so a stop with the client's id reaches them
+        too. Any other text after a slash is part of another client's id.
+        """
+        inner = re.compile(re.escape(request_id) + _INNER_MARK)
+        with self.lock:
+            for ended in filter(inner.fullmatch, self._ended):
+                self._ended[ended] = True
+            return [
+                executor_id
+                for executor_id, pending in self._by_executor_id.items()
+                if pending.request_id == request_id or inner.fullmatch(pending.request_id)
+            ]

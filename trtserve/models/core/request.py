@@ -1,0 +1,272 @@
+"""Build executor requests from the input tensors of a Triton request, one per batch row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..shared.parameters import ModelParameters
+from .executor_module import ExecutorModule
+from .row import Inputs, Row, rows_of
+
+# Keyword of SamplingConfig ← names of the tensor, the older name last.
+_SAMPLING = {
+    "top_k": ("runtime_top_k",),
+    "temperature": ("temperature",),
+    "repetition_penalty": ("repetition_penalty",),
+    "presence_penalty": ("presence_penalty",),
+    "frequency_penalty": ("frequency_penalty",),
+    "length_penalty": ("len_penalty",),
+    "beam_search_diversity_rate": ("beam_search_diversity_rate",),
+    "early_stopping": ("early_stopping",),
+    "top_p_min": ("runtime_top_p_min",),
+    "top_p_reset_ids": ("runtime_top_p_reset_ids",),
+    "top_p_decay": ("runtime_top_p_decay",),
+    "min_tokens": ("min_tokens", "min_length"),
+    "seed": ("seed", "random_seed"),
+}
+_BEFORE_0_13 = {"min_tokens": "min_length", "seed": "random_seed"}
+_GUIDES = {"json": "JSON", "json_schema": "JSON_SCHEMA", "regex": "REGEX", "ebnf_grammar": "EBNF_GRAMMAR"}
+_SKIPPED_BLOCKS = "skip_cross_attn_blocks"
+_RETENTION_PRIORITY = 35  # default of TensorRT-LLM
+# Input → the other input that it needs.
+_NEEDS = {
+    "lora_weights": "lora_task_id",
+    "lora_config": "lora_task_id",
+    "draft_logits": "draft_input_ids",
+    "draft_acceptance_threshold": "draft_input_ids",
+    "guided_decoding_guide": "guided_decoding_guide_type",
+    "mrope_position_deltas": "mrope_rotary_cos_sin",
+    "prompt_table_extra_ids": "prompt_embedding_table",
+    "encoder_output_lengths": "encoder_input_features",
+    "cross_attention_mask": "encoder_input_features",
+}
+# Inputs that `model.py` reads for the whole batch, and inputs that TensorRT-LLM ignores too: a prompt table has its own
+# size, and decoder ids are used without their length.
+_NOT_FOR_THE_REQUEST = {
+    "stop",
+    "return_finish_reason",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+    "prompt_vocab_size",
+    "decoder_input_lengths",
+}
+
+
+class RequestFactory:
+    """Builds executor requests. Raises ValueError, TypeError or RuntimeError for inputs that are not valid."""
+
+    def __init__(
+        self, module: ExecutorModule, *, decoupled: bool, exclude_input: bool, vocabulary: int | None = None
+    ) -> None:
+        """`vocabulary` is the size by which prompt ids are wrapped; None leaves them to the executor's check."""
+        self._module = module
+        self._vocabulary = vocabulary
+        self._decoupled = decoupled
+        self._exclude_input = exclude_input
+
+    def requests(self, inputs: Inputs) -> list[Any]:
+        """Return one executor request per batch row."""
+        ids = inputs.get("input_ids")
+        if ids is None or ids.ndim != 2 or ids.size == 0:
+            raise ValueError("Invalid format for input_ids: expected a tensor [batch, length] with at least one token.")
+        batch = ids.shape[0]
+        self._check_policy(inputs, batch)
+        return [self._request(row) for row in rows_of(inputs, batch)]
+
+    def _check_policy(self, inputs: Inputs, batch: int) -> None:
+        if self._decoupled:
+            return
+        if bool(np.any(inputs.get("streaming", False))):
+            raise ValueError("Streaming is only supported in decoupled mode.")
+        if batch > 1:
+            raise ValueError(f"Batch size {batch} needs the decoupled transaction policy; this model answers once.")
+        beams = int(np.max(inputs.get("beam_width", 1)))  # with beams, all sequences come back in one response
+        if beams <= 1 and (count := int(np.max(inputs.get("num_return_sequences", 1)))) > 1:
+            raise ValueError(
+                f"num_return_sequences is {count}, which needs the decoupled transaction policy: each sequence is a "
+                "response, and this model answers once. Make the repository with streaming, or ask once per sequence."
+            )
+
+    def _request(self, row: Row) -> Any:
+        keywords = self._keywords(row)
+        ids = row.array("decoder_input_ids")
+        if ids is not None and bool(np.any(ids != row.scalar("pad_id", 0))):
+            raise ValueError("decoder_input_ids (decoder_text_input) was given, but this is a decoder-only model.")
+        for name in row.unread():
+            if name not in _NOT_FOR_THE_REQUEST:
+                raise ValueError(
+                    f"{name} needs {_NEEDS[name]}, which was not given."
+                    if name in _NEEDS
+                    else f"{name} is not supported by this model; leave it out or give its neutral value."
+                )
+        return self._module.api.Request(**keywords)
+
+    def _keywords(self, row: Row) -> dict[str, Any]:
+        tokens = _prompt(row)
+        if self._vocabulary is not None and row.array("prompt_embedding_table") is None:  # whose rows have the next ids
+            tokens = [token % self._vocabulary for token in tokens]
+        sequences = int(row.scalar("num_return_sequences", 0))
+        keywords = _given(
+            end_id=row.scalar("end_id"),
+            pad_id=row.scalar("pad_id"),
+            bad_words=row.words("bad_words_list"),
+            stop_words=row.words("stop_words_list"),
+            embedding_bias=self._tensor(row, "embedding_bias"),
+            prompt_tuning_config=self._prompt_tuning(row, len(tokens)),
+            lora_config=self._lora(row),
+            external_draft_tokens_config=self._draft(row),
+            lookahead_config=self._lookahead(row),
+            kv_cache_retention_config=self._retention(row),
+            guided_decoding_params=self._guide(row),
+            skip_cross_attn_blocks=self._tensor(row, _SKIPPED_BLOCKS) if row.is_set(_SKIPPED_BLOCKS) else None,
+            mrope_config=self._mrope(row),
+            **self._encoder(row),
+        )
+        if sequences and not self._module.since("0.16"):
+            keywords["num_return_sequences"] = sequences
+        limit = "max_tokens" if self._module.since("0.13") else "max_new_tokens"
+        keywords[limit] = row.required("request_output_len")
+        return {
+            "input_token_ids": tokens,
+            "streaming": bool(row.scalar("streaming", False)),
+            "sampling_config": self._sampling(row, sequences),
+            "output_config": self._module.api.OutputConfig(**self._outputs(row)),
+            **keywords,
+        }
+
+    def _sampling(self, row: Row, sequences: int) -> Any:
+        keywords = _given(**{keyword: row.either(names) for keyword, names in _SAMPLING.items()})
+        if not self._module.since("0.13"):
+            keywords = {_BEFORE_0_13.get(name, name): value for name, value in keywords.items()}
+        if "early_stopping" in keywords:
+            keywords["early_stopping"] = int(keywords["early_stopping"])
+        top_p = row.scalar("runtime_top_p", 0.0)
+        if not top_p <= 0:  # not `> 0`: NaN goes to the executor, which refuses it
+            keywords["top_p"] = top_p
+        if sequences and self._module.since("0.16"):
+            keywords["num_return_sequences"] = sequences
+        return self._module.api.SamplingConfig(beam_width=int(row.scalar("beam_width", 0)) or 1, **keywords)
+
+    def _outputs(self, row: Row) -> dict[str, bool]:
+        names = ("return_log_probs", "return_context_logits", "return_generation_logits")
+        keywords = {name: bool(row.scalar(name, False)) for name in names}
+        keywords["exclude_input_from_output"] = bool(row.scalar("exclude_input_in_output", self._exclude_input))
+        if self._module.since("0.16"):
+            metrics = row.either(("return_perf_metrics", "return_kv_cache_reuse_stats"))
+            keywords["return_perf_metrics"] = bool(metrics)
+        return keywords
+
+    def _tensor(self, row: Row, name: str) -> Any:
+        value = row.array(name)
+        return None if value is None else self._module.as_tensor(value)
+
+    def _encoder(self, row: Row) -> dict[str, Any]:
+        features = self._tensor(row, "encoder_input_features")
+        if features is None:
+            return {}
+        return _given(
+            encoder_input_features=features,
+            encoder_output_length=row.scalar("encoder_output_lengths"),
+            cross_attention_mask=self._tensor(row, "cross_attention_mask"),
+        )
+
+    def _prompt_tuning(self, row: Row, length: int) -> Any:
+        table = self._tensor(row, "prompt_embedding_table")
+        if table is None:
+            return None
+        extra = row.integers("prompt_table_extra_ids")
+        if not extra:
+            return self._module.api.PromptTuningConfig(table)
+        return self._module.api.PromptTuningConfig(table, extra[:length])
+
+    def _lora(self, row: Row) -> Any:
+        task = row.scalar("lora_task_id")
+        if task is None:
+            return None
+        weights, config = self._tensor(row, "lora_weights"), self._tensor(row, "lora_config")
+        return self._module.api.LoraConfig(task, weights, config)
+
+    def _draft(self, row: Row) -> Any:
+        tokens = row.integers("draft_input_ids")
+        if not tokens:
+            return None
+        logits = self._tensor(row, "draft_logits")
+        threshold = row.scalar("draft_acceptance_threshold")
+        return self._module.api.ExternalDraftTokensConfig(tokens, logits, threshold)
+
+    def _lookahead(self, row: Row) -> Any:
+        names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+        if not any(row.is_set(name) for name in names):
+            return None
+        return self._module.api.LookaheadDecodingConfig(*(row.required(name) for name in names))
+
+    def _guide(self, row: Row) -> Any:
+        kind = row.text("guided_decoding_guide_type")
+        if kind is None:
+            return None
+        if kind not in _GUIDES:
+            raise ValueError(f"guided_decoding_guide_type is {kind!r}; expected one of {', '.join(_GUIDES)}.")
+        params = self._module.api.GuidedDecodingParams
+        return params(getattr(params.GuideType, _GUIDES[kind]), row.text("guided_decoding_guide"))
+
+    def _retention(self, row: Row) -> Any:
+        names = ("starts", "ends", "priorities", "durations_ms")
+        starts, ends, priorities, durations = (row.integers(f"retention_token_range_{name}") for name in names)
+        decode_priority = row.scalar("retention_decode_priority", _RETENTION_PRIORITY)
+        decode_duration = _milliseconds(row.scalar("retention_decode_duration_ms", -1))
+        if not len(starts) == len(ends) == len(priorities) or len(durations) not in (0, len(starts)):
+            raise ValueError(
+                "retention_token_range_starts, _ends and _priorities must have the same length, and _durations_ms too "
+                "when it is given."
+            )
+        if not starts and decode_priority == _RETENTION_PRIORITY and decode_duration is None:
+            return None
+        config = self._module.api.KvCacheRetentionConfig
+        durations = durations or [-1] * len(starts)
+        ranges = [
+            config.TokenRangeRetentionConfig(start, None if end < 0 else end, priority, _milliseconds(duration))
+            for start, end, priority, duration in zip(starts, ends, priorities, durations, strict=True)
+        ]
+        return config(ranges, decode_priority, decode_duration)
+
+    def _mrope(self, row: Row) -> Any:
+        table = self._tensor(row, "mrope_rotary_cos_sin")
+        if table is None:
+            return None
+        return self._module.api.MropeConfig(table, row.required("mrope_position_deltas"))
+
+
+def _prompt(row: Row) -> list[int]:
+    ids = row.integers("input_ids")
+    length = int(row.scalar("input_lengths", len(ids)))
+    if not 1 <= length <= len(ids):
+        raise ValueError(f"input_lengths is {length}; expected 1 … {len(ids)}, the ids that the row of input_ids has.")
+    return ids[:length]
+
+
+def vocabulary_to_wrap(parameters: ModelParameters, engine: Path) -> int | None:
+    """Return the engine's vocabulary size if `out_of_vocabulary_ids` is `wrap`, else None.
+
+    Raises ValueError for another word.
+    """
+    asked = parameters.text("out_of_vocabulary_ids") or "refuse"
+    if asked not in ("refuse", "wrap"):
+        raise ValueError(f"Parameter out_of_vocabulary_ids is {asked!r}; expected refuse or wrap.")
+    if asked == "refuse":
+        return None
+    config = json.loads((engine / "config.json").read_text(encoding="utf-8"))
+    return int(config["pretrained_config"]["vocab_size"])
+
+
+def _given(**keywords: Any) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if value is not None}
+
+
+def _milliseconds(value: int) -> Any:
+    from datetime import timedelta
+
+    return None if value < 0 else timedelta(milliseconds=value)

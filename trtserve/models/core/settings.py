@@ -1,0 +1,155 @@
+"""Build the ExecutorConfig from the parameters of config.pbtxt; unset ones keep the executor's defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from ..shared.parameters import ModelParameters
+from .executor_module import ExecutorModule
+
+Keywords = dict[str, Any]
+
+_BATCHING = {"inflight_fused_batching": "INFLIGHT", "inflight_batching": "INFLIGHT", "v1": "STATIC"}
+_POLICIES = ("max_utilization", "guaranteed_no_evict")
+# Mode → constructor of DecodingMode, and the first release that has it.
+_DECODING_MODES = {
+    "auto": ("Auto", "0.12"),
+    "top_k": ("TopK", "0.12"),
+    "top_p": ("TopP", "0.12"),
+    "top_k_top_p": ("TopKTopP", "0.12"),
+    "beam_search": ("BeamSearch", "0.12"),
+    "medusa": ("Medusa", "0.12"),
+    "redrafter": ("ExplicitDraftTokens", "0.16"),
+    "lookahead": ("Lookahead", "0.16"),
+    "eagle": ("Eagle", "0.16"),
+}
+
+
+def executor_config(module: ExecutorModule, parameters: ModelParameters, config: dict[str, Any]) -> Any:
+    """Build the ExecutorConfig; ValueError names a parameter with a wrong value.
+
+    As in NVIDIA's backend, an unknown word is an error for `gpt_model_type`, and gives a warning and the default for
+    `batch_scheduler_policy` and `decoding_mode`.
+    """
+    api = module.api
+    queue_policy = config.get("dynamic_batching", {}).get("default_queue_policy", {})
+    keywords = _given(
+        max_beam_width=parameters.integer("max_beam_width"),
+        enable_chunked_context=parameters.switch("enable_chunked_context"),
+        normalize_log_probs=parameters.switch("normalize_log_probs"),
+        iter_stats_max_iterations=parameters.integer("iter_stats_max_iterations"),
+        request_stats_max_iterations=parameters.integer("request_stats_max_iterations"),
+        gpu_weights_percent=parameters.number("gpu_weights_percent"),
+        max_queue_size=int(queue_policy.get("max_queue_size", 0)) or None,
+        parallel_config=_parallel_config(module, parameters),
+        decoding_config=_decoding_config(module, parameters),
+    )
+    if module.since("0.20") and parameters.switch("enable_trt_overlap"):
+        keywords["enable_trt_overlap"] = True
+    value = parameters.text("gpt_model_type")
+    if value is None or value.lower() not in _BATCHING:
+        raise ValueError(f"Parameter gpt_model_type is {value!r}; expected one of {', '.join(_BATCHING)}.")
+    keywords["batching_type"] = getattr(api.BatchingType, _BATCHING[value.lower()])
+    scheduler_policy = parameters.word("batch_scheduler_policy", _POLICIES, default="guaranteed_no_evict")
+    keywords["scheduler_config"] = api.SchedulerConfig(getattr(api.CapacitySchedulerPolicy, scheduler_policy.upper()))
+    keywords["kv_cache_config"] = api.KvCacheConfig(**_kv_cache(module, parameters))
+    keywords["peft_cache_config"] = api.PeftCacheConfig(**_peft_cache(parameters))
+    keywords["extended_runtime_perf_knob_config"] = _knobs(api, parameters)
+    # This model starts decoder-only executors. (The embedded one refuses the parameter itself.)
+    if module.torch is not None and (path := parameters.text("encoder_model_path")) is not None:
+        raise ValueError(f"Parameter encoder_model_path is {path!r}; this model serves decoder-only engines.")
+    return api.ExecutorConfig(**keywords)
+
+
+def _given(**keywords: Any) -> Keywords:
+    return {name: value for name, value in keywords.items() if value is not None}
+
+
+def _kv_cache(module: ExecutorModule, parameters: ModelParameters) -> Keywords:
+    keywords = _given(
+        enable_block_reuse=parameters.switch("enable_kv_cache_reuse"),
+        max_tokens=parameters.integer("max_tokens_in_paged_kv_cache"),
+        sink_token_length=parameters.integer("sink_token_length"),
+        free_gpu_memory_fraction=parameters.number("kv_cache_free_gpu_mem_fraction"),
+        host_cache_size=parameters.integer("kv_cache_host_memory_bytes"),
+        onboard_blocks=parameters.switch("kv_cache_onboard_blocks"),
+        cross_kv_cache_fraction=parameters.number("cross_kv_cache_fraction"),
+    )
+    if windows := parameters.text("max_attention_window_size"):
+        sizes = _integers("max_attention_window_size", windows)
+        keywords["max_attention_window"] = sizes if module.since("0.13") else sizes[0]
+    return keywords
+
+
+def _peft_cache(parameters: ModelParameters) -> Keywords:
+    prefetched = parameters.path("lora_prefetch_dir")
+    return _given(
+        optimal_adapter_size=parameters.integer("lora_cache_optimal_adapter_size"),
+        max_adapter_size=parameters.integer("lora_cache_max_adapter_size"),
+        device_cache_percent=parameters.number("lora_cache_gpu_memory_fraction"),
+        host_cache_size=parameters.integer("lora_cache_host_memory_bytes"),
+        lora_prefetch_dir=prefetched and str(prefetched),
+    )
+
+
+def _knobs(api: Any, parameters: ModelParameters) -> Any:
+    knobs = api.ExtendedRuntimePerfKnobConfig(
+        **_given(
+            multi_block_mode=parameters.switch("multi_block_mode"),
+            enable_context_fmha_fp32_acc=parameters.switch("enable_context_fmha_fp32_acc"),
+        )
+    )
+    # TensorRT-LLM's constructor does not take these properties.
+    later = _given(
+        cuda_graph_mode=parameters.switch("cuda_graph_mode"),
+        cuda_graph_cache_size=parameters.integer("cuda_graph_cache_size"),
+    )
+    for name, value in later.items():
+        setattr(knobs, name, value)
+    return knobs
+
+
+def _parallel_config(module: ExecutorModule, parameters: ModelParameters) -> Any:
+    api = module.api
+    devices = parameters.text("gpu_device_ids")
+    keywords = _given(device_ids=_integers("gpu_device_ids", devices) if devices else None)
+    if os.environ.get("TRTLLM_ORCHESTRATOR") == "1":
+        if os.environ.get("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES", "1") == "0":
+            raise ValueError("This model spawns its own workers; pre-started workers need the C++ backend.")
+        keywords["communication_mode"] = api.CommunicationMode.ORCHESTRATOR
+        worker = parameters.text("executor_worker_path") or ""
+        keywords["orchestrator_config"] = api.OrchestratorConfig(True, worker)
+    return api.ParallelConfig(**keywords) if keywords else None
+
+
+def _decoding_config(module: ExecutorModule, parameters: ModelParameters) -> Any:
+    api = module.api
+    keywords: Keywords = {}
+    modes = {word: name for word, (name, since) in _DECODING_MODES.items() if module.since(since)}
+    if (mode := parameters.word("decoding_mode", modes, default="auto")) != "auto":
+        keywords["decoding_mode"] = getattr(api.DecodingMode, modes[mode])()
+    if choices := parameters.text("medusa_choices"):
+        keywords["medusa_choices"] = _choices(choices)
+    if choices := parameters.text("eagle_choices"):
+        keywords["eagle_config"] = api.EagleConfig(_choices(choices))
+    names = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+    lookahead = [parameters.integer(name) for name in names]
+    if any(value is not None for value in lookahead):
+        if None in lookahead:
+            raise ValueError(f"The parameters {', '.join(names)} must be given together.")
+        keywords["lookahead_decoding_config"] = api.LookaheadDecodingConfig(*lookahead)
+    return api.DecodingConfig(**keywords) if keywords else None
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"Parameter {name} is {text!r}; expected numbers separated by commas.") from None
+
+
+def _choices(text: str) -> list[list[int]]:
+    """`{0,0},{0,1}` → [[0, 0], [0, 1]]."""
+    return [[int(part) for part in group.split(",")] for group in re.findall(r"\{([\d,\s]+)\}", text)]

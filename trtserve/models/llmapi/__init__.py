@@ -1,0 +1,1 @@
+"""Model `llmapi`: text in and out, on TensorRT-LLM's LLM API."""

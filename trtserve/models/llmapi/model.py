@@ -1,0 +1,164 @@
+"""Triton model `llmapi` of TensorRT-LLM's LLM API: text in and out, without an engine on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from ..shared.fetched_answers import FIRST, NEXT, FetchedAnswers, FetchedSender, wanted_answers
+from ..shared.guarded_sender import GuardedSender
+from ..shared.periodic import repeat
+from .engine import LlmEngine, choose_gpus, read_settings
+from .requests import LlmRequest, read_request
+from .responses import output_arrays
+
+_CANCEL_PERIOD_MS = 100
+_CANCELLED = "Request cancelled by client"
+
+
+@dataclass(eq=False)
+class _Running:
+    request_id: str
+    sender: GuardedSender | FetchedSender
+    result: Any = None
+    cancelled: bool = False
+
+
+class TritonPythonModel:
+    """Runs each request in the event loop of the LLM."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Change nothing: config.pbtxt has the batch size and the streaming of model.yaml already."""
+        return auto_complete_model_config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the model that model.yaml names."""
+        config = json.loads(args["model_config"])
+        self._decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
+        self._outputs = {output["name"] for output in config["output"]}
+        self._running: set[_Running] = set()
+        self._fetched = FetchedAnswers()
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        repository = Path(args["model_repository"]).resolve().parent
+        groups = config.get("parameters", {}).get("gpu_device_ids", {}).get("string_value", "")
+        instances = int((config.get("instance_group") or [{}])[0].get("count", 1))
+        try:
+            settings = read_settings(Path(args["model_repository"], args["model_version"]))
+            gpus = choose_gpus(groups, instances, args["model_instance_name"])
+            self._engine = LlmEngine(settings, repository, gpus=gpus)
+        except Exception as error:
+            raise pb_utils.TritonModelException(f"The model cannot be loaded: {error}") from error
+        if self._engine.leads:
+            period = (settings.get("triton_config") or {}).get("cancellation_check_period_ms", _CANCEL_PERIOD_MS)
+            self._watcher = threading.Thread(
+                target=repeat, args=(self._stopping, period / 1000, self._watch_cancellation), daemon=True
+            )
+            self._watcher.start()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Start each request; one that fails does not affect the others."""
+        for request in requests:
+            sender = GuardedSender(request.get_response_sender())
+            try:
+                self._submit(request, sender)
+            except (ValueError, TypeError) as error:
+                sender.send(_failed(f"Error generating request: {error}"), final=True)
+
+    def _submit(self, request: Any, sender: GuardedSender) -> None:
+        request_id, answers = request.request_id(), wanted_answers(request.parameters())
+        if answers == NEXT:
+            self._fetched.fetch(request_id, sender)
+            return
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        stop = inputs.pop("stop", None)
+        if stop is not None and stop.any():
+            self._stop(request_id, sender)
+            return
+        parsed = read_request(inputs, decoupled=self._decoupled)
+        to: GuardedSender | FetchedSender = self._fetched.sender(request_id, sender) if answers == FIRST else sender
+        if isinstance(to, FetchedSender):
+            self._fetched.add(request_id, to)
+        running = _Running(request_id, to)
+        with self._lock:
+            self._running.add(running)
+        asyncio.run_coroutine_threadsafe(self._serve(parsed, running), self._engine.loop)
+
+    async def _serve(self, request: LlmRequest, running: _Running) -> None:
+        try:
+            running.result = self._engine.start(request)
+            if running.cancelled:  # before it was started
+                running.result.abort()
+            output = None
+            async for output in running.result:
+                if request.streaming and not running.cancelled and not output.finished:
+                    self._send(running, output, request, final=False)
+            self._end(running, output, request)
+        except Exception as error:  # noqa: BLE001 - without an answer the client would wait forever
+            running.sender.send(_failed(f"Error generating request: {error}"), final=True)
+        finally:
+            with self._lock:
+                self._running.discard(running)
+
+    def _end(self, running: _Running, output: Any, request: LlmRequest) -> None:
+        if running.cancelled:
+            error = pb_utils.TritonError(_CANCELLED, pb_utils.TritonError.CANCELLED)
+            running.sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
+        elif output is None:
+            running.sender.send(_failed("The model returned no output."), final=True)
+        else:
+            self._send(running, output, request, final=True)
+
+    def _send(self, running: _Running, output: Any, request: LlmRequest, *, final: bool) -> None:
+        arrays = output_arrays(output, request.wanted)
+        tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in self._outputs]
+        running.sender.send(pb_utils.InferenceResponse(output_tensors=tensors), final=final)
+
+    def _stop(self, request_id: str, sender: GuardedSender) -> None:
+        if not request_id:
+            raise ValueError("A request id must be provided for request cancellation")
+        with self._lock:
+            # The BLS model adds a suffix to the client's id.
+            found = [
+                running
+                for running in self._running
+                if running.request_id == request_id or running.request_id.startswith(f"{request_id}/bls-")
+            ]
+        for running in found:
+            self._cancel(running)
+        error = pb_utils.TritonError(_CANCELLED, pb_utils.TritonError.CANCELLED)
+        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
+
+    def _cancel(self, running: _Running) -> None:
+        running.cancelled = True
+        if running.result is not None:
+            self._engine.loop.call_soon_threadsafe(running.result.abort)
+
+    def _watch_cancellation(self) -> None:
+        """Cancel the requests whose clients have gone."""
+        with self._lock:
+            waiting = [running for running in self._running if not running.cancelled]
+        for running in waiting:
+            if running.sender.is_cancelled():
+                self._cancel(running)
+
+    def finalize(self) -> None:
+        """Cancel open requests, then stop the model."""
+        self._stopping.set()
+        with self._lock:
+            open_requests = list(self._running)
+        for running in open_requests:
+            self._cancel(running)
+        self._engine.close()
+
+
+def _failed(message: str) -> Any:
+    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))

@@ -1,0 +1,1 @@
+"""Model `postprocessing`: token ids to text."""

@@ -1,0 +1,42 @@
+"""Decode pieces of a text so that they join: a leading space must survive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class AnchoredDecoder:
+    """Decodes rows of ids after an anchor letter, which is cut off again.
+
+    Many tokenizers drop the space before the first word. A row that begins with a special token (BOS) is the
+    beginning of a text and is decoded without an anchor; any other row may continue a text, so it keeps its space.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
+        self._anchor_text = self._decode([self._anchor])[0]
+
+    def decode(self, rows: Sequence[list[int]]) -> list[str]:
+        """Return the text of each row."""
+        texts = self._decode([ids if self._is_beginning(ids) else self._anchor + ids for ids in rows])
+        return [
+            text if self._is_beginning(ids) else self._without_anchor(text, ids)
+            for ids, text in zip(rows, texts, strict=True)
+        ]
+
+    def _is_beginning(self, ids: list[int]) -> bool:
+        return bool(ids) and ids[0] in self._special_ids
+
+    def _without_anchor(self, text: str, ids: list[int]) -> str:
+        if text.startswith(self._anchor_text):
+            return text[len(self._anchor_text) :]
+        # The tokenizer joined the anchor with what follows, so it cannot be cut off: decode the row alone.
+        return self._decode([ids])[0]
+
+    def _decode(self, rows: list[list[int]]) -> list[str]:
+        texts: list[str] = self._tokenizer.batch_decode(rows, skip_special_tokens=self._skip_special_tokens)
+        return texts

@@ -1,0 +1,1 @@
+"""Model `preprocessing`: text to token ids."""

@@ -1,0 +1,165 @@
+"""Triton model `preprocessing`: text in, token ids and word lists for the core model out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
+from ..shared.lora_names import LoraNames
+from ..shared.parameter_classes import check_classes
+from ..shared.parameters import ModelParameters
+from ..shared.run_folder import require_not_draining
+from ..shared.tokenizer import end_and_pad_id, load_tokenizer
+from .adapters import adapter_outputs
+from .spellings import Spellings
+from .word_lists import embedding_bias, empty_word_list, word_list
+
+Inputs = dict[str, NDArray[Any]]
+
+# Input → the client's name for it, for error messages.
+_VISION_INPUTS = {
+    "IMAGE": "image_input",
+    "IMAGE_BYTES": "image_bytes_input",
+    "IMAGE_URL": "image_url_input",
+    "IMAGES": "images",
+    "VIDEO_BYTES": "video_bytes_input",
+}
+
+
+class TritonPythonModel:
+    """Tokenizes each batch row of each request."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the tokenizer named by the parameter `tokenizer_dir`."""
+        config = json.loads(args["model_config"])
+        repository = Path(args["model_repository"]).resolve().parent
+        parameters = ModelParameters(config, repository, pb_utils.Logger.log_warn)
+        folder = parameters.path("tokenizer_dir")
+        if folder is None:
+            raise pb_utils.TritonModelException("Parameter tokenizer_dir is not set; it names the tokenizer's folder.")
+        try:
+            check_classes(parameters, Path(args["model_repository"], args["model_version"]), pb_utils.Logger.log_info)
+            self._adapters = LoraNames(repository, parameters.text("lora_table") or "lora.json")
+        except ValueError as error:
+            raise pb_utils.TritonModelException(str(error)) from error
+        self._tokenizer = load_tokenizer(folder)
+        self._add_special_tokens = parameters.choice("add_special_tokens", default=True)
+        self._end_id, self._pad_id = end_and_pad_id(self._tokenizer, folder)
+        self._spellings = Spellings(self._encode_word)
+        self._vocab_size = _engine_vocabulary(parameters.path("gpt_model_path")) or len(self._tokenizer)
+        self._outputs = {output["name"]: output["data_type"] for output in config["output"]}
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer each request; one that fails does not affect the others."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            require_not_draining()
+            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            outputs = self._process(inputs)
+        except (ValueError, TypeError, KeyError) as error:
+            return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(str(error)))
+        tensors = [pb_utils.Tensor(name, value) for name, value in outputs.items() if name in self._outputs]
+        return pb_utils.InferenceResponse(output_tensors=tensors)
+
+    def _process(self, inputs: Inputs) -> Inputs:
+        for name, client_name in _VISION_INPUTS.items():
+            if name in inputs and inputs[name].size:
+                raise ValueError(
+                    f"{client_name} was given, but this repository serves a text model without vision parts."
+                )
+        prompts = [row[0] for row in _texts(inputs, "QUERY", "text_input")]
+        batch = len(prompts)
+        end_ids = _per_row(inputs, "END_ID", self._end_id, batch)
+        pad_ids = _per_row(inputs, "PAD_ID", self._pad_id, batch)
+        token_ids = [self._encode_prompt(prompt) for prompt in prompts]
+        outputs = {
+            "INPUT_ID": _padded(token_ids, pad_ids),
+            "REQUEST_INPUT_LEN": _lengths(token_ids),
+            "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"].astype(np.int32, copy=False),
+            "BAD_WORDS_IDS": self._words(inputs, "BAD_WORDS_DICT", "bad_words", batch),
+            "STOP_WORDS_IDS": self._words(inputs, "STOP_WORDS_DICT", "stop_words", batch),
+            "EMBEDDING_BIAS": self._bias(inputs, batch),
+            "OUT_END_ID": end_ids,
+            "OUT_PAD_ID": pad_ids,
+        }
+        token_ids = [[int(pad)] for pad in pad_ids[:, 0]]
+        if "DECODER_QUERY" in inputs:
+            texts = [row[0] for row in _texts(inputs, "DECODER_QUERY", "decoder_text_input")]
+            token_ids = [self._encode_prompt(text) if text else pad for text, pad in zip(texts, token_ids, strict=True)]
+        outputs.update(
+            {"DECODER_INPUT_ID": _padded(token_ids, pad_ids), "REQUEST_DECODER_INPUT_LEN": _lengths(token_ids)}
+        )
+        if "OUT_LORA_TASK_ID" in self._outputs:
+            outputs.update(adapter_outputs(inputs, self._adapters, self._outputs["OUT_LORA_WEIGHTS"], batch))
+        if "PROMPT_EMBEDDING_TABLE" in inputs:
+            outputs["OUT_PROMPT_EMBEDDING_TABLE"] = inputs["PROMPT_EMBEDDING_TABLE"]
+        if "PROMPT_TABLE_EXTRA_ID" in inputs:
+            extra = inputs["PROMPT_TABLE_EXTRA_ID"].reshape(-1, 1)
+            rows = np.where(outputs["INPUT_ID"] >= self._vocab_size, extra, 0)
+            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = rows.astype(np.uint64)
+        return outputs
+
+    def _encode_prompt(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens)
+        if not ids:
+            raise ValueError("text_input has no tokens; the prompt must not be empty.")
+        return ids
+
+    def _encode_word(self, word: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(word, add_special_tokens=False)
+        return ids
+
+    def _words(self, inputs: Inputs, name: str, client_name: str, batch: int) -> NDArray[Any]:
+        if name not in inputs or inputs[name].size == 0:
+            return empty_word_list(batch)
+        return word_list(_texts(inputs, name, client_name), self._spellings.of)
+
+    def _bias(self, inputs: Inputs, batch: int) -> NDArray[Any]:
+        words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
+        if words is None and weights is None:
+            return np.zeros((batch, 0), dtype=np.float32)
+        if words is None or weights is None:
+            raise ValueError("embedding_bias_words and embedding_bias_weights must be given together.")
+        texts = _texts(inputs, "EMBEDDING_BIAS_WORDS", "embedding_bias_words")
+        return embedding_bias(texts, weights, self._encode_word, self._vocab_size)
+
+
+def _engine_vocabulary(engine: Path | None) -> int | None:
+    """Return the vocabulary size of the engine, which may exceed the tokenizer's, as in NVIDIA's model."""
+    path = engine and engine / "config.json"
+    if path is None or not path.is_file():
+        return None
+    size = json.loads(path.read_text(encoding="utf-8")).get("pretrained_config", {}).get("vocab_size")
+    return None if size is None else int(size)
+
+
+def _texts(inputs: Inputs, name: str, client_name: str) -> list[list[str]]:
+    try:
+        return [[item.decode("utf-8") for item in row.reshape(-1)] for row in inputs[name]]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{client_name} is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+
+
+def _per_row(inputs: Inputs, name: str, default: int, batch: int) -> NDArray[Any]:
+    if name not in inputs:
+        return np.full((batch, 1), default, dtype=np.int32)
+    return inputs[name].reshape(batch, 1).astype(np.int32, copy=False)
+
+
+def _padded(rows: list[list[int]], pad_ids: NDArray[Any]) -> NDArray[Any]:
+    result = np.repeat(pad_ids.astype(np.int32), max(map(len, rows)), axis=1)
+    for index, ids in enumerate(rows):
+        result[index, : len(ids)] = ids
+    return result
+
+
+def _lengths(rows: list[list[int]]) -> NDArray[Any]:
+    return np.asarray([[len(ids)] for ids in rows], dtype=np.int32)

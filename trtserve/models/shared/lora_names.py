@@ -1,0 +1,86 @@
+"""The named LoRA adapters of a repository: `lora.json` and the files that it lists."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOT_CACHED = "not found in cache"
+"""Part of the core model's error for a task id whose adapter is not in its cache."""
+
+
+def name_of(value: NDArray[Any] | None) -> str | None:
+    """Return the name in the tensor `lora_name`, or None when it is absent or empty.
+
+    Raises ValueError when rows differ.
+    """
+    try:
+        names = set() if value is None else {name.decode("utf-8") for name in value.reshape(-1)}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"lora_name is not valid UTF-8: {error.reason} at byte {error.start}.") from error
+    if len(names) > 1:
+        given = ", ".join(repr(name) for name in sorted(names))
+        raise ValueError(f"lora_name differs between the rows of one batch ({given}); send one request per adapter.")
+    return next(iter(names), None) or None
+
+
+class LoraNames:
+    """Adapter name → task id and tensors; thread-safe.
+
+    `lora.json` is `{"adapters": {name: {"task_id": number, "folder": relative path}}}`; without the file there are no
+    named adapters.
+    """
+
+    def __init__(self, repository: Path, table: str = "lora.json") -> None:
+        """Read the table; the adapters are read on first use. Raises ValueError for a broken file."""
+        self._repository = repository
+        self._adapters = _adapters(repository / table)
+        self._tensors: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, sorted."""
+        return tuple(sorted(self._adapters))
+
+    def task_id(self, name: str) -> int:
+        """Return the id under which the core model caches the adapter; ValueError lists the known names."""
+        if name not in self._adapters:
+            known = f"it has {', '.join(self.names)}" if self._adapters else "it has none"
+            raise ValueError(f"lora_name is {name!r}, which this repository does not know; {known}.")
+        return int(self._adapters[name]["task_id"])
+
+    def tensors(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return weights FP16 [1, rows, width] and config INT32 [1, rows, 3].
+
+        Raises ValueError for unreadable files.
+        """
+        self.task_id(name)
+        with self._lock:
+            if name not in self._tensors:
+                self._tensors[name] = self._read(name)
+            return self._tensors[name]
+
+    def _read(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        folder = self._repository / str(self._adapters[name]["folder"])
+        try:
+            weights = np.load(folder / "model.lora_weights.npy", allow_pickle=False)
+            config = np.load(folder / "model.lora_config.npy", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"The files of the LoRA adapter {name} cannot be read: {error}") from error
+        return weights.astype(np.float16, copy=False), config.astype(np.int32, copy=False)
+
+
+def _adapters(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        return {}
+    try:
+        adapters = json.loads(path.read_text(encoding="utf-8"))["adapters"]
+        return {str(name): {"task_id": int(entry["task_id"]), **entry} for name, entry in adapters.items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path.name} is not a table of LoRA adapters: {error!r}") from error

@@ -1,0 +1,371 @@
+"""Estimates of memory, disk and time for every stage of a model, and what fits this machine or a GPU.
+
+Only config.json and the headers of the safetensors files are read, by range request from the hub.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, cast
+
+from trtserve.artifacts import Model, looks_like
+from trtserve.checkpoint.config import checkpoint_config
+from trtserve.checkpoint.source import read_hf_config
+from trtserve.convert import ConversionPlan, plan_conversion
+from trtserve.errors import DiskSpaceError, MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
+from trtserve.host.machine import free_disk
+from trtserve.import_ import ModelPlan, plan_model
+from trtserve.import_.known_models import plan_known_model
+from trtserve.import_.model_plan import is_weights
+from trtserve.import_.outlines import outline_model
+from trtserve.import_.sources import parse_source
+from trtserve.planner.gpu_fit import (
+    FIRST_BFLOAT16,
+    FIRST_FP8,
+    GpuFit,
+    fit_gpu,
+    fitting_step,
+    shorter_fit,
+    smallest_fit,
+    unable,
+)
+from trtserve.planner.gpu_notes import gpu_notes, release_note
+from trtserve.planner.gpus import Gpu
+from trtserve.planner.guards import available_memory, require_disk
+from trtserve.planner.local_gpus import own_gpu
+from trtserve.planner.model_needs import Deployment, MemoryNeeds, advice, memory_needs
+from trtserve.planner.rates import Runs, expected_seconds, read_rates
+from trtserve.planner.serving import fitting_tokens
+from trtserve.planner.stage_needs import build_addresses, import_memory
+from trtserve.progress import SILENT, Progress
+from trtserve.runtimes import CPU_RUNTIME, automatic_runtime, runs_on_cpu
+from trtserve.runtimes.rank_weights import rank_weights
+from trtserve.specs import CALIBRATED, BuildSpec, ConvertSpec, RuntimeName
+from trtserve.store import Store
+
+StageName = Literal["import", "convert", "build", "repo", "start"]
+
+_MANIFESTS = 64 * 2**10
+_REPOSITORY = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNeed:
+    """What one stage needs, or None where this machine does not run it."""
+
+    stage: StageName
+    disk: int | None  # bytes that it adds
+    memory: int | None  # bytes at its peak
+    seconds: float | None  # from runs measured here; None before the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFit:
+    """The answer whether a server fits this machine."""
+
+    free_memory: int  # bytes
+    free_disk: int
+    max_seq_len: int
+    tokens: int  # KV cache that fits next to engine and server
+    fits: bool
+    hint: str | None  # what would fit, when the model does not
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of `max_seq_len` tokens that the cache holds at once."""
+        return self.tokens // self.max_seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuAnswer:
+    """The answer whether a server fits the requested GPUs."""
+
+    asked: GpuFit
+    smallest: GpuFit | None  # the smallest tp × pp that fits
+    longest: int | None  # the longest sequence that fits, when the requested one does not
+    steps: str | None = None  # options of a smaller batch or step that fits
+    problem: str | None = None  # why GPUs of this kind cannot run the model, whatever its size
+    note: str | None = None  # what a conversion for them needs, and which releases have kernels for them
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelNeed:
+    """What can be determined about a model before it is imported. Sizes are in bytes."""
+
+    name: str
+    source: str
+    architecture: str
+    parameters: int
+    source_bytes: int  # of its tensors
+    pull_bytes: int  # still to be downloaded
+    dtype: str
+    quantization: str | None
+    precision: str | None  # this and the next two: of the engine on this machine; None in a plan for GPUs
+    engine_bytes: int | None
+    kv_bytes_per_token: int | None
+    stages: tuple[StageNeed, ...]
+    machine: MachineFit | None  # None in a plan for GPUs
+    gpu: GpuAnswer | None  # None in a plan for this machine
+    problem: str | None = None  # why this machine cannot build it
+    converter: str | None = None  # the tool that converts, if it is not our own
+    shipped_shapes: bool = False  # planned from shapes that come with trtserve, not from the model's files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """The input of `plan`."""
+
+    convert: ConvertSpec
+    build: BuildSpec
+    kv_tokens: int | None = None  # explicit size of the KV cache
+    gpu: Gpu | None = None  # None means this machine
+
+
+def plan_needs(
+    source: str,
+    question: Question,
+    *,
+    store: Store | None = None,
+    token: str | None = None,
+    progress: Progress = SILENT,
+) -> ModelNeed:
+    """Estimate what a model needs: a folder, the name of an import, an alias, or a hub id. No weights are read.
+
+    Raises what `plan_model` and `plan_conversion` raise, and UsageError for settings that the model does not allow.
+    """
+    if question.kv_tokens is not None and question.kv_tokens < 1:
+        raise UsageError(f"--max-tokens-in-paged-kv-cache is {question.kv_tokens}; it must be at least 1.")
+    store, question = store or Store(), _with_runtime(question)
+    location, name = _location(source, store, progress)
+    known = plan_known_model(parse_source(location, name=name), store)
+    model = known or plan_model(location, name=name, store=store, token=token, own_tokenizer=False, progress=progress)
+    with tempfile.TemporaryDirectory(prefix="trtserve-plan-") as folder:
+        files = model.folder
+        if files is None:
+            files = Path(folder)
+            outline_model(model, files, token=token, progress=progress)
+        conversion = _conversion(model, question.convert, files)
+    missing = model.missing_bytes
+    need, problem = _engine_need(model, question)
+    converter = "NVIDIA's convert_checkpoint.py, a part of TensorRT-LLM" if question.convert.upstream else None
+    if question.convert.quantize in CALIBRATED:
+        converter = "NVIDIA ModelOpt, on a machine with an NVIDIA GPU"
+    runs = read_rates(store)
+    serving = question.gpu is None and need is not None
+    stages = _stages(model, question, conversion, missing, need if serving else None, runs)
+    if serving and name is None:  # an imported model has its files already
+        try:
+            disk = sum(stage.disk or 0 for stage in stages)
+            require_disk(store.root, disk, f"The files of {model.name}", option="TRTSERVE_HOME")
+        except DiskSpaceError as error:
+            progress.warn(f"{error.message} {error.hint}")
+    return ModelNeed(
+        name=model.name,
+        source=model.source.location,
+        architecture=model.architecture,
+        parameters=conversion.parameters,
+        source_bytes=conversion.source_bytes,
+        pull_bytes=missing,
+        dtype=conversion.spec.dtype,
+        quantization=conversion.config["quantization"]["quant_algo"],
+        precision=need.engine.precision if serving and need else None,
+        engine_bytes=need.engine.disk_bytes if serving and need else None,
+        kv_bytes_per_token=need.engine.kv_bytes_per_token if serving and need else None,
+        stages=stages,
+        machine=_machine(model, question, need, store) if serving and need else None,
+        gpu=_gpu_answer(conversion, question),
+        shipped_shapes=known is not None,
+        problem=problem if question.gpu is None else None,
+        converter=converter,
+    )
+
+
+def require_fit(need: ModelNeed) -> None:
+    """Raise UnsupportedModelError when machine or GPU cannot run the model, MemoryLimitError when it is too small."""
+    machine, gpu = need.machine, need.gpu
+    problem = need.problem if gpu is None else gpu.problem
+    if problem:
+        where = "this machine's runtime" if gpu is None else gpu.asked.gpu.name
+        raise UnsupportedModelError(f"{where} cannot run {need.name}: {problem}", hint=_other_precision(need))
+    if machine is not None and not machine.fits:
+        raise MemoryLimitError(f"{need.name} does not fit the free memory of this machine.", hint=machine.hint)
+    if gpu is not None and not gpu.asked.fits:
+        asked = gpu.asked
+        smaller = [gpu.steps] if gpu.steps else []
+        smaller += [f"--max-seq-len {gpu.longest}"] if gpu.longest else []
+        if gpu.smallest is not None:
+            smaller.append(f"--tp-size {gpu.smallest.tp_size} --pp-size {gpu.smallest.pp_size}")
+        raise MemoryLimitError(
+            f"{need.name} does not fit {asked.gpu.name} with tp {asked.tp_size} × pp {asked.pp_size} and sequences of "
+            f"{asked.limits.max_seq_len} tokens.",
+            hint=f"{' or '.join(smaller)} would fit."
+            if smaller
+            else "Use a larger GPU, a smaller model, or --quantize.",
+        )
+
+
+def _other_precision(need: ModelNeed) -> str | None:
+    """Return the options of a precision that the GPU supports, or None where precision is not the problem."""
+    sm = need.gpu.asked.gpu.sm if need.gpu else None
+    if sm is None:
+        return None
+    options = ["--dtype float16"] if need.dtype == "bfloat16" and sm < FIRST_BFLOAT16 else []
+    if (need.quantization or "").startswith("FP8") and sm < FIRST_FP8:
+        options.append("--quantize int8")
+    return f"Plan with {' '.join(options)}." if options else None
+
+
+def _with_runtime(question: Question) -> Question:
+    """Fill in the runtime and GPU of this machine where none is named; options for CPUs choose the CPU.
+
+    Raises UsageError when options for CPUs and a GPU are both given.
+    """
+    if question.gpu is not None:
+        on_cpu = runs_on_cpu(question.build.runtime, question.build.device)
+        if on_cpu or question.build.kv_precision != "auto":
+            option = f"--runtime {question.build.runtime}" if on_cpu else "--kv-precision"
+            raise UsageError(
+                f"{option} is for this machine's CPU, but a GPU is named.", hint=f"Leave out {option} or --gpu."
+            )
+        return question
+    runtime: str = question.build.runtime
+    if runtime == "auto":
+        runtime = CPU_RUNTIME if question.build.kv_precision != "auto" else automatic_runtime()[0]
+    if runs_on_cpu(runtime, question.build.device):
+        return replace(question, build=replace(question.build, runtime=cast(RuntimeName, runtime)))
+    gpu = own_gpu(question.convert.tp_size * question.convert.pp_size)
+    if gpu is None:
+        raise UsageError(
+            f"The {runtime} runtime needs NVIDIA GPUs; no GPU is named, and nvidia-smi finds none here.",
+            hint="Name the GPU to plan for: --gpu h100-80gb, or --gpu-memory 80GB; --runtime openvino is for CPUs.",
+        )
+    return replace(question, gpu=gpu)
+
+
+def _location(source: str, store: Store, progress: Progress) -> tuple[str, str | None]:
+    """Return folder and name of a model that was imported under this name; any other source unchanged, without name.
+
+    A folder with a model takes precedence over an import of that name, as for other commands.
+    """
+    for record in store.recorded():
+        if record.name == source and not looks_like(Model, Path(source)):
+            return record.model, record.name
+        if record.name == source:
+            progress.warn(
+                f"The folder {Path(source).absolute()} is used for {source}; {record.model} has that name too."
+            )
+            break
+    return source, None
+
+
+def _conversion(model: ModelPlan, spec: ConvertSpec, files: Path) -> ConversionPlan:
+    """Plan our own conversion; for one by NVIDIA's tools, replace the sizes by those its checkpoint will have."""
+    plain = plan_conversion(
+        model.artifact,
+        replace(spec, quantize="none") if spec.upstream else spec,
+        store=model.store,
+        files=files,
+        headers_only=model.folder is None,
+    )
+    if not spec.upstream:
+        return plain
+    config = checkpoint_config(read_hf_config(files), spec)
+    ranks = spec.tp_size * spec.pp_size
+    return replace(plain, config=config, sizes=[rank_weights(config).loaded] * ranks)
+
+
+def _deployment(model: ModelPlan, question: Question) -> Deployment:
+    tokenizer = next((file.size for file in model.files if file.name == "tokenizer.json"), 0)
+    return Deployment(
+        hf=model.config,
+        convert=question.convert,
+        build=question.build,
+        kv_tokens=question.kv_tokens,
+        tokenizer_bytes=tokenizer,
+    )
+
+
+def _engine_need(model: ModelPlan, question: Question) -> tuple[MemoryNeeds | None, str | None]:
+    """Return the engine's need, or None and the reason why this machine's runtime cannot build the model."""
+    if question.gpu is not None:
+        return None, None
+    try:
+        return memory_needs(_deployment(model, question)), None
+    except TrtserveError as error:
+        if isinstance(error, UsageError):
+            raise
+        return None, error.message
+
+
+def _stages(
+    model: ModelPlan, question: Question, conversion: ConversionPlan, missing: int, need: MemoryNeeds | None, runs: Runs
+) -> tuple[StageNeed, ...]:
+    ours = not question.convert.upstream
+    convert = StageNeed(
+        stage="convert",
+        disk=conversion.total_bytes + _MANIFESTS,
+        memory=conversion.memory_bytes if ours else None,
+        seconds=expected_seconds(runs, "convert", conversion.source_bytes) if ours else None,
+    )
+    pull = StageNeed(
+        stage="import",
+        disk=missing + _MANIFESTS,
+        memory=import_memory(need.engine) if need else None,
+        seconds=expected_seconds(runs, "pull", missing),
+    )
+    if need is None:
+        return pull, convert
+    small = sum(file.size for file in model.files if not is_weights(file.name))
+    engine = need.engine
+    return (
+        pull,
+        convert,
+        StageNeed(
+            stage="build",
+            disk=engine.disk_bytes + _MANIFESTS,
+            memory=engine.memory_bytes,
+            seconds=expected_seconds(runs, "build", engine.disk_bytes),
+        ),
+        # Engine files are hard links; both processing models have the tokenizer.
+        StageNeed(stage="repo", disk=_REPOSITORY + 2 * small, memory=None, seconds=None),
+        StageNeed(
+            stage="start",
+            disk=0,
+            memory=need.server.total,
+            seconds=expected_seconds(runs, "start", engine.disk_bytes),
+        ),
+    )
+
+
+def _machine(model: ModelPlan, question: Question, need: MemoryNeeds, store: Store) -> MachineFit:
+    available = available_memory(build_addresses(need.engine, tokenizer=True))
+    free = available.free
+    tokens = fitting_tokens(need.server, need.engine.kv_bytes_per_token, free)
+    fits = need.total <= free
+    return MachineFit(
+        free_memory=free,
+        free_disk=free_disk(store.root),
+        max_seq_len=need.engine.limits.max_seq_len,
+        tokens=min(tokens, question.kv_tokens or tokens),
+        fits=fits,
+        hint=None if fits else f"{available.advice}{advice(_deployment(model, question), free)}",
+    )
+
+
+def _gpu_answer(conversion: ConversionPlan, question: Question) -> GpuAnswer | None:
+    gpu = question.gpu
+    if gpu is None:
+        return None
+    asked = fit_gpu(conversion.config, question.build, gpu)
+    if problem := unable(conversion.config, gpu):
+        return GpuAnswer(asked=asked, smallest=None, longest=None, problem=problem, note=release_note(gpu))
+    smallest = asked if asked.fits and asked.tp_size * asked.pp_size == 1 else None
+    return GpuAnswer(
+        asked=asked,
+        smallest=smallest or smallest_fit(conversion.config, question.build, gpu),
+        longest=None if asked.fits else shorter_fit(conversion.config, question.build, gpu),
+        steps=None if asked.fits else fitting_step(conversion.config, question.build, gpu),
+        note="; ".join(gpu_notes(conversion.config, asked, gpu)) or None,
+    )

@@ -1,0 +1,115 @@
+"""Handle the signals that end a program, either as one KeyboardInterrupt or by counting them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+# Signals that ask a program to end.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AGAIN = 0.05  # seconds until a postponed signal is sent again
+
+
+class Interrupted(KeyboardInterrupt):
+    """The KeyboardInterrupt of a counted signal, with its `number`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle SIGINT by a KeyboardInterrupt, after the import under way if there is one."""
+    if not _postponed(number, frame):
+        raise KeyboardInterrupt
+
+
+def _postponed(number: int, frame: FrameType | None) -> bool:
+    """Send the signal again in a moment if a module is being imported: half imported, NumPy prints a traceback."""
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    if frame is None:
+        return False
+    timer = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+    return True
+
+
+@contextmanager
+def one_interrupt() -> Iterator[Callable[[], int | None]]:
+    """Raise KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, and ignore further ones while it is being handled.
+
+    This lets the caller clean up unfinished work. Yields a function that returns the number of the first signal, or
+    None before there was one. Ignored signals stay ignored; only the main thread receives signals.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if _postponed(number, frame):
+            return
+        received.append(number)
+        # Python drops exceptions raised in a weak reference's callback, so raise it again.
+        if not _interrupt_under_way():
+            raise KeyboardInterrupt
+
+    with _handled(interrupt):
+        yield lambda: received[0] if received else None
+
+
+def _interrupt_under_way() -> bool:
+    """Return whether a KeyboardInterrupt is being handled, in a `finally` or an `except` of any running function."""
+    handled = sys.exc_info()[1]
+    while handled is not None and not isinstance(handled, KeyboardInterrupt):
+        handled = handled.__context__
+    return handled is not None
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """Count SIGINT, SIGTERM and SIGHUP instead of ending; yields a function that returns the count.
+
+    The handlers do nothing else, so that a second signal cannot interrupt a stop. Signals that the parent process made
+    us ignore (nohup, a shell's background job) stay ignored. Only the main thread receives signals: in any other one
+    the count stays 0. A KeyboardInterrupt raised in the block becomes an Interrupted with the first signal.
+    """
+    received: list[int] = []
+    with _handled(lambda caught, _frame: received.append(caught)):
+        try:
+            yield lambda: len(received)
+        except KeyboardInterrupt:
+            if not received:
+                raise
+            raise Interrupted(received[0]) from None
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Delay signals until the end of the block, for imports of modules that print exceptions raised in them."""
+    received: list[int] = []
+    try:
+        with _handled(lambda caught, _frame: received.append(caught)):
+            yield
+    finally:
+        for number in received[:1]:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Install a handler for the ending signals that are not ignored; do nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -1,0 +1,154 @@
+"""Serve in the background: the supervisor is the same command in a session of its own, which reports over a pipe.
+
+The pipe carries one JSON object per line: `{"step": …}`, `{"warn": …}`, at the end `{"ready": true}` or `{"error": …}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from trtserve import errors
+from trtserve.artifacts import ModelRepository
+from trtserve.errors import ServerStartError, TrtserveError
+from trtserve.process import Command, ProcessId, exit_code, how_it_ended, spawn, stop
+from trtserve.process.interrupts import stop_signals
+from trtserve.progress import SILENT, Progress, Task, Unit
+from trtserve.server.logs import rotate
+from trtserve.server.shutdown import end_server
+from trtserve.server.state import Server, log_file, recorded_server, server_name
+from trtserve.server.systemd import start_arguments
+from trtserve.specs import ServerSpec
+from trtserve.store import Store
+from trtserve.triton import server_log
+from trtserve.triton.shutdown import STOP_GRACE
+
+_POLL = 0.1
+
+
+class Report:
+    """The Progress of a supervisor in the background: it tells the command that started it, as long as that listens."""
+
+    def __init__(self, descriptor: int, own: Progress) -> None:
+        """Report to the file `descriptor` and to `own`, the supervisor's log."""
+        self._pipe: int | None = descriptor
+        self._own = own
+        os.set_inheritable(descriptor, False)
+
+    def step(self, text: str) -> None:
+        self._own.step(text)
+        self._send({"step": text})
+
+    def warn(self, text: str) -> None:
+        self._own.warn(text)
+        self._send({"warn": text})
+
+    def task(self, text: str, *, total: int, unit: Unit = "items", done: int = 0) -> AbstractContextManager[Task]:
+        self._send({"step": text})
+        return self._own.task(text, total=total, unit=unit, done=done)
+
+    def ready(self) -> None:
+        """Report that the server is ready. Nothing is reported afterwards."""
+        self._send({"ready": True})
+        self._close()
+
+    def failed(self, error: TrtserveError) -> None:
+        """Report why the server does not become ready."""
+        facts = {"class": type(error).__name__, "message": error.message, "hint": error.hint, "log": error.log}
+        self._send({"error": facts})
+        self._close()
+
+    def _send(self, event: dict[str, Any]) -> None:
+        if self._pipe is not None:
+            try:
+                os.write(self._pipe, f"{json.dumps(event, default=str)}\n".encode())
+            except OSError:  # the command that started us was killed: the server starts nevertheless
+                self._close()
+
+    def _close(self) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+
+
+def start_in_background(
+    repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None, progress: Progress = SILENT
+) -> Server:
+    """Start a server with a supervisor that outlives this process, and return it when all its models are ready.
+
+    Raises what the supervisor raised. SIGINT, SIGTERM and SIGHUP end the start and raise KeyboardInterrupt.
+    """
+    store = store or Store()
+    name = server_name(repository, spec)
+    log = log_file(f"{name}@supervisor", store)
+    reading, writing = os.pipe()
+    command = Command(
+        argv=(sys.executable, "-m", "trtserve", *start_arguments(repository, spec, report_to=writing)),
+        # No command line shows the key.
+        env={"TRTSERVE_HOME": str(store.root), **({} if spec.api_key is None else {"TRTSERVE_API_KEY": spec.api_key})},
+    )
+    rotate(log)
+    with stop_signals() as signals, os.fdopen(reading, "rb", buffering=0):
+        try:
+            supervisor = spawn(command, log=log, keep=(writing,))
+        finally:
+            os.close(writing)
+        for event in _events(reading, signals):
+            if "error" in event:
+                raise _error(event["error"])
+            if "ready" in event:
+                return _ready(name, store)
+            if "warn" in event:
+                progress.warn(event["warn"])
+            else:
+                progress.step(event["step"])
+        grace = STOP_GRACE + spec.exit_timeout
+        if signals():
+            stop(supervisor, grace=grace, urgent=lambda: signals() > 1)
+        deadline = time.monotonic() + grace
+        while supervisor.alive() and time.monotonic() < deadline:  # it has closed the pipe, so it is about to end
+            time.sleep(_POLL)
+        _end_remains(name, supervisor, store)
+        if signals():
+            raise KeyboardInterrupt
+    lines = "\n".join(f"  {line}" for line in server_log.tail(log, 5)) or "  (it wrote nothing)"
+    raise ServerStartError(f"The supervisor {how_it_ended(exit_code(supervisor))}. Last lines:\n{lines}", log=log)
+
+
+def _events(pipe: int, signals: Callable[[], int]) -> Iterator[dict[str, Any]]:
+    """Yield the supervisor's events until it closes the pipe or a signal comes."""
+    received = b""
+    while not signals():
+        if not select.select([pipe], [], [], _POLL)[0]:
+            continue
+        chunk = os.read(pipe, 65536)
+        if not chunk:
+            return
+        *lines, received = (received + chunk).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+def _ready(name: str, store: Store) -> Server:
+    server = recorded_server(name, store)
+    if server is None:
+        raise ServerStartError(f"The server {name} was stopped as soon as it was ready.")
+    return server
+
+
+def _end_remains(name: str, supervisor: ProcessId, store: Store) -> None:
+    """End what a killed supervisor left of its server."""
+    server = recorded_server(name, store)
+    if server is not None and server.supervisor is not None and server.supervisor.matches(supervisor):
+        end_server(server, store)
+
+
+def _error(facts: dict[str, Any]) -> TrtserveError:
+    kind: type[TrtserveError] = getattr(errors, facts["class"], TrtserveError)
+    return kind(facts["message"], hint=facts["hint"], log=Path(facts["log"]) if facts["log"] else None)

@@ -1,0 +1,149 @@
+"""Checks before a server is launched: its name, ports and files, and the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trtserve.check.contents import require_intact
+from trtserve.doctor import MINIMUM_SHARED_MEMORY, check_shared_memory, raise_failed, require_machine
+from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
+from trtserve.host.containers import require_docker
+from trtserve.host.gpus import list_gpus
+from trtserve.host.ports import is_free, owner
+from trtserve.planner.serving import require_servable
+from trtserve.process import ProcessId, arguments
+from trtserve.progress import Progress
+from trtserve.server.announcements import announce, announce_oversubscription, announce_proxy
+from trtserve.server.engine_version import require_fitting_engine, require_release
+from trtserve.server.gpu_checks import require_devices, require_gpu_memory, require_mpirun, require_workers
+from trtserve.server.launch.engine_nodes import EngineNodes, fit_engines
+from trtserve.server.launch_plan import ServerPlan
+from trtserve.server.referenced_paths import require_sound_files
+from trtserve.server.repositories import chosen_by
+from trtserve.server.shutdown import end_server
+from trtserve.server.state import list_servers, recorded_server
+from trtserve.store import Store
+from trtserve.triton.installation import require_stub_path
+from trtserve.triton.tritonserver import SHARED_MEMORY
+
+
+def refuse_running(plan: ServerPlan) -> None:
+    """Raise ServerStartError if a server of the same name runs. Remove the remains of a dead one."""
+    server = recorded_server(plan.name, plan.store)
+    if server is None:
+        return
+    myself = ProcessId.of(os.getpid())
+    if myself is not None and server.supervisor is not None and server.supervisor.matches(myself):
+        return  # this process starts it again, and has ended what was left of it
+    if server.alive():
+        repository = chosen_by(plan.repository.path.absolute(), plan.store)
+        raise ServerStartError(
+            f"The server {plan.name} is already running (pid {server.instances[0].process.pid}, HTTP port "
+            f"{server.address.http_port}).",
+            hint=f"Stop it with `trtserve stop {plan.name}`, or start a second one: trtserve start {repository} "
+            "--name OTHER --auto-ports",
+        )
+    end_server(server, plan.store)
+
+
+def require_ports(plan: ServerPlan) -> None:
+    """Raise PortInUseError with every port that is taken, and its owner.
+
+    Triton itself loads all models first, and then names only the first taken port. The ports of a proxy that is not
+    installed need not be free.
+    """
+    several = len(plan.instances) > 1
+    wanted = [
+        (instance.address.host, port, flag, f"{flag} {port}{f' of instance {number}' if several else ''}")
+        for number, instance in enumerate(plan.instances, start=1)
+        for flag, port in instance.address.ports.items()
+    ]
+    if plan.proxy is not None and plan.proxy.executable is not None:
+        host, http_port, grpc_port = plan.proxy.host, plan.proxy.http_port, plan.proxy.grpc_port
+        wanted.append((host, http_port, "--proxy-port", f"--proxy-port {http_port}"))
+        wanted.append((host, grpc_port, "--proxy-port", f"--proxy-port (for gRPC) {grpc_port}"))
+    taken = [(flag, text, port) for host, port, flag, text in wanted if not is_free(host, port)]
+    if taken:
+        others = " ".join(f"{flag} PORT" for flag in dict.fromkeys(flag for flag, _, _ in taken))
+        raise PortInUseError(
+            "; ".join(f"{text} is taken by {_owner(port, plan.store)}" for _, text, port in taken) + ".",
+            hint=f"Use --auto-ports, or choose others: trtserve start {others}",
+        )
+
+
+def check_before_launch(plan: ServerPlan, progress: Progress) -> Sequence[EngineNodes]:
+    """Run all checks, cheapest first, and announce what will be served. Raises the first error.
+
+    Returns the engines whose config.json must state the GPUs of this machine.
+    """
+    repository = plan.repository.path.absolute()
+    require_sound_files(plan.repository, plan.spec, progress)
+    if plan.spec.verify:
+        require_intact(repository, [core.engine for core in plan.served.core_models], progress)
+    engines = fit_engines(repository, plan.served.core_models if plan.needs_gpus else (), progress)
+    announce(plan, progress)
+    require_servable(plan.served, plan.name, progress)
+    require_mpirun(plan)
+    if plan.needs_gpus:
+        require_devices(plan)
+        require_gpu_memory(plan)
+        require_workers(plan, progress)
+        require_fitting_engine(plan.served, plan.spec, progress, repository=repository, store=plan.store)
+    require_environment(plan, progress)
+    return engines
+
+
+def require_environment(plan: ServerPlan, progress: Progress) -> None:
+    """Run the checks of `doctor` that this launch needs.
+
+    These are all for the wheel's Triton, docker for a container, else enough shared memory.
+    """
+    require_stub_path(plan.repository.path.absolute())
+    containers = [instance.container for instance in plan.instances if instance.container is not None]
+    if containers:
+        require_docker(containers[0])
+    elif plan.triton.package is not None:
+        require_machine(plan.store, progress=progress)
+    else:
+        raise_failed([check_shared_memory(SHARED_MEMORY, least=plan.processes * MINIMUM_SHARED_MEMORY)])
+
+
+def rehearse(plan: ServerPlan, progress: Progress) -> None:
+    """Check for a dry run what a start checks in the files alone, and announce what it would add and write.
+
+    Raises RepositoryError as for a start. GPUs, ports and the environment may be another machine's.
+    """
+    repository = plan.repository.path.absolute()
+    require_stub_path(repository)
+    require_sound_files(plan.repository, plan.spec, progress)
+    if plan.needs_gpus:
+        fit_engines(repository, plan.served.core_models, progress)
+        require_release(plan.served, plan.spec, progress, repository=repository)
+        announce_oversubscription(plan, progress)
+        # The dry run may be for another machine: one without GPUs will certainly not serve.
+        if list_gpus():
+            try:
+                require_mpirun(plan)
+                require_devices(plan)
+                require_gpu_memory(plan)
+                require_workers(plan, progress)
+            except TrtserveError as error:
+                progress.warn(f"A start on this machine would be refused: {error.message}")
+    if plan.proxy is not None:
+        progress.step(f"A start writes the reverse proxy's configuration: {plan.proxy.file}")
+        announce_proxy(plan.proxy, progress)
+
+
+def _owner(port: int, store: Store) -> str:
+    identity, text = owner(port)
+    server = next((server for server in list_servers(store) if port in server.ports), None)
+    if server is not None:
+        pid = server.instances[0].process.pid
+        return f"trtserve's server {server.name} (pid {pid}; `trtserve stop {server.name}`)"
+    if identity is None:
+        return "a process that is not visible from here"
+    if Path(next(iter(arguments(identity)), "")).name == "tritonserver":
+        return f"a Triton server that was not started from this store, {text}"
+    return text

@@ -1,0 +1,86 @@
+"""Find a running server by its name, or the only one, and say what to do when there is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
+from trtserve.process import tree
+from trtserve.server.logs import last_lines, recorded_log
+from trtserve.server.state import Server, failure_of, forget, list_servers, recorded_server, recorded_servers
+from trtserve.store import Store
+
+
+def find_server(name: str | None = None, *, store: Store | None = None, hint: str = "") -> Server:
+    """Return the running server `name`; without a name, the only one.
+
+    Raises ServerNotFoundError when there is none, ServerAmbiguousError (with `hint`) when several run and none was
+    named.
+    """
+    store = store or Store()
+    living = list_servers(store)
+    if name is not None:
+        found = next((server for server in living if server.name == name), None)
+        if found is None:
+            raise _not_found(name, living, store)
+        return found
+    if not living:
+        message = "No server is running."
+        if dead := recorded_servers(store):
+            names = ", ".join(server.name for server in dead)
+            message += f" {names} ended without being stopped: see `trtserve status`."
+        raise ServerNotFoundError(message, hint=_how_to_start(store))
+    if len(living) > 1:
+        names = ", ".join(server.name for server in living)
+        raise ServerAmbiguousError(
+            f"{len(living)} servers are running: {names}.",
+            hint=hint or "Name one of them: --server NAME.",
+        )
+    return living[0]
+
+
+def find_log(name: str | None = None, *, store: Store | None = None) -> Path:
+    """Return the log of the server `name`, also when it has ended; `name@2` is the second instance of a server.
+
+    Without a name: of the only server that runs, or when none runs of the last one that ran.
+    """
+    store = store or Store()
+    if name is not None:
+        log = recorded_log(name, store)
+    else:
+        logs = [] if list_servers(store) else store.servers.glob("*.log")
+        log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+    return log or find_server(name, store=store).instances[0].log
+
+
+def _not_found(name: str, living: list[Server], store: Store) -> ServerNotFoundError:
+    dead = recorded_server(name, store)
+    if dead is not None:
+        log = dead.instances[0].log
+        message = f"The server {name} ended without being stopped. Its last lines:\n{last_lines(log)}"
+        if dead.state == "failed" and dead.failure is not None:
+            message = f"The server {name} has failed. {dead.failure.message}"
+        error = ServerNotFoundError(
+            message, hint=f"Start it again: trtserve start --name {name} --model-repository {dead.repository}", log=log
+        )
+        if dead.state != "failed" and not any(root.alive() or tree(root) for root in dead.roots):
+            forget(dead, store, failure=failure_of(error))
+        return error
+    if living:
+        names = ", ".join(server.name for server in living)
+        return ServerNotFoundError(f"No server {name} is running; running: {names}.", hint="Name one of these.")
+    return ServerNotFoundError(f"No server {name} is running, nor any other.", hint=_how_to_start(store))
+
+
+def _how_to_start(store: Store) -> str:
+    text = "Import a model and start it: trtserve import demo && trtserve start --detach"
+    if store.recorded():
+        text = "Start one: trtserve start --detach"
+    return f"{text}{chosen_store()}"
+
+
+def chosen_store() -> str:
+    """Return a remark for messages when the user chose a store: servers of other stores are not listed."""
+    home = os.environ.get("TRTSERVE_HOME")
+    return f" (only the store of $TRTSERVE_HOME was searched: {home})" if home else ""

@@ -1,0 +1,138 @@
+"""What Slurm and Kubernetes have in common: the same launch on other machines, written as files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from trtserve.artifacts import ModelRepository
+from trtserve.check import require_sound
+from trtserve.errors import ArtifactError, UsageError
+from trtserve.files import writing
+from trtserve.progress import Progress
+from trtserve.server.engine_version import require_release
+from trtserve.server.launch import single
+from trtserve.server.launch.devices import require_node_devices
+from trtserve.server.launch.engine_nodes import EngineNodes, fit_engines
+from trtserve.server.launch.modes import launch_mode
+from trtserve.server.state import server_name
+from trtserve.server.world_size import require_world_size
+from trtserve.specs import ServerSpec
+from trtserve.specs.cluster import ClusterSpec
+from trtserve.specs.options import given_flags
+from trtserve.triton.preflight import Served, inspect_repository, require_loadable
+
+# The start of a line in every file that is written for a cluster.
+_MARK = "Written by `trtserve start --"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterJob:
+    """The files that start a server on other machines, before they are written."""
+
+    files: Mapping[Path, str]
+    """Text of each file; the first one is what sbatch or kubectl is given."""
+    logs: Path | None = None
+    """Folder that is created for logs; Slurm does not create it."""
+    command: str = ""
+    """What the user runs to start the server."""
+    engines: Sequence[EngineNodes] = ()
+    """Engines in the repository whose config.json must state the GPUs of the cluster's nodes."""
+    objects: Sequence[str] = ()
+    """Kinds of the Kubernetes objects, in their order."""
+    notes: Sequence[str] = ()
+    """What the user should know about the files."""
+
+    @property
+    def script(self) -> Path:
+        """What sbatch or kubectl is given."""
+        return next(iter(self.files))
+
+
+class Cluster(Protocol):
+    """A kind of cluster; a module of this package, listed in `trtserve.server.launch.CLUSTERS`."""
+
+    def settings(self, cluster: ClusterSpec, options: Any, spec: ServerSpec) -> Any:
+        """Return what `plan_job` needs, from the common options and those of this kind of cluster."""
+
+    def plan_job(
+        self, repository: ModelRepository, spec: ServerSpec, cluster: Any, place: Path, *, progress: Progress
+    ) -> ClusterJob:
+        """Return the files that serve the repository, for the folder or file `place`; nothing is written.
+
+        RepositoryError and UsageError name what prevents that: the repository, the versions of engine and container,
+        or a number of nodes and tasks that is not the world size.
+        """
+
+    def submit(self, job: ClusterJob) -> str:
+        """Hand the written job to the cluster and return its number; called if its options have `submit`."""
+
+    def record(self, job: ClusterJob, number: str | None) -> dict[str, Any]:
+        """Return what --json prints of a written job; `number` is that of a submitted one."""
+
+    def next_steps(self, job: ClusterJob, number: str | None) -> Sequence[str]:
+        """Return lines that say how to start the job, or how to follow the submitted one."""
+
+
+def inspect_for_cluster(
+    repository: ModelRepository, spec: ServerSpec, flag: str, progress: Progress
+) -> tuple[str, Served]:
+    """Return the server's name and content. Raises UsageError for a repository that `flag` cannot serve."""
+    protection = given_flags(spec, ("api_key", "api_key_file", "tls_certificate", "tls_key", "raw_http"))
+    if protection:
+        raise UsageError(
+            f"{protection[0]} is for a server on this machine: {flag} starts Triton without a door.",
+            hint="Put a gateway with keys and TLS in front of the cluster's service (docs/security.md).",
+        )
+    name, served = server_name(repository, spec), inspect_repository(repository)
+    require_loadable(repository)
+    mode = launch_mode(served, spec)
+    if mode is single:
+        require_sound(repository)  # a repository of the LLM API without its model.yaml looks like any Python model
+    if mode is single or not served.needs_gpus:
+        raise UsageError(
+            f"{flag} is for engines on GPUs; this repository is served on the CPU.",
+            hint="Serve it here: leave the flag out.",
+        )
+    mode.check(served, spec, on_this_machine=False)
+    require_world_size(served, spec, repository, mode.ranks(served, spec))
+    if not served.embedded:
+        require_release(served, spec, progress, repository=repository.path)
+    return name, served
+
+
+def place_engines(
+    repository: ModelRepository, served: Served, spec: ServerSpec, nodes: Sequence[int], gpus: int, progress: Progress
+) -> Sequence[EngineNodes]:
+    """Return the engines that must state how many GPUs a node has; `nodes` holds the node of each rank.
+
+    Raises RepositoryError when a rank would take a GPU that its node does not give, or that another rank has.
+    """
+    if served.uses_llmapi:
+        return ()
+    require_node_devices(served.core_models, nodes, gpus, shared=not spec.multi_model)
+    return fit_engines(repository.path, served.core_models, progress, nodes=max(nodes) + 1, gpus=gpus)
+
+
+def write_job(job: ClusterJob) -> None:
+    """Write all files, and create the folder of the logs.
+
+    Raises ArtifactError for files that trtserve did not write.
+    """
+    for path, text in job.files.items():
+        with writing(path):
+            if path.exists() and _MARK not in path.read_text(encoding="utf-8", errors="replace"):
+                raise ArtifactError(
+                    f"{path} exists and was not written by trtserve, so it is not overwritten.",
+                    hint="Choose another place with --out.",
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            path.chmod(0o644 if path.suffix == ".yaml" else 0o755)
+    if job.logs is not None:
+        with writing(job.logs):
+            job.logs.mkdir(parents=True, exist_ok=True)
+    for engine in job.engines:
+        engine.write()

@@ -1,0 +1,254 @@
+"""A server as Kubernetes objects: a Deployment and a Service on one node, a LeaderWorkerSet on several.
+
+LeaderWorkerSet (leaderworkerset.x-k8s.io/v1) is an extension that a cluster must have installed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trtserve.artifacts import ModelRepository
+from trtserve.errors import UsageError
+from trtserve.host.containers import END_SCRIPT, image_of
+from trtserve.progress import SILENT, Progress
+from trtserve.releases.containers import containers_of
+from trtserve.server.launch import orchestrator
+from trtserve.server.launch.base import Launch, Setup, first_address, server_setup
+from trtserve.server.launch.cluster import ClusterJob, inspect_for_cluster, place_engines
+from trtserve.server.launch.devices import claimed_gpus
+from trtserve.server.launch.modes import launch_mode
+from trtserve.server.referenced_paths import named_paths, require_sound_files
+from trtserve.server.render import Verbatim, render
+from trtserve.specs import ServerSpec
+from trtserve.specs.cluster import ClusterSpec, KubernetesOptions
+from trtserve.specs.options import option
+from trtserve.triton.installation import CONTAINER_TRITON
+from trtserve.triton.tritonserver import unique_prefix
+
+SSH_PORT = 2222
+"""Not 22, so that pods on the host's network do not meet the node's own sshd."""
+_STARTUP_PERIOD = 10  # seconds between two probes of a server that is starting
+_SCRIPTS, _SSH = "/trtserve/scripts", "/trtserve/ssh"
+# Pods of a LeaderWorkerSet are called NAME-GROUP-INDEX, and a host name has 63 characters at most.
+_LONGEST_NAME = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesSpec(KubernetesOptions):
+    """What Kubernetes is asked for."""
+
+    nodes: int = option(1, help="Pods of one server.", minimum=1)
+    gpus_per_node: int | None = None
+    """GPUs of each pod; None: one for each rank."""
+    replicas: int = 1
+    """Number of servers."""
+    ready_timeout: float = 600.0
+    """Seconds that a server may take to load its models."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.claim:
+            raise UsageError(
+                "--kubernetes needs the volume that holds the repository: --claim NAME.",
+                hint="NAME is a PersistentVolumeClaim with the repository under its own name.",
+            )
+        if self.nodes > 1 and self.ssh_secret is None:
+            raise UsageError(
+                "On several nodes mpirun starts its ranks through ssh, which needs a key: --ssh-secret NAME.",
+                hint="ssh-keygen -t ed25519 -N '' -f key && kubectl create secret generic NAME "
+                "--type=kubernetes.io/ssh-auth --from-file=ssh-privatekey=key",
+            )
+
+
+def settings(cluster: ClusterSpec, options: KubernetesOptions, spec: ServerSpec) -> KubernetesSpec:
+    """Return the settings of a manifest."""
+    return KubernetesSpec(
+        **vars(options),
+        nodes=cluster.nodes,
+        gpus_per_node=cluster.ntasks_per_node,
+        replicas=spec.instances,
+        ready_timeout=spec.ready_timeout,
+    )
+
+
+def submit(job: ClusterJob) -> str:
+    """Raise UsageError: there is no option for it."""
+    raise UsageError("Manifests are not applied by trtserve.", hint=job.command)
+
+
+def record(job: ClusterJob, number: str | None) -> dict[str, Any]:
+    """Return what --json prints."""
+    del number
+    return {"manifest": job.script, "objects": list(job.objects)}
+
+
+def next_steps(job: ClusterJob, number: str | None) -> Sequence[str]:
+    """Return how to start it."""
+    del number
+    return (f"Start it: {job.command}",)
+
+
+def object_name(name: str) -> str:
+    """Return a server's name as Kubernetes takes it: lower-case letters, digits and '-'."""
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_NAME].strip("-")
+    if not found:
+        raise UsageError(f"{name!r} has no letter or digit that Kubernetes allows in a name.", hint="Give --name.")
+    return found if found[0].isalpha() else f"s-{found}"  # a Service's name begins with a letter
+
+
+def plan_job(
+    repository: ModelRepository, spec: ServerSpec, cluster: KubernetesSpec, place: Path, *, progress: Progress = SILENT
+) -> ClusterJob:
+    """Return the manifest of a server, for the file `place`.
+
+    The repository is expected in the volume under its own name, or at its present path if the volume is mounted there.
+    """
+    name, served = inspect_for_cluster(repository, spec, "--kubernetes", progress)
+    if spec.gpus:
+        raise UsageError("--gpus does not go with --kubernetes: the cluster chooses the GPUs.", hint="Leave it out.")
+    # Probes reach the server from outside of its pod.
+    address = first_address(spec, host="0.0.0.0")
+    if served.embedded and spec.container is None:
+        raise UsageError(
+            f"The {served.runtime} runtime needs an image that has trtserve: --container IMAGE.",
+            hint="docs/how-to/gpus.md has the Dockerfile.",
+        )
+    setup = server_setup(CONTAINER_TRITON, repository, served, address, spec, unique_prefix(name))
+    setup = replace(setup, bound=not served.embedded)
+    image = image_of(spec.container) if spec.container else containers_of(setup.release)[-1].image
+    in_volume = _path_in_volume(repository.path, Path(cluster.mount_path))
+    require_sound_files(repository, spec, progress, volume=Path(cluster.mount_path))
+    setup = replace(setup, repository=in_volume)
+    launch = launch_mode(served, spec).compose(setup, served, spec, nodes=cluster.nodes)
+    gpus = launch.ranks
+    if launch.ranks == 1 or spec.multi_model:
+        # On several nodes the same numbers are different GPUs.
+        claimed = len(claimed_gpus(served.core_models)) if cluster.nodes == 1 else 0
+        gpus = claimed or sum(core.world_size * core.instances for core in served.core_models)
+    if cluster.nodes > 1 and launch.ranks == 1:
+        raise UsageError(
+            f"--nodes is {cluster.nodes}; this server is one process, with its workers on its own node.",
+            hint="Orchestrators: --disable-spawn-processes, with participant_ids. Several LLMs: one server for each."
+            if spec.multi_model or served.uses_llmapi
+            else "Build the engine for more ranks: tensor × pipeline parallel.",
+        )
+    each = _gpus_per_pod(cluster, gpus)
+    pods = [rank // each for rank in range(gpus)]
+    # The first pod also runs the orchestrator.
+    nodes = [0, *pods] if spec.multi_model else pods
+    engines = place_engines(repository, served, spec, nodes, each, progress)
+    manifest = _manifest(setup, launch, cluster, object_name(name), image, each)
+    if cluster.nodes > 1 and spec.container is None:
+        progress.warn(
+            f"{image} has no sshd, which pods need to start ranks: use --container with an image that has it."
+        )
+    notes = [f"Image: {image}", f"Repository in the volume {cluster.claim}: {in_volume}"]
+    if engines:
+        notes.append("Its engine's config.json was changed for these nodes: copy the repository to the volume again.")
+    kinds = ("Deployment", "Service") if cluster.nodes == 1 else ("ConfigMap", "LeaderWorkerSet", "Service")
+    kinds = (*kinds, "NetworkPolicy")
+    command = f"kubectl apply -f {place}"
+    return ClusterJob(files={place: manifest}, command=command, engines=engines, objects=kinds, notes=notes)
+
+
+def _path_in_volume(repository: Path, mount: Path) -> Path:
+    """Return where the repository is in the volume.
+
+    Raises UsageError for paths in its files that the volume cannot have.
+    """
+    here = repository.absolute()
+    outside = next((path for path in named_paths(here) if not path.is_relative_to(mount)), None)
+    if outside is not None:
+        raise UsageError(
+            f"The repository names {outside}, which is not below {mount}, where the volume is mounted.",
+            hint="Make it with the engine inside and relative paths (trtserve repo), or choose --mount-path.",
+        )
+    return here if here.is_relative_to(mount) else mount / here.name
+
+
+def _gpus_per_pod(cluster: KubernetesSpec, gpus: int) -> int:
+    each = cluster.gpus_per_node or max(1, gpus // cluster.nodes)
+    if each * cluster.nodes != gpus:
+        raise UsageError(
+            f"--nodes {cluster.nodes} × --ntasks-per-node {each} are {each * cluster.nodes} ranks; "
+            f"the server has {gpus}.",
+            hint="Their product must be the world size of the engine: tensor × pipeline parallel.",
+        )
+    return each
+
+
+def _manifest(setup: Setup, launch: Launch, cluster: KubernetesSpec, name: str, image: str, gpus: int) -> str:
+    """Return the manifest of a server with `gpus` in each pod; the paths of `setup` are those in the volume."""
+    wait = cluster.ready_timeout + (cluster.worker_timeout if cluster.nodes > 1 else 0)
+    address = setup.address
+    server: dict[str, Any] = {
+        "name": "triton",
+        "answers": True,
+        "command": launch.command.argv,
+        # mpirun, which the cluster would ask to end, kills its ranks a moment later.
+        "stop_script": END_SCRIPT if launch.ranks > 1 else None,
+    }
+    values: dict[str, Any] = {
+        "name": name,
+        "namespace": cluster.namespace,
+        "replicas": cluster.replicas,
+        "nodes": cluster.nodes,
+        "image": image,
+        "repository": str(setup.repository),
+        # The user of the pod need not have a home; sshd of several nodes needs root's.
+        "environment": launch.environment if cluster.nodes > 1 else {"HOME": "/tmp", **launch.environment},
+        "hf_secret": cluster.hf_secret,
+        "ssh_secret": cluster.ssh_secret,
+        "pull_secret": cluster.pull_secret,
+        "claim": cluster.claim,
+        "mount_path": cluster.mount_path,
+        "scripts_folder": _SCRIPTS,
+        "ssh_folder": _SSH,
+        "ssh_port": SSH_PORT,
+        "gpus": gpus,
+        "exit_timeout": setup.exit_timeout,
+        "startup_period": _STARTUP_PERIOD,
+        "startup_failures": math.ceil(wait / _STARTUP_PERIOD),
+        "probes": {
+            kind: render("probe.sh.j2", port=address.http_port, page=Verbatim(f"/v2/health/{page}"))
+            for kind, page in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live"))
+        },
+        "ports": {"http": address.http_port, "grpc": address.grpc_port, "metrics": address.metrics_port},
+    }
+    if cluster.nodes == 1:
+        return render("deployment.yaml.j2", **values, server=server)
+    worker = {
+        "name": "worker",
+        "answers": False,
+        "command": ["bash", f"{_SCRIPTS}/worker.sh"],
+        "stop_script": render("stop_worker.sh.j2"),
+    }
+    return render(
+        "leader_worker_set.yaml.j2",
+        **values,
+        server={**server, "command": ["bash", f"{_SCRIPTS}/leader.sh"]},
+        worker=worker,
+        leader_script=_leader_script(setup, launch, gpus, math.ceil(cluster.worker_timeout)),
+        worker_script=render("worker.sh.j2", ssh_folder=_SSH, ssh_port=SSH_PORT),
+    )
+
+
+def _leader_script(setup: Setup, launch: Launch, gpus: int, worker_timeout: int) -> str:
+    """Return what the leader's pod runs: `gpus` ranks on every node, rank 0 here; an orchestrator is one more here."""
+    extra = 1 if launch.mode == orchestrator.NAME else 0
+    ranks = [{"node": max(0, rank - extra) // gpus, "command": command} for rank, command in enumerate(launch.groups)]
+    return render(
+        "leader.sh.j2",
+        ssh_folder=_SSH,
+        ssh_port=SSH_PORT,
+        worker_timeout=worker_timeout,
+        slots=gpus + extra,
+        bound=setup.bound,
+        environment=launch.environment,
+        ranks=ranks,
+    )

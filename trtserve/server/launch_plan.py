@@ -1,0 +1,252 @@
+"""What `start` will do: which processes with which commands, known before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from trtserve.artifacts import ModelRepository
+from trtserve.bindings import PACKAGE, BindingsEnvironment, bindings_environment, imports_bindings
+from trtserve.check import require_sound
+from trtserve.errors import RepositoryError, UsageError
+from trtserve.host.containers import SHM_GIB, ContainerRun, container_name, image_of, in_container, with_targets
+from trtserve.host.gpus import split_gpus, visible_devices
+from trtserve.host.mpi import mpirun_program, needs_oversubscription
+from trtserve.host.ports import is_free
+from trtserve.server.addresses import instance_addresses, with_free_ports
+from trtserve.server.doors import DoorPlan, behind_doors, plan_door, require_protected
+from trtserve.server.engine_version import gpu_triton
+from trtserve.server.launch import Launch, Setup, launch_mode, single
+from trtserve.server.launch.base import first_address, in_this_python, protection_of, server_setup
+from trtserve.server.proxy import ProxyPlan, plan_proxy
+from trtserve.server.referenced_paths import engine_paths, hub_cache
+from trtserve.server.state import log_file, server_name
+from trtserve.server.world_size import require_world_size
+from trtserve.specs import ServerSpec
+from trtserve.store import Store
+from trtserve.triton.installation import CONTAINER_TRITON, Triton, backend_folder, find_triton
+from trtserve.triton.preflight import Served, inspect_repository, require_loadable
+from trtserve.triton.tritonserver import Address, unique_prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstancePlan:
+    """One launch of the server."""
+
+    address: Address
+    """Where it listens."""
+    log: Path
+    launch: Launch
+    container: ContainerRun | None = None
+    """The container that the launch runs in."""
+    door: DoorPlan | None = None
+    """What answers HTTP clients, or None when Triton does so itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """Everything that a start runs: made once by `plan_server`, run by `start_server` or `serve_foreground`."""
+
+    name: str
+    repository: ModelRepository
+    spec: ServerSpec
+    served: Served
+    """What the files of the repository say."""
+    triton: Triton
+    shm_prefix: str
+    """Start of the names of all shared-memory regions."""
+    instances: tuple[InstancePlan, ...]
+    proxy: ProxyPlan | None = None
+    """The reverse proxy of several instances."""
+    bindings: BindingsEnvironment | None = None
+    """The Python environment of models that import TensorRT-LLM's bindings."""
+    store: Store
+
+    @property
+    def mode(self) -> str:
+        """Launch mode of each instance."""
+        return self.instances[0].launch.mode
+
+    @property
+    def needs_gpus(self) -> bool:
+        """Whether every rank needs a GPU of its own."""
+        return self.served.needs_gpus
+
+    @property
+    def runs_ranks(self) -> bool:
+        """Whether each rank of the engine is a process of its own, with or without a GPU."""
+        return self.served.runtime is not None and not self.served.merges_ranks
+
+    @property
+    def processes(self) -> int:
+        """Processes that are started for all instances; their stubs and workers are not counted."""
+        return sum(instance.launch.ranks for instance in self.instances)
+
+    @property
+    def uses_mpirun(self) -> bool:
+        """Whether this machine's mpirun starts the ranks; a container has its own."""
+        return Path(self.instances[0].launch.command.argv[0]).name == "mpirun"
+
+
+def plan_server(
+    repository: ModelRepository,
+    spec: ServerSpec,
+    *,
+    served: Served | None = None,
+    store: Store | None = None,
+    on_this_machine: bool = True,
+) -> ServerPlan:
+    """Read the repository and compose the commands; nothing is written and nothing started.
+
+    Raises RepositoryError, MissingDependencyError, UsageError or UnsupportedModelError if it cannot be started.
+    The commands for another machine need not work here: without a tritonserver that fits, they are those for NVIDIA's
+    container. `served` describes a repository that does not exist yet.
+    """
+    store = store or Store()
+    name = server_name(repository, spec)
+    if served is None:
+        served = inspect_repository(repository)
+        require_loadable(repository)
+    mode = launch_mode(served, spec)
+    try:
+        mode.check(served, spec)
+    except UsageError:
+        if mode is single:
+            require_sound(repository)  # a repository of the LLM API without its model.yaml looks like any Python model
+        raise
+    require_world_size(served, spec, repository, mode.ranks(served, spec))
+    bindings = _bindings(repository, spec, store, embedded=mode is single or served.embedded)
+    python = None if bindings is None else bindings.programs
+
+    first, prefix = first_address(spec), unique_prefix(name)
+    require_protected(spec, first.host)
+    addresses = _addresses(first, spec)
+    if mode is single or served.embedded:
+        triton = find_triton(served.backends | {"python"})
+    else:
+        triton = CONTAINER_TRITON if spec.container else gpu_triton(served, on_this_machine=on_this_machine)
+    if mode is single:
+        backends = backend_folder(triton, store)
+        setups = [replace(_setup(triton, repository, addresses[0], spec, prefix), backends=backends, python=python)]
+    else:
+        common = server_setup(triton, repository, served, addresses[0], spec, prefix)
+        if served.embedded:
+            common = in_this_python(common, triton, store, python)
+        ranks = mode.ranks(served, spec) * spec.instances
+        setups = _instance_setups(common, served, spec, addresses, ranks)
+    instances = []
+    for number, setup in enumerate(setups, start=1):
+        launch = mode.compose(setup, served, spec)
+        container = _container(repository, served, spec, launch)
+        if container is not None:
+            launch = replace(launch, command=in_container(launch.command, container))
+        log, door = log_file(name, store, number), None
+        if not spec.raw_http:
+            door = plan_door(name, setup.address, number, spec, served, repository.path, store)
+        instances.append(InstancePlan(address=setup.address, log=log, launch=launch, container=container, door=door))
+    return ServerPlan(
+        name=name,
+        repository=repository,
+        spec=spec,
+        served=served,
+        triton=triton,
+        shm_prefix=prefix,
+        instances=tuple(instances),
+        proxy=plan_proxy(name, addresses, spec, store) if spec.instances > 1 else None,
+        bindings=bindings,
+        store=store,
+    )
+
+
+def _bindings(
+    repository: ModelRepository, spec: ServerSpec, store: Store, *, embedded: bool
+) -> BindingsEnvironment | None:
+    """Return the environment of --bindings. Raises UsageError for engines on GPUs, RepositoryError where it lacks."""
+    if spec.bindings is not None and not embedded:
+        raise UsageError(
+            "--bindings runs models on the embedded executor; this repository is served by TensorRT-LLM itself.",
+            hint="Leave --bindings out.",
+        )
+    if spec.bindings is not None:
+        return bindings_environment(spec.bindings, store, option="--bindings")
+    programs = sorted(repository.path.glob("*/[0-9]*/model.py")) if embedded and find_spec(PACKAGE) is None else []
+    program = next((each for each in programs if imports_bindings(each) and not (each.parent / PACKAGE).exists()), None)
+    if program is not None:
+        raise RepositoryError(
+            f"{program} imports tensorrt_llm, which is not installed.",
+            hint="Serve it on the embedded executor: trtserve start --bindings RELEASE, such as --bindings 0.16",
+        )
+    return None
+
+
+def _addresses(first: Address, spec: ServerSpec) -> list[Address]:
+    """Return the address of each instance, with a door in front of its HTTP service unless that is to be raw."""
+    addresses = instance_addresses(
+        first, spec.instances, lambda port: spec.auto_ports and not is_free(first.host, port)
+    )
+    return addresses if spec.raw_http else behind_doors(addresses)
+
+
+def on_free_ports(plan: ServerPlan) -> ServerPlan:
+    """Return the plan with ports that are free now, for a start that lost one of its ports to another program."""
+    return plan_server(plan.repository, with_free_ports(plan.spec), served=plan.served, store=plan.store)
+
+
+def _setup(triton: Triton, repository: ModelRepository, address: Address, spec: ServerSpec, prefix: str) -> Setup:
+    return Setup(
+        executable=str(triton.executable),
+        repository=repository.path,
+        address=address,
+        shm_prefix=prefix,
+        arguments=(*protection_of(spec), *spec.extra_arguments),
+    )
+
+
+def _instance_setups(
+    common: Setup, served: Served, spec: ServerSpec, addresses: Sequence[Address], ranks: int
+) -> list[Setup]:
+    """Return the setup of each instance, with its own GPUs, ports and shared memory; `ranks` counts all instances'."""
+    world, count = served.world_size, spec.instances
+    if spec.multi_model:
+        gpus = [spec.gpus]
+    else:
+        chosen = spec.gpus
+        if not chosen and count > 1:
+            # Several instances divide the GPUs that CUDA_VISIBLE_DEVICES shows; one instance inherits the variable.
+            # Where there are too few none are named: the check of devices then refuses the start.
+            shown = visible_devices() or ()
+            chosen = shown[: world * count] if len(shown) >= world * count else ()
+        gpus = split_gpus(chosen, instances=count, ranks=world)
+    common = replace(
+        common,
+        oversubscribe=spec.oversubscribe or needs_oversubscription(ranks),
+        mpirun="mpirun" if spec.container else mpirun_program(),
+    )
+    return [
+        replace(
+            common,
+            address=address,
+            gpus=devices,
+            shm_prefix=common.shm_prefix if number == 1 else f"{common.shm_prefix}i{number}_",
+        )
+        for number, (address, devices) in enumerate(zip(addresses, gpus, strict=True), start=1)
+    ]
+
+
+def _container(repository: ModelRepository, served: Served, spec: ServerSpec, launch: Launch) -> ContainerRun | None:
+    """Return the container of one launch; it sees the repository, and files outside it that its configurations name."""
+    if spec.container is None:
+        return None
+    hub = hub_cache() if served.uses_llmapi else None
+    protection = (path.expanduser() for path in (spec.tls_certificate, spec.tls_key) if path is not None)
+    return ContainerRun(
+        image=image_of(spec.container),
+        name=container_name(repository.name if spec.name is None else spec.name),
+        read_only=with_targets((repository.path, *engine_paths(repository, served), *protection)),
+        writable=() if hub is None else (hub,),
+        environment={} if hub is None else {"HF_HOME": str(hub)},
+        flags=spec.container_flags,
+        shm_gib=max(SHM_GIB, launch.ranks),
+    )

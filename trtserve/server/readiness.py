@@ -1,0 +1,212 @@
+"""Wait until all instances of a server are ready; until then, report which rank ended or keeps the others waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from trtserve.errors import PortInUseError, ServerStartError
+from trtserve.host.containers import explained
+from trtserve.process import ProcessId, exit_code, was_killed
+from trtserve.progress import Progress
+from trtserve.server.launch import llmapi, single
+from trtserve.server.launch_plan import InstancePlan, ServerPlan
+from trtserve.server.logs import last_lines
+from trtserve.server.rank_processes import describe_ranks, kept_waiting, rank_processes, stubs_of
+from trtserve.server.state import Server
+from trtserve.triton import server_log
+from trtserve.triton.startup import came_up, opened_all_ports, pause, start_error, timeout_error
+
+# mpirun ends a job within a moment of a rank that fails, but goes on when a rank ends with code 0.
+_RANK_INTERVAL = 1.0
+_JOB_END = 3.0
+_PAUSE = 0.1
+_REPORT = 10.0
+# Triton opens its ports within a moment, and the metrics port last.
+_LAST_PORT = 2.0
+_TRITON_FAILED = "error: creating server: "
+
+
+def wait_for_all(
+    server: Server, plan: ServerPlan, *, timeout: float, interrupted: Callable[[], int], progress: Progress
+) -> None:
+    """Wait until every model of every instance is ready. Raises KeyboardInterrupt when `interrupted` counts a signal.
+
+    Reports which models are being loaded.
+
+    Raises ServerStartError when an instance or one of its ranks ends, and after `timeout` seconds, with the rank that
+    is missing.
+    """
+    deadline = time.monotonic() + timeout
+    pairs = zip(server.instances, plan.instances, strict=True)
+    waiting = [_Waiting(instance.process, planned) for instance, planned in pairs]
+    loading = _Loading(len(plan.served.models), progress)
+    while True:
+        loading.report(server_log.read(plan.instances[0].log))
+        waiting = [one for one in waiting if not one.ready()]
+        if not waiting:
+            return
+        pause(interrupted)
+        if time.monotonic() > deadline:
+            raise waiting[0].timeout_error(timeout)
+
+
+class _Loading:
+    """Reports how far the models of the first instance are, when it changes and from time to time."""
+
+    def __init__(self, models: int, progress: Progress) -> None:
+        self._models = models
+        self._progress = progress
+        self._shown: list[str] = []
+        self._begin = self._reported = time.monotonic()
+
+    def report(self, log: str) -> None:
+        """Show what the log says is being loaded."""
+        loading, now = server_log.still_loading(log), time.monotonic()
+        if not loading or (loading == self._shown and now - self._reported < _REPORT):
+            return
+        self._shown, self._reported = loading, now
+        loaded = len(server_log.loaded(log))
+        self._progress.step(
+            f"Loading {', '.join(loading)} ({loaded} of {self._models} models loaded, {now - self._begin:.0f} s)"
+        )
+
+
+def require_front(server: Server) -> None:
+    """Raise ServerStartError when a door or the reverse proxy has ended."""
+    for door in (instance.door for instance in server.instances):
+        if door is not None and door.dead:
+            lines = last_lines(door.log)
+            error = ServerStartError(
+                f"The door, which answers HTTP requests, has ended. Last lines:\n{lines}", log=door.log
+            )
+            error.killed = was_killed(exit_code(door.process))
+            raise error
+    if server.proxy is not None and server.proxy.dead:
+        lines = last_lines(server.proxy.log)
+        raise ServerStartError(f"The reverse proxy (nginx) has ended. Last lines:\n{lines}", log=server.proxy.log)
+
+
+def require_members(server: Server, plan: ServerPlan) -> None:
+    """Raise ServerStartError when a stub or a rank ended while the server became ready."""
+    expected = plan.served.python_models if plan.mode == single.NAME else frozenset()
+    for instance in server.instances:
+        running = {stub.model for stub in instance.stubs if stub.alive()}
+        if lost := sorted(expected - running):
+            error = ServerStartError(
+                f"The Python stub of {', '.join(lost)} ended while the server became ready. Last lines:\n"
+                f"{last_lines(instance.log)}",
+                log=instance.log,
+            )
+            error.killed = True
+            raise error
+    require_ranks(server, plan)
+
+
+def require_ranks(server: Server, plan: ServerPlan) -> None:
+    """Raise ServerStartError when a rank ended while the server became ready and mpirun keeps running.
+
+    A server whose mpirun ends as well has died like any other. Ranks in a container cannot be seen from here.
+    """
+    for instance, planned in zip(server.instances, plan.instances, strict=True):
+        found, ranks = rank_processes(instance.process), planned.launch.ranks
+        missing = [rank for rank in range(ranks) if rank not in found]
+        if ranks > 1 and found and missing and _survives_job_end(instance.process):
+            raise ServerStartError(
+                f"Rank {missing[0]} of {ranks} ended while the server became ready.\n"
+                f"{describe_ranks(found, ranks, server_log.read(planned.log))}",
+                log=planned.log,
+            )
+
+
+def _survives_job_end(root: ProcessId) -> bool:
+    """Return whether a process still runs after the time in which mpirun would have ended the job."""
+    deadline = time.monotonic() + _JOB_END
+    while root.alive() and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+    return root.alive()
+
+
+class _Waiting:
+    """One instance that is starting, with the ranks that have been seen."""
+
+    def __init__(self, root: ProcessId, planned: InstancePlan) -> None:
+        self.root = root
+        self.planned = planned
+        self._seen: dict[int, ProcessId] = {}
+        self._looked = time.monotonic()
+        self._lost_since: float | None = None
+        self._stub_lost_since: float | None = None
+        self._ready_since: float | None = None
+
+    def ready(self) -> bool:
+        """Return whether it is ready. Raises ServerStartError when it never will be."""
+        planned = self.planned
+        contained = planned.container is not None
+        try:
+            ready = came_up(self.root, planned.address, planned.log, contained=contained)
+        except ServerStartError as error:
+            reason = explained(server_log.read(planned.log)) if contained else None
+            raise reason or error from error
+        if ready:
+            # The metrics port may be switched off, so it is not waited for longer than a moment.
+            self._ready_since = self._ready_since or time.monotonic()
+            if opened_all_ports(self.root, planned.address, contained=contained):
+                return True
+            return time.monotonic() - self._ready_since > _LAST_PORT
+        # trtllm-llmapi-launch waits for ever for a leader whose tritonserver has failed.
+        if planned.launch.mode == llmapi.NAME and _TRITON_FAILED in server_log.read(planned.log):
+            raise start_error(self.root, planned.log)
+        if not contained and time.monotonic() - self._looked > _RANK_INTERVAL:
+            self._looked = time.monotonic()
+            if planned.launch.ranks > 1:
+                self._look_for_ranks()
+            else:
+                self._look_for_stubs()
+        return False
+
+    def _look_for_stubs(self) -> None:
+        """Raise ServerStartError when a stub was killed while its model loads: Triton 2.51 waits for it for ever."""
+        text = server_log.read(self.planned.log)
+        lost = sorted(server_log.initializing(text) - {stub.model for stub in stubs_of(self.root)})
+        # A model that fails by itself ends its stub too, but Triton says why.
+        if not lost or not self.root.alive() or server_log.failures(text):
+            self._stub_lost_since = None
+            return
+        self._stub_lost_since = self._stub_lost_since or self._looked
+        if self._looked - self._stub_lost_since >= _JOB_END:
+            error = ServerStartError(
+                f"The Python stub of {', '.join(lost)} ended while the model was loading. Last lines:\n"
+                f"{last_lines(self.planned.log)}",
+                log=self.planned.log,
+            )
+            error.killed = True
+            raise error
+
+    def _look_for_ranks(self) -> None:
+        self._seen |= rank_processes(self.root)
+        lost = [rank for rank, process in self._seen.items() if not process.alive()]
+        if not lost or not self.root.alive():
+            self._lost_since = None
+            return
+        self._lost_since = self._lost_since or self._looked
+        if self._looked - self._lost_since >= _JOB_END:
+            raise ServerStartError(
+                f"Rank {lost[0]} of {self.planned.launch.ranks} ended before the server was ready, and mpirun does not "
+                f"end the others.{self._report()}",
+                log=self.planned.log,
+            )
+
+    def timeout_error(self, timeout: float) -> ServerStartError | PortInUseError:
+        """Return the error for an instance that is not ready in time."""
+        if self.planned.launch.ranks == 1:
+            return timeout_error(timeout, self.planned.log)
+        if not self.root.alive():
+            return start_error(self.root, self.planned.log)
+        return timeout_error(timeout, self.planned.log, self._report())
+
+    def _report(self) -> str:
+        ranks = self.planned.launch.ranks
+        processes = {rank: each for rank, each in rank_processes(self.root).items() if rank < ranks}
+        text = server_log.read(self.planned.log)
+        return f" {kept_waiting(processes, ranks, text)}\n{describe_ranks(processes, ranks, text)}"

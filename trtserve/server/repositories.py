@@ -1,0 +1,91 @@
+"""Find the model repository that a name or a path on the command line means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trtserve.artifacts import Model, ModelRepository, load_artifact
+from trtserve.errors import ModelNotFoundError, UsageError
+from trtserve.specs.command_line import import_command
+from trtserve.store import NameRecord, Store
+
+_VERSION = ("trtllm_version",)
+
+
+def find_repository(
+    name: str | None = None, *, path: Path | None = None, store: Store | None = None
+) -> ModelRepository:
+    """Return the model repository at `path`, or of the import or repository `name`, or of the last import.
+
+    Raises ModelNotFoundError when nothing was imported or made (under that name).
+    """
+    if path is not None:
+        if name is not None:
+            raise UsageError(f"Both a name ({name}) and --model-repository were given; give one.")
+        return _open(path)
+    store = store or Store()
+    records = store.recorded()
+    chosen = [record for record in records if name is None or record.name == name]
+    if chosen:
+        return _open(Path(chosen[0].repository))
+    made = store.by_name(ModelRepository)
+    if name in made:
+        return _open(made[name].path)
+    downloaded = store.by_name(Model).get(name or "")
+    if downloaded is not None:
+        raise _only_downloaded(downloaded)
+    if name is not None and (os.sep in name or Path(name).is_dir()):
+        # A Hugging Face folder has a config.json, a model repository does not.
+        if (Path(name) / "config.json").is_file():
+            hint = f"Import the model first: trtserve import {name}"
+        else:
+            hint = f"Serve a model repository by its path: trtserve start --model-repository {name}"
+        raise ModelNotFoundError(f"{name} is a path, not the name of an import.", hint=hint)
+    imported = [record.name for record in records]
+    others = sorted(set(made) - set(imported))
+    lists = [f"Imported: {', '.join(imported)}."] if imported else []
+    lists += [f"Made by `trtserve repo`: {', '.join(others)}."] if others else []
+    known = " ".join(lists) or "Import a model: trtserve import demo"
+    if name is None:
+        raise ModelNotFoundError("Nothing has been imported yet.", hint=known)
+    from trtserve.import_.sources import ALIASES, DEMO
+
+    if name in ALIASES or name == DEMO:
+        raise ModelNotFoundError(f"{name} has not been imported yet.", hint=f"Import it first: trtserve import {name}")
+    raise ModelNotFoundError(f"Nothing was imported under the name {name}.", hint=known)
+
+
+def chosen_by(repository: Path, store: Store) -> str:
+    """Return the words that choose this repository on the command line: its import's name, else its path."""
+    record = _record(repository, store)
+    return f"--model-repository {repository}" if record is None else record.name
+
+
+def import_again(repository: Path, store: Store) -> str | None:
+    """Return the command that makes an import's repository again, under the same name.
+
+    Returns None for a repository that no import made, and for one that several imports made together.
+    """
+    together = sum(Path(record.repository) == repository for record in store.recorded()) > 1
+    record = None if together else _record(repository, store)
+    # The new one is for another TensorRT-LLM.
+    return None if record is None else import_command(record.name, record.source, record.spec, without=_VERSION)
+
+
+def _record(repository: Path, store: Store) -> NameRecord | None:
+    return next((record for record in store.recorded() if Path(record.repository) == repository), None)
+
+
+def _only_downloaded(model: Model) -> ModelNotFoundError:
+    source = model.name if model.manifest is None else str(model.manifest.spec.get("source", model.name))
+    named = "" if source == model.name else f" --name {model.name}"
+    return ModelNotFoundError(
+        f"{model.name} was only downloaded; it has no model repository yet.",
+        hint=f"Import it: trtserve import {source}{named}",
+    )
+
+
+def _open(path: Path) -> ModelRepository:
+    repository = load_artifact(ModelRepository, path)
+    return ModelRepository(path=repository.path, manifest=repository.manifest)

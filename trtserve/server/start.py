@@ -1,0 +1,179 @@
+"""Start a server once: claim its name and ports, check, launch, and wait until it is ready."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
+from trtserve.files import locked
+from trtserve.models.shared.run_folder import VARIABLE
+from trtserve.planner.rates import timed
+from trtserve.process import ProcessId, spawn
+from trtserve.process.interrupts import stop_signals
+from trtserve.progress import SILENT, Progress
+from trtserve.server.announcements import announce_commands
+from trtserve.server.checks import check_before_launch, refuse_running, require_ports
+from trtserve.server.doors import spawn_door, wait_until_it_listens
+from trtserve.server.gpu_checks import require_devices, require_mpirun
+from trtserve.server.launch_plan import ServerPlan, on_free_ports
+from trtserve.server.logs import rotate
+from trtserve.server.proxy import start_proxy, write_proxy
+from trtserve.server.rank_processes import with_members
+from trtserve.server.readiness import require_front, require_members, wait_for_all
+from trtserve.server.shutdown import end_server
+from trtserve.server.state import Instance, Server, change_state, failure_of, run_folder, write_state
+from trtserve.triton.installation import prepare_backends
+from trtserve.triton.tritonserver import STACK, kv_blocks
+
+_ATTEMPTS = 3
+
+
+def start_server(plan: ServerPlan, *, progress: Progress = SILENT) -> Server:
+    """Start a server that outlives this process and has no supervisor; return it when all its models are ready.
+
+    If startup fails, everything but the log is cleaned up. Raises ServerStartError, PortInUseError or MachineError.
+    SIGINT, SIGTERM and SIGHUP during the start stop the server and raise KeyboardInterrupt.
+    """
+    with stop_signals() as signals:
+        return start_once(plan, progress, signals)
+
+
+def require_startable(plan: ServerPlan) -> None:
+    """Check that a server could start, before its repository is built.
+
+    Raises an error for a missing tool, a server of the same name, taken ports, or too few GPUs.
+    """
+    with _claimed(plan):
+        require_mpirun(plan)
+        require_devices(plan)
+
+
+@contextmanager
+def _claimed(plan: ServerPlan) -> Iterator[None]:
+    """Require that the server's name and ports are free, and keep other starts from taking the name meanwhile."""
+    with locked(plan.store.root / "locks" / f"server-{plan.name}.lock", wait=False):
+        refuse_running(plan)
+        require_ports(plan)
+        yield
+
+
+def start_once(
+    plan: ServerPlan,
+    progress: Progress,
+    interrupted: Callable[[], int],
+    *,
+    supervisor: ProcessId | None = None,
+    before: Server | None = None,
+    attempts: int = _ATTEMPTS,
+) -> Server:
+    """Return a ready server; its processes end with this one if it is their `supervisor`.
+
+    A server that crashed by chance while it loaded its models starts again, and with --auto-ports one that lost a port
+    after the check, on other ports. `before` is the record of the server that this one replaces.
+    """
+    try:
+        return _start_on_ports(plan, progress, interrupted, supervisor, before)
+    except PortInUseError as error:
+        if not plan.spec.auto_ports or attempts == 1:
+            raise
+        progress.warn(f"{error.message} Starting again on other ports.")
+        again = on_free_ports(plan)
+    except ServerStartError as error:
+        if not error.by_chance or attempts == 1:
+            raise
+        progress.warn("Triton crashed while it loaded the models, which happens on busy machines. Starting again.")
+        again = plan
+    return start_once(again, progress, interrupted, supervisor=supervisor, before=before, attempts=attempts - 1)
+
+
+def _start_on_ports(
+    plan: ServerPlan,
+    progress: Progress,
+    interrupted: Callable[[], int],
+    supervisor: ProcessId | None,
+    before: Server | None,
+) -> Server:
+    with _claimed(plan):
+        engines = check_before_launch(plan, progress)
+        prepare_backends(plan.triton, plan.store)
+        if plan.bindings is not None:
+            plan.bindings.prepare()
+        if plan.proxy is not None:
+            write_proxy(plan.proxy)
+        for engine in engines:
+            engine.write()
+        announce_commands(plan, progress)
+        server = _spawn_all(plan, progress, supervisor, before)
+        try:
+            for instance, planned in zip(server.instances, plan.instances, strict=True):
+                if instance.door is not None and planned.door is not None:
+                    wait_until_it_listens(planned.door, instance.door)
+            with timed(plan.store, "start", plan.served.engine_bytes):
+                wait_for_all(server, plan, timeout=plan.spec.ready_timeout, interrupted=interrupted, progress=progress)
+            require_front(server)
+            server = with_members(server)
+            require_members(server, plan)
+            server = change_state(
+                server, plan.store, state="ready", ready_since=time.time(), instances=server.instances
+            )
+            # How much memory was left for the KV cache is known only to the running server's gauges.
+            for warning in plan.served.cache_warnings(kv_blocks(server.address)):
+                progress.warn(warning)
+        except BaseException as error:
+            failure = failure_of(error) if isinstance(error, TrtserveError) else None
+            end_server(server, plan.store, urgent=lambda: interrupted() > 1, failure=failure)
+            raise
+    return server
+
+
+def _spawn_all(plan: ServerPlan, progress: Progress, supervisor: ProcessId | None, before: Server | None) -> Server:
+    """Start all instances and then their proxy; each is in the state file before the next one starts."""
+    server = Server(
+        name=plan.name,
+        repository=plan.repository.path.absolute(),
+        model=plan.served.model,
+        streaming=plan.served.streaming,
+        state="starting",
+        mode=plan.mode,
+        shm_prefix=plan.shm_prefix,
+        exit_timeout=plan.spec.exit_timeout,
+        instances=(),
+        supervisor=supervisor,
+        restarts=0 if before is None else before.restarts,
+        failure=None if before is None else before.failure,
+    )
+    bound = supervisor is not None
+    folder = run_folder(plan.name, plan.store)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)
+    try:
+        for planned in plan.instances:
+            progress.step(f"Starting Triton, log: {planned.log}")
+            rotate(planned.log)
+            command = planned.launch.command
+            if planned.container is None:
+                command = replace(command, env={**command.env, VARIABLE: str(folder)})
+            instance = Instance(
+                address=planned.address,
+                process=spawn(command, log=planned.log, bound=bound, stack=STACK),
+                log=planned.log,
+                container=None if planned.container is None else planned.container.name,
+            )
+            server = replace(server, instances=(*server.instances, instance))
+            write_state(server, plan.store)
+            if planned.door is not None:
+                door = spawn_door(planned.door, instance.process, bound=bound)
+                server = replace(server, instances=(*server.instances[:-1], replace(instance, door=door)))
+                write_state(server, plan.store)
+        if plan.proxy is not None:
+            server = replace(server, proxy=start_proxy(plan.proxy, bound=bound))
+            write_state(server, plan.store)
+    except BaseException:
+        if server.instances:
+            end_server(server, plan.store, urgent=lambda: True)
+        raise
+    return server

@@ -1,0 +1,357 @@
+"""The state file of each server: how it is, which processes belong to it, and why it last failed.
+
+The file outlives the server and its supervisor. It is replaced in one rename, and a process in it is known by pid and
+start time, so that a later process with the same pid is never mistaken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trtserve.artifacts import ModelRepository
+from trtserve.errors import TrtserveError, UsageError
+from trtserve.files import locked, write_json
+from trtserve.process import ProcessId
+from trtserve.specs import ServerSpec
+from trtserve.store import Store
+from trtserve.triton import tritonserver as triton_server
+from trtserve.triton.tritonserver import Address
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_SCHEMA = 2
+
+State = Literal["starting", "ready", "degraded", "draining", "stopped", "failed"]
+"""starting: it loads, or waits to be started again; ready: every model answers; degraded: its processes live, and some
+model does not answer; draining: `stop` is ending it; stopped and failed: none of its processes is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stub(ProcessId):
+    """A process that runs one instance of a Python model."""
+
+    model: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a server ended, or was started again."""
+
+    time: float
+    """Seconds since the epoch."""
+    message: str
+    """What ended, with the last lines of its log."""
+    exit_code: int | None = None
+    """Exit code of the process that was launched, negative for a signal; None: unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoorState:
+    """The process that answers HTTP clients in front of one instance."""
+
+    process: ProcessId
+    log: Path
+    settings: Path
+    """File with its settings, which only this user can read."""
+    encrypted: bool = False
+    """Whether clients must use HTTPS."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether it has ended."""
+        return not self.process.alive()
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> DoorState:
+        """Return the door that a state file describes."""
+        process = ProcessId(**content["process"])
+        paths = {name: Path(content[name]) for name in ("log", "settings")}
+        return cls(process=process, encrypted=content["encrypted"], **paths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """One launch of a server's model, with the processes that belong to it."""
+
+    address: Address
+    """Interface and ports."""
+    process: ProcessId
+    """What was started: tritonserver, the mpirun of its ranks, or the `docker run` of its container."""
+    log: Path
+    stubs: tuple[Stub, ...] = ()
+    """Python stubs, as far as they have been seen."""
+    ranks: tuple[ProcessId, ...] = ()
+    """mpirun's ranks, in their order, or empty without mpirun."""
+    container: str | None = None
+    """Name of the container that the processes run in."""
+    door: DoorState | None = None
+    """What answers its HTTP clients, or None when Triton does so itself."""
+
+    @property
+    def dead_ranks(self) -> list[int]:
+        """Ranks that have ended since the instance became ready."""
+        return [rank for rank, process in enumerate(self.ranks) if not process.alive()]
+
+    @property
+    def dead_stubs(self) -> list[Stub]:
+        """Stubs that have ended since the instance became ready."""
+        return [stub for stub in self.stubs if not stub.alive()]
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Instance:
+        """Return the instance that a state file describes."""
+        return cls(
+            address=Address(**content["address"]),
+            process=ProcessId(**content["process"]),
+            log=Path(content["log"]),
+            stubs=tuple(Stub(**each) for each in content["stubs"]),
+            ranks=_identities(content["ranks"]),
+            container=content["container"],
+            door=None if content["door"] is None else DoorState.from_json(content["door"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyState:
+    """The reverse proxy of several instances."""
+
+    file: Path
+    """Its configuration."""
+    log: Path
+    http_port: int
+    grpc_port: int
+    process: ProcessId | None = None
+    """nginx, or None when it is not installed, so that nothing listens on the ports."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether nginx was started and has ended."""
+        return self.process is not None and not self.process.alive()
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ProxyState:
+        """Return the proxy that a state file describes."""
+        process = content["process"]
+        return cls(
+            file=Path(content["file"]),
+            log=Path(content["log"]),
+            http_port=content["http_port"],
+            grpc_port=content["grpc_port"],
+            process=None if process is None else ProcessId(**process),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """One server, as its state file `$TRTSERVE_HOME/servers/<name>.json` describes it."""
+
+    name: str
+    repository: Path
+    model: str
+    """Text model that is asked by default."""
+    streaming: bool
+    """Whether the core model and BLS are decoupled."""
+    state: State
+    """What the supervisor or `stop` wrote last; `server_state` also looks at the processes."""
+    reason: str = ""
+    """Why it is degraded, or what it is waiting for."""
+    mode: str = "single"
+    """Launch mode of each instance."""
+    shm_prefix: str
+    """Start of the names of all its shared-memory regions."""
+    exit_timeout: int = triton_server.EXIT_TIMEOUT
+    """Seconds that Triton has to finish its requests before it ends."""
+    instances: tuple[Instance, ...]
+    proxy: ProxyState | None = None
+    """One endpoint for all instances."""
+    supervisor: ProcessId | None = None
+    """The `trtserve start` that watches it; None: it was started from Python code that does not watch it."""
+    stopper: ProcessId | None = None
+    """The process that is ending it."""
+    restarts: int = 0
+    """How often its supervisor has started it again."""
+    ready_since: float | None = None
+    """When it last became ready, in seconds since the epoch."""
+    failure: Failure | None = None
+    """The last failure, also one that it has recovered from."""
+    schema: int = _SCHEMA
+
+    def alive(self) -> bool:
+        """Return whether a process of one of its instances runs, or its supervisor is going to start one."""
+        if self.state in ("stopped", "failed"):
+            return False
+        supervised = self.supervisor is not None and self.supervisor.alive()
+        return supervised or any(instance.process.alive() for instance in self.instances)
+
+    @property
+    def address(self) -> Address:
+        """Interface and ports of the first instance."""
+        return self.instances[0].address
+
+    @property
+    def endpoint(self) -> Address:
+        """Where clients send requests: the reverse proxy, if one runs. The metrics are those of the first instance."""
+        if self.proxy is None or self.proxy.process is None:
+            return self.address
+        return replace(self.address, http_port=self.proxy.http_port, grpc_port=self.proxy.grpc_port)
+
+    @property
+    def url(self) -> str:
+        """Where clients of this machine send HTTP requests."""
+        door = self.instances[0].door
+        scheme = "https" if door is not None and door.encrypted else "http"
+        return f"{scheme}://{triton_server.client_host(self.endpoint.host)}:{self.endpoint.http_port}"
+
+    @property
+    def roots(self) -> tuple[ProcessId, ...]:
+        """The processes that were started for it; all others descend from these. What answers clients comes first."""
+        proxy = () if self.proxy is None or self.proxy.process is None else (self.proxy.process,)
+        doors = (instance.door.process for instance in self.instances if instance.door is not None)
+        return (*proxy, *doors, *(instance.process for instance in self.instances))
+
+    @property
+    def ports(self) -> set[int]:
+        """All its ports, those of the proxy included."""
+        own = {port for instance in self.instances for port in instance.address.ports.values()}
+        return own if self.proxy is None else own | {self.proxy.http_port, self.proxy.grpc_port}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Server:
+        """Return the server that a state file describes."""
+        return cls(
+            **{
+                **content,
+                "repository": Path(content["repository"]),
+                "instances": tuple(Instance.from_json(each) for each in content["instances"]),
+                "proxy": None if content["proxy"] is None else ProxyState.from_json(content["proxy"]),
+                "supervisor": None if content["supervisor"] is None else ProcessId(**content["supervisor"]),
+                "stopper": None if content["stopper"] is None else ProcessId(**content["stopper"]),
+                "failure": None if content["failure"] is None else Failure(**content["failure"]),
+            }
+        )
+
+
+def _identities(content: Iterable[Mapping[str, Any]]) -> tuple[ProcessId, ...]:
+    return tuple(ProcessId(**each) for each in content)
+
+
+def server_name(repository: ModelRepository, spec: ServerSpec) -> str:
+    """Return the server's name. Raises UsageError for a name that cannot be part of file names."""
+    name = repository.name if spec.name is None else spec.name
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a server.", hint="Use letters, digits, '.', '_' and '-': --name NAME")
+    return name
+
+
+def state_file(name: str, store: Store) -> Path:
+    """Return the path of the state file of the server `name`."""
+    return store.servers / f"{name}.json"
+
+
+def log_file(name: str, store: Store, instance: int = 1) -> Path:
+    """Return the path of the log of the server `name`, or of a further instance of it; it outlives the server."""
+    # Names of servers contain no @.
+    return store.servers / (f"{name}.log" if instance == 1 else f"{name}@{instance}.log")
+
+
+def door_folder(name: str, store: Store) -> Path:
+    """Return the folder with the settings of a server's doors."""
+    return store.servers / f"{name}.door"
+
+
+def run_folder(name: str, store: Store) -> Path:
+    """Return the folder through which the models of a server and its supervisor see each other."""
+    return store.servers / f"{name}.run"
+
+
+def write_state(server: Server, store: Store) -> None:
+    """Replace the server's state file."""
+    write_json(state_file(server.name, store), asdict(server))
+
+
+def change_state(server: Server, store: Store, **changes: Any) -> Server:
+    """Change fields in the server's state file, and return what it holds then.
+
+    A server that is being stopped is left alone, as is the file of a later server of the same name.
+    """
+    with locked(store.root / "locks" / f"state-{server.name}.lock"):
+        recorded = last_record(server.name, store)
+        if recorded is not None:
+            if recorded.shm_prefix != server.shm_prefix:
+                return server
+            if recorded.state in ("draining", "stopped") and changes.get("state") != "stopped":
+                return recorded
+            server = recorded
+        changed = replace(server, **changes)
+        if changed != recorded:
+            write_state(changed, store)
+    return changed
+
+
+def last_record(name: str, store: Store) -> Server | None:
+    """Return what the state file of this name holds, also of a server that was stopped."""
+    return _read(state_file(name, store))
+
+
+def recorded_server(name: str, store: Store) -> Server | None:
+    """Return the server of this name that was not stopped, dead or alive."""
+    server = last_record(name, store)
+    return None if server is None or server.state == "stopped" else server
+
+
+def recorded_servers(store: Store | None = None) -> list[Server]:
+    """Return all servers that were not stopped, including those that ended by themselves."""
+    folder = (store or Store()).servers
+    servers = (_read(path) for path in sorted(folder.glob("*.json")) if not path.name.startswith("."))
+    return [server for server in servers if server is not None and server.state != "stopped"]
+
+
+def list_servers(store: Store | None = None) -> list[Server]:
+    """Return all servers with a running process."""
+    return [server for server in recorded_servers(store) if server.alive()]
+
+
+def is_stopping(server: Server, store: Store) -> bool:
+    """Return whether `trtserve stop` is ending the server, or has ended it."""
+    recorded = recorded_server(server.name, store)
+    return recorded is None or recorded.state == "draining"
+
+
+def forget(server: Server, store: Store, *, failure: Failure | None = None) -> None:
+    """Remove what a server that has ended leaves behind; its log and its state, stopped or failed, stay.
+
+    The files of a later server of the same name stay too.
+    """
+    triton_server.sweep_shared_memory(server.shm_prefix)
+    recorded = last_record(server.name, store)
+    if recorded is None or recorded.shm_prefix == server.shm_prefix:
+        shutil.rmtree(store.servers / f"{server.name}.proxy", ignore_errors=True)
+        shutil.rmtree(door_folder(server.name, store), ignore_errors=True)
+        shutil.rmtree(run_folder(server.name, store), ignore_errors=True)
+        ended: dict[str, Any] = {"instances": server.instances, "reason": "", "stopper": None, "ready_since": None}
+        if failure is not None:
+            ended["failure"] = failure
+        try:
+            change_state(server, store, state="stopped" if failure is None else "failed", **ended)
+        except TrtserveError:  # the disk is full, or the store read-only: no state is better than an old one
+            state_file(server.name, store).unlink(missing_ok=True)
+
+
+def failure_of(error: TrtserveError, exit_code: int | None = None) -> Failure:
+    """Return the failure that an error describes."""
+    return Failure(time=time.time(), message=error.message, exit_code=exit_code)
+
+
+def _read(path: Path) -> Server | None:
+    """Return the server of a state file, or None when the file is missing or another version wrote it."""
+    try:
+        server = Server.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
+    return server if server.instances and server.schema == _SCHEMA else None

@@ -1,0 +1,189 @@
+"""Supervise a server: start it, watch it, start it again when it fails, and end it.
+
+The supervisor is the process of `trtserve start`, in the foreground or, with --detach, in the background. Its children
+get a SIGTERM from the kernel when it is killed: a server never outlives its supervisor unnoticed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from trtserve.errors import ServerDiedError, ServerStartError, TrtserveError
+from trtserve.process import ProcessId, exit_code
+from trtserve.process.interrupts import stop_signals
+from trtserve.progress import SILENT, Progress
+from trtserve.server import systemd
+from trtserve.server.health import died_error, ended, unready_models
+from trtserve.server.launch_plan import ServerPlan
+from trtserve.server.logs import limit_size
+from trtserve.server.shutdown import end_server
+from trtserve.server.start import start_once
+from trtserve.server.state import (
+    Server,
+    change_state,
+    failure_of,
+    forget,
+    is_stopping,
+    last_record,
+    recorded_server,
+)
+from trtserve.specs import ServerSpec
+from trtserve.store import Store
+
+_INTERVAL = 0.25
+# Seconds between two looks at what costs a request to the server.
+_PROBE = 2.0
+_LONGEST_DELAY = 60.0
+# A server that was ready for so long has recovered: its next failure is a first one.
+_STABLE = 300.0
+
+
+def serve_foreground(plan: ServerPlan, *, on_ready: Callable[[Server], None], progress: Progress = SILENT) -> None:
+    """Serve until SIGINT, SIGTERM, SIGHUP or `trtserve stop`; a second signal kills at once.
+
+    Raises ServerDiedError, with the last lines of the log, when a process of the server ends unexpectedly, unless
+    `plan.spec.restart` lets it start again. Raises what `start_server` raises when the first start fails.
+    """
+    restarts = _Restarts(plan.spec)
+    with stop_signals() as signals:
+
+        def interrupted() -> int:
+            systemd.notify("WATCHDOG=1")
+            return signals()
+
+        while True:
+            try:
+                _serve_once(plan, restarts, interrupted, on_ready, progress)
+            except TrtserveError as error:  # noqa: PERF203 - seconds lie between two rounds
+                server = recorded_server(plan.name, plan.store)
+                delay = restarts.delay(error)
+                if server is None or delay is None or is_stopping(server, plan.store):
+                    raise
+                again = f"Starting again in {delay:g} s (restart {restarts.count})."
+                progress.warn(f"{error.message}\n{again}")
+                change_state(server, plan.store, state="starting", reason=again, restarts=restarts.count)
+                if not _waited(delay, server, plan.store, interrupted):
+                    forget(server, plan.store)
+                    return
+            else:
+                return
+
+
+def _serve_once(
+    plan: ServerPlan,
+    restarts: _Restarts,
+    interrupted: Callable[[], int],
+    on_ready: Callable[[Server], None],
+    progress: Progress,
+) -> None:
+    """Start the server, watch it until it is stopped or fails, and leave nothing of it behind."""
+    before = last_record(plan.name, plan.store) if restarts.count else None
+    first = not restarts.was_ready
+    server = start_once(plan, progress if first else SILENT, interrupted, supervisor=_myself(), before=before)
+    failure = None
+    try:
+        restarts.became_ready()
+        systemd.notify(f"READY=1\nSTATUS={server.model} on port {server.endpoint.http_port}")
+        if first:
+            on_ready(server)
+        else:
+            progress.step(f"{server.name} is ready again.")
+        watch(server, plan.store, interrupted, progress)
+        systemd.notify("STOPPING=1")
+        progress.step(f"Stopping {server.name} …")
+    except ServerDiedError as error:
+        failure = failure_of(error, exit_code(server.instances[0].process))
+        restarts.exit_code = failure.exit_code
+        raise
+    finally:
+        end_server(server, plan.store, urgent=lambda: interrupted() > 1, failure=failure)
+
+
+def watch(server: Server, store: Store, interrupted: Callable[[], int], progress: Progress = SILENT) -> None:
+    """Return on the first signal and when the server was stopped. Raises ServerDiedError when a part of it ends."""
+    next_probe = time.monotonic() + _PROBE
+    complained = ""
+    while not interrupted():
+        end = ended(server, store)
+        if end is not None and not is_stopping(server, store):
+            raise died_error(server, end)
+        if end is not None or time.monotonic() > next_probe:
+            next_probe = time.monotonic() + _PROBE
+            try:
+                unready = unready_models(server, store)
+                reason = "; ".join(f"{model}: {why}" for model, why in unready.items())
+                recorded = change_state(server, store, state="degraded" if reason else "ready", reason=reason)
+                if recorded.state in ("draining", "stopped"):
+                    _await_stopper(server, store, interrupted)
+                    return
+                for instance in server.instances:
+                    limit_size(instance.log)
+                    if instance.door is not None:
+                        limit_size(instance.door.log)
+                complaint = reason
+            except (TrtserveError, OSError) as error:  # a full disk does not end a server that runs
+                complaint = f"the state or the log could not be written: {error}"
+            if complaint != complained:
+                progress.warn(f"{server.name} is degraded: {complaint}" if complaint else f"{server.name} is ready.")
+                complained = complaint
+        time.sleep(_INTERVAL)
+
+
+def _await_stopper(server: Server, store: Store, interrupted: Callable[[], int]) -> None:
+    """Return when `trtserve stop` has ended the server, or has ended itself before."""
+    while not interrupted():
+        recorded = recorded_server(server.name, store)
+        if recorded is None or recorded.stopper is None or not recorded.stopper.alive():
+            return
+        time.sleep(_INTERVAL)
+
+
+def _waited(seconds: float, server: Server, store: Store, interrupted: Callable[[], int]) -> bool:
+    """Wait between two starts; return False when a signal or `trtserve stop` came meanwhile."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if interrupted() or is_stopping(server, store):
+            return False
+        time.sleep(_INTERVAL)
+    return True
+
+
+def _myself() -> ProcessId | None:
+    return ProcessId.of(os.getpid())
+
+
+class _Restarts:
+    """Decides whether and when a server that failed is started again."""
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self._policy = spec.restart
+        self._limit = spec.restart_limit
+        self.count = 0
+        """Restarts so far."""
+        self.exit_code: int | None = None
+        """How the server ended; 0 is a failure only for `--restart always`."""
+        self._in_a_row = 0
+        self._ready_since: float | None = None
+        self.was_ready = False
+
+    def became_ready(self) -> None:
+        self._ready_since, self.was_ready = time.monotonic(), True
+
+    def delay(self, error: TrtserveError) -> float | None:
+        """Return the seconds to wait before the next start, or None when there is none.
+
+        A first start that fails is repeated only when a process of it was killed: any other reason is still there.
+        """
+        killed = isinstance(error, ServerStartError) and error.killed
+        if self._policy == "never" or not (self.was_ready or killed):
+            return None
+        if self._ready_since is not None and time.monotonic() - self._ready_since > _STABLE:
+            self._in_a_row = 0
+        ended_in_order, self.exit_code, self._ready_since = self.exit_code == 0, None, None
+        if self._policy == "on-failure" and (ended_in_order or self._in_a_row >= self._limit):
+            return None
+        self._in_a_row += 1
+        self.count += 1
+        return min(2.0 ** (self._in_a_row - 1), _LONGEST_DELAY)

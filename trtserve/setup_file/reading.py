@@ -1,0 +1,263 @@
+"""Read a setup file; every refusal names the file, the line and the nearest known key.
+
+Its keys are the fields of the specs, so their declarations (`specs/options.py`) check the values.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trtserve.errors import UsageError
+from trtserve.files import read_text
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
+from trtserve.specs.options import Option, Spec, options_of, read_value
+
+SCALARS = {
+    "source": "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, or a folder.",
+    "tokenizer": "Hugging Face folder with the tokenizer, or the name of an imported model.",
+    "draft": "Another model of this file, which drafts tokens for this one.",
+}
+"""Keys of a model that are no fields of a spec, with their meaning."""
+SERVED_MODEL = "The model of this file that it serves."
+_MODEL_SPECS: tuple[type[Spec], ...] = (ConvertSpec, BuildSpec, RepositorySpec)
+# The name is the key of the mapping. A key of an API is no text for a file that is shared: api_key_file names its file.
+# The number of ranks follows from the model's tp_size and pp_size.
+_NOT_IN_FILES = {"name", "api_key", "world_size"}
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSetup:
+    """A model of the file: its source and the options of all stages."""
+
+    name: str
+    source: str
+    tokenizer: str | None
+    draft: str | None
+    """Name of another model of the file."""
+    convert: ConvertSpec
+    build: BuildSpec
+    repository: RepositorySpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSetup:
+    """A server of the file."""
+
+    model: str
+    spec: ServerSpec
+
+    @property
+    def name(self) -> str:
+        """Name of the server, which the file always gives."""
+        return str(self.spec.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a setup file asks for."""
+
+    path: Path
+    models: tuple[ModelSetup, ...]
+    """Each after the model that drafts for it."""
+    servers: tuple[ServerSetup, ...]
+
+
+@functools.cache
+def model_options() -> Mapping[str, Option]:
+    """Return key → option of a model: those of `trtserve import`."""
+    found = {name: option for spec in reversed(_MODEL_SPECS) for name, option in options_of(spec).items()}
+    return {name: option for name, option in found.items() if name not in _NOT_IN_FILES}
+
+
+@functools.cache
+def server_options() -> Mapping[str, Option]:
+    """Return key → option of a server: those of `trtserve start`."""
+    return {name: option for name, option in options_of(ServerSpec).items() if name not in _NOT_IN_FILES}
+
+
+def template() -> str:
+    """Return a file with comments, which serves the demo model."""
+    return (Path(__file__).parent / "template.yaml").read_text(encoding="utf-8")
+
+
+def read_setup(path: Path) -> Setup:
+    """Return what the file asks for. Raises UsageError, with the line, for everything that it should not say."""
+    hint = f"Write one with comments: trtserve init {path}"
+    try:
+        text = read_text(path, UsageError)
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist.", hint=hint) from None
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f":{mark.line + 1}"
+        raise UsageError(f"{path}{line}: not YAML: {error.problem or error.context}.") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not YAML: {error}.") from error
+    if root is None:
+        raise UsageError(f"{path} is empty.", hint=f"Remove it first. {hint}")
+    return _Document(path).setup(root)
+
+
+@dataclass(frozen=True)
+class _Document:
+    path: Path
+    lines: dict[str, yaml.Node] = field(default_factory=dict)  # model → where its draft is named
+
+    def error(self, node: yaml.Node, message: str, *, hint: str | None = None) -> UsageError:
+        return UsageError(f"{self.path}:{node.start_mark.line + 1}: {message}", hint=hint)
+
+    def setup(self, root: yaml.Node) -> Setup:
+        parts = self.mapping(root, "the file", ("models", "servers"))
+        if "models" not in parts:
+            raise self.error(root, "models is missing.", hint="Name at least one model.")
+        models = {name: self.model(name, node) for name, node in self.mapping(parts["models"], "models").items()}
+        for model in models.values():
+            if model.draft is not None:
+                self.require_known(model.draft, models, self.lines[model.name], f"models.{model.name}.draft")
+        servers = self.mapping(parts["servers"], "servers") if "servers" in parts else {}
+        made = [self.server(name, node, models) for name, node in servers.items()]
+        self.require_own_ports(made, servers)
+        return Setup(path=self.path, models=self.in_order(models), servers=tuple(made))
+
+    def mapping(self, node: yaml.Node, what: str, known: Collection[str] = ()) -> dict[str, yaml.Node]:
+        """Return key → node of a mapping, whose keys are among the `known` ones if there are any."""
+        if not isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{what} must be a mapping: lines of `key: value`.")
+        found: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else str(key.tag)
+            if known and name not in known:
+                close = get_close_matches(name.replace("-", "_"), known, n=1)
+                hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(sorted(known))}."
+                raise self.error(key, f"{what} has no key {name!r}.", hint=hint)
+            if name in found:
+                raise self.error(key, f"{what} has {name!r} twice.")
+            if what in ("models", "servers") and not _NAME.fullmatch(name):
+                raise self.error(key, f"{name!r} is no name.", hint="Use letters, digits, '.', '_' and '-'.")
+            found[name] = value
+        return found
+
+    def model(self, name: str, node: yaml.Node) -> ModelSetup:
+        what, options = f"models.{name}", model_options()
+        given = self.mapping(node, what, [*SCALARS, *options])
+        self.lines[name] = given.get("draft", node)
+        own = {key: self.text(given[key], f"{what}.{key}") for key in SCALARS if key in given}
+        if "source" not in own:
+            raise self.error(node, f"{what} has no source.", hint=f"Say where it comes from: {SCALARS['source']}")
+        values = {key: self.value(each, options[key], what) for key, each in given.items() if key in options}
+        convert, build, repository = (self.spec(spec, values, node, what) for spec in _MODEL_SPECS)
+        return ModelSetup(
+            name=name,
+            source=self.beside(own["source"]),
+            tokenizer=self.beside(own["tokenizer"]) if "tokenizer" in own else None,
+            draft=own.get("draft"),
+            convert=convert,
+            build=build,
+            repository=replace(repository, name=name),
+        )
+
+    def server(self, name: str, node: yaml.Node, models: Collection[str]) -> ServerSetup:
+        what, options = f"servers.{name}", server_options()
+        given = self.mapping(node, what, ["model", *options])
+        if "model" not in given:
+            raise self.error(node, f"{what} has no model.", hint=f"Name one of the file: {', '.join(models)}.")
+        model = self.text(given["model"], f"{what}.model")
+        self.require_known(model, models, given["model"], f"{what}.model")
+        values = {key: self.value(each, options[key], what) for key, each in given.items() if key in options}
+        return ServerSetup(model=model, spec=self.spec(ServerSpec, {**values, "name": name}, node, what))
+
+    def spec(self, kind: type[Any], values: Mapping[str, Any], node: yaml.Node, what: str) -> Any:
+        try:
+            return kind(**{name: value for name, value in values.items() if name in options_of(kind)})
+        except UsageError as error:
+            raise self.error(node, f"{what}: {error.message}", hint=error.hint) from error
+
+    def text(self, node: yaml.Node, what: str) -> str:
+        if not isinstance(node, yaml.ScalarNode) or not node.value:
+            raise self.error(node, f"{what} must be one word.")
+        return str(node.value)
+
+    def value(self, node: yaml.Node, option: Option, what: str) -> Any:
+        """Return a field's value. A version such as 25.12 is read as it is written, not as a number."""
+        name = f"{what}.{option.name}"
+        if node.tag == "tag:yaml.org,2002:null":
+            if option.nullable:
+                return None
+            raise self.error(node, f"{name} has no value.")
+        value = self.contained(node, option, name)
+        try:
+            # Messages name the key instead of the flag.
+            replace(option, declared=replace(option.declared, flags=(name,))).check(value)
+        except UsageError as error:
+            raise self.error(node, error.message) from error
+        return value
+
+    def contained(self, node: yaml.Node, option: Option, name: str) -> Any:
+        if option.container == "dict":
+            return {key: self.scalar(each, option, f"{name}.{key}") for key, each in self.mapping(node, name).items()}
+        if option.container == "tuple":
+            if not isinstance(node, yaml.SequenceNode):
+                raise self.error(node, f"{name} must be a list, such as [a, b].")
+            return tuple(self.scalar(each, option, name) for each in node.value)
+        return self.scalar(node, option, name)
+
+    def scalar(self, node: yaml.Node, option: Option, name: str) -> Any:
+        text = self.text(node, name)
+        try:
+            value = read_value(option.type, text, name)
+        except UsageError as error:
+            raise self.error(node, error.message) from error
+        if not isinstance(value, Path):
+            return value
+        if option.container == "dict" and "/" not in text and not (self.path.parent / value).exists():
+            return value  # the name of an adapter in the store
+        return (self.path.parent / value.expanduser()).absolute()
+
+    def beside(self, text: str) -> str:
+        """Return a name as it is, and a relative path as one that starts at the file's folder."""
+        return str((self.path.parent / text).resolve()) if text.startswith(("./", "../")) else text
+
+    def require_known(self, name: str, models: Collection[str], node: yaml.Node, what: str) -> None:
+        if name not in models:
+            close = get_close_matches(name, models, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"Models of the file: {', '.join(models)}."
+            raise self.error(node, f"{what} is {name!r}, which is no model of this file.", hint=hint)
+
+    def require_own_ports(self, servers: Collection[ServerSetup], nodes: Mapping[str, yaml.Node]) -> None:
+        """Refuse two servers on one port."""
+        owners: dict[int, str] = {}
+        for server in servers:
+            if server.spec.auto_ports:
+                continue
+            for port in (server.spec.http_port, server.spec.grpc_port, server.spec.metrics_port):
+                other = owners.setdefault(port, server.name)
+                if other != server.name:
+                    raise self.error(
+                        nodes[server.name],
+                        f"servers.{server.name} and servers.{other} both listen on port {port}.",
+                        hint="Give one of them other ports: http_port, grpc_port and metrics_port, or auto_ports: true",
+                    )
+
+    def in_order(self, models: Mapping[str, ModelSetup]) -> tuple[ModelSetup, ...]:
+        """Return the models, each after the one that drafts for it."""
+        ordered: dict[str, ModelSetup] = {}
+        for model in models.values():
+            chain = [model]
+            while (draft := chain[-1].draft) is not None and draft not in ordered:
+                if any(each.name == draft for each in chain):
+                    raise self.error(self.lines[model.name], f"models.{model.name} drafts for itself.")
+                chain.append(models[draft])
+            ordered |= {each.name: each for each in reversed(chain)}
+        return tuple(ordered.values())

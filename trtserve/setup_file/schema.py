@@ -1,0 +1,59 @@
+"""The JSON schema of setup files, with which editors complete and check them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trtserve.setup_file.reading import SCALARS, SERVED_MODEL, model_options, server_options
+from trtserve.specs.options import Option
+
+_TYPES = {int: "integer", float: "number", bool: "boolean"}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the schema (draft 2020-12)."""
+    texts = {name: {"type": "string", "minLength": 1, "description": text} for name, text in SCALARS.items()}
+    served = {"type": "string", "description": SERVED_MODEL}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Setup file of trtserve",
+        "type": "object",
+        "properties": {
+            "models": _named("Models, by name.", {**texts, **_properties(model_options())}, "source"),
+            "servers": _named("Servers, by name.", {"model": served, **_properties(server_options())}, "model"),
+        },
+        "required": ["models"],
+        "additionalProperties": False,
+    }
+
+
+def _named(description: str, properties: Mapping[str, Any], required: str) -> dict[str, Any]:
+    entry = {"type": "object", "properties": properties, "required": [required], "additionalProperties": False}
+    return {"type": "object", "description": description, "additionalProperties": entry}
+
+
+def _properties(options: Mapping[str, Option]) -> dict[str, Any]:
+    return {name: _property(option) for name, option in options.items()}
+
+
+def _property(option: Option) -> dict[str, Any]:
+    value = _value(option)
+    if option.container == "tuple":
+        value = {"type": "array", "items": value}
+    elif option.container == "dict":
+        value = {"type": "object", "additionalProperties": value}
+    if option.nullable:
+        value = {"anyOf": [value, {"type": "null"}]}
+    return {"description": option.declared.help, **value}
+
+
+def _value(option: Option) -> dict[str, Any]:
+    if option.choices:
+        return {"enum": list(option.choices)}
+    if option.type not in _TYPES:
+        # A version such as 25.12 needs no quotes: the file is read as it is written.
+        return {"type": ["string", "number", "boolean"]}
+    declared = option.declared
+    bounds = {"minimum": declared.minimum, "exclusiveMinimum": declared.above, "maximum": option.maximum}
+    return {"type": _TYPES[option.type], **{key: value for key, value in bounds.items() if value is not None}}

@@ -1,0 +1,145 @@
+"""How `start` writes a job for Slurm or a manifest for Kubernetes instead of starting a server."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final
+
+from trtserve.errors import UsageError
+from trtserve.specs.options import Spec, option
+
+CLUSTERS = "Clusters"
+SLURM = "With --slurm"
+KUBERNETES = "With --kubernetes"
+
+_WORD = re.compile(r"[A-Za-z0-9_.,:=@/+-]+")
+_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+_MPI = re.compile(r"pmix(_v\d+)?")
+_DNS = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes(Spec):
+    """How many machines a server has, and how many ranks each of them."""
+
+    nodes: int = option(1, metavar="N", help="Machines of one server.", minimum=1, panel=CLUSTERS)
+    ntasks_per_node: int | None = option(
+        None, metavar="N", help="Ranks on each machine.", minimum=1, unset="world size / nodes", panel=CLUSTERS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(Spec):
+    """What a Slurm job asks for; None leaves it to the cluster."""
+
+    SUFFIX: ClassVar[str] = ".slurm"
+
+    account: str | None = option(None, help="Account that pays for the job.", panel=SLURM)
+    partition: str | None = option(None, help="Partition to run in.", panel=SLURM)
+    time: str | None = option(None, metavar="TIME", help="Time limit, such as 00:30:00.", panel=SLURM)
+    job_name: str | None = option(None, metavar="NAME", help="Name of the job.", unset="the server's", panel=SLURM)
+    output: Path | None = option(
+        None, metavar="DIR", help="Folder of the logs.", unset="logs next to the job", panel=SLURM
+    )
+    gpu_clock: int | None = option(
+        None, metavar="MHZ", help="Lock the clock of the GPUs; needs sudo on the nodes.", minimum=1, panel=SLURM
+    )
+    mpi: str = option("pmix", metavar="NAME", help="What srun calls PMIx; see srun --mpi=list.", panel=SLURM)
+    flags: tuple[str, ...] = option(
+        (),
+        "--sbatch-flag",
+        metavar="FLAG",
+        help="Pass FLAG to sbatch unchanged, for example --sbatch-flag=--cpus-per-task=16; repeatable. Without a flag "
+        "about GPUs or whole nodes the job asks for one GPU per rank.",
+        panel=SLURM,
+    )
+    submit: bool = option(False, help="Hand the job to sbatch and print its number.", panel=SLURM)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for flag, value in (("account", self.account), ("partition", self.partition), ("job-name", self.job_name)):
+            if value is not None and not _WORD.fullmatch(value):
+                raise UsageError(f"--{flag} is {value!r}; expected one word without spaces.")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise UsageError(f"--time is {self.time!r}; Slurm takes 30, 00:30:00 or 1-00:00:00.")
+        if not _MPI.fullmatch(self.mpi):
+            raise UsageError(
+                f"--mpi is {self.mpi!r}; TensorRT-LLM's Open MPI needs PMIx: pmix, or one of its versions.",
+                hint="srun --mpi=list names those that this cluster has, such as pmix_v4.",
+            )
+        wrong = next((flag for flag in self.flags if not flag.startswith("--") or "\n" in flag), None)
+        if wrong is not None:
+            raise UsageError(f"--sbatch-flag is {wrong!r}; expected a long option such as --gpus-per-node=8.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions(Spec):
+    """What the cluster provides, by name."""
+
+    SUFFIX: ClassVar[str] = ".yaml"
+
+    claim: str = option("", metavar="NAME", help="PersistentVolumeClaim that holds the repository.", panel=KUBERNETES)
+    mount_path: str = option("/models", metavar="PATH", help="Where that volume is mounted.", panel=KUBERNETES)
+    namespace: str | None = option(None, metavar="NAME", help="Namespace of all objects.", panel=KUBERNETES)
+    hf_secret: str | None = option(
+        None, metavar="NAME", help="Secret whose key HF_TOKEN is the hub's token.", panel=KUBERNETES
+    )
+    ssh_secret: str | None = option(
+        None,
+        metavar="NAME",
+        help="Secret whose key ssh-privatekey lets the leader start ranks on other nodes.",
+        panel=KUBERNETES,
+    )
+    pull_secret: str | None = option(None, metavar="NAME", help="Secret for pulling the image.", panel=KUBERNETES)
+    worker_timeout: float = option(
+        1800.0,
+        metavar="SECONDS",
+        help="How long the leader of several nodes waits for the others, which pull the image first.",
+        above=0,
+        panel=KUBERNETES,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("claim", "namespace", "hf_secret", "ssh_secret", "pull_secret"):
+            value = getattr(self, name)
+            if value and not _DNS.fullmatch(value):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {value!r}; expected a name: lower-case letters, digits and '-'."
+                )
+        if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.mount_path):
+            raise UsageError(f"--mount-path is {self.mount_path!r}; expected an absolute path such as /models.")
+
+
+OPTIONS: Final[dict[str, type[SlurmOptions] | type[KubernetesOptions]]] = {
+    "slurm": SlurmOptions,
+    "kubernetes": KubernetesOptions,
+}
+"""Kind of cluster → its own options; the name is also its flag in `ClusterSpec`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec(Nodes):
+    """The cluster that runs the server."""
+
+    slurm: bool = option(False, help="Write a Slurm job instead of starting here.", panel=CLUSTERS)
+    kubernetes: bool = option(False, help="Write a Kubernetes manifest instead of starting here.", panel=CLUSTERS)
+    out: Path | None = option(
+        None,
+        metavar="PATH",
+        help="Folder of the job, or file of the manifest.",
+        unset=", ".join(f"./NAME{each.SUFFIX}" for each in OPTIONS.values()),
+        panel=CLUSTERS,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(given := [name for name in OPTIONS if getattr(self, name)]) > 1:
+            raise UsageError(f"--{given[0]} and --{given[1]} contradict each other; give one.")
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of cluster, a key of `OPTIONS`, or None if this machine serves."""
+        return next((name for name in OPTIONS if getattr(self, name)), None)
