@@ -8,7 +8,7 @@ from trtserve.checkpoint.streaming import Move, buffered_bytes, needs_numpy, pro
 
 # Anonymous memory, measured (Python 3.11, NumPy 1.26, PyTorch 2.13): the first process, and each further one's private
 # copy of pages that it writes to.
-_CONVERT_PROCESS = 14.3 * 2**20
+_CONVERT_PROCESS = 16.3 * 2**20
 _FORKED = 3.6 * 2**20
 _NUMPY = 8.3 * 2**20
 _UNPICKLING = 130 * 2**20  # PyTorch, which imports NumPy

@@ -24,7 +24,9 @@ _START_PROCESS = 44 * 2**20
 _TRITON = 34 * 2**20
 _BLS_PROCESS = 20 * 2**20
 _BLS_MODELS = 2
-# Pre- and postprocessing: transformers, and tables proportional to tokenizer.json.
+# The door (FastAPI and the OpenAI API) beside its tokenizer.
+_DOOR_PROCESS = 28 * 2**20
+# Pre- and postprocessing, and the door: transformers, and tables proportional to tokenizer.json.
 _TOKENIZER_PROCESS = 46 * 2**20
 _TOKENIZER_FACTOR = 12
 
@@ -64,7 +66,8 @@ def build_addresses(engine: EnginePlan, *, tokenizer: bool = False) -> int:
 def server_processes(*, tokenizers: int = 2, bls: int = 1, tokenizer_bytes: int = 0) -> int:
     """Return the memory of a server's processes except the engine's; `tokenizer_bytes` is tokenizer.json's size."""
     each = _TOKENIZER_PROCESS + _TOKENIZER_FACTOR * tokenizer_bytes
-    return _START_PROCESS + _TRITON + _BLS_MODELS * bls * _BLS_PROCESS + tokenizers * each
+    others = _START_PROCESS + _TRITON + _DOOR_PROCESS + _BLS_MODELS * bls * _BLS_PROCESS
+    return others + (tokenizers + 1) * each
 
 
 def engine_needs_of(config: Mapping[str, Any]) -> EngineNeeds:
