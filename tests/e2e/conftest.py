@@ -13,6 +13,7 @@ from tests.support.devices import DEVICE
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, serving
 from tests.support.peft_adapters import write_adapter
+from tests.support.text_requests import MAX_SEQ_LEN
 from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Checkpoint, Engine, Model
 from trtserve.build import build_engine
@@ -28,7 +29,8 @@ RUNTIME: dict[str, Any] = (
     if os.environ.get("TRTSERVE_TEST_RUNTIME") == "torch"
     else {"runtime": "openvino"}
 )
-LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_seq_len": 4096, "max_beam_width": 4, **RUNTIME}
+LENGTHS = {"max_input_len": MAX_SEQ_LEN, "max_seq_len": MAX_SEQ_LEN}
+LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_beam_width": 4, **LENGTHS, **RUNTIME}
 ADAPTERS = ("left", "right")
 
 
@@ -39,7 +41,7 @@ def features_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def features_model(features_root: Path) -> Path:
-    return write_tiny_model(features_root / "model", max_position_embeddings=4096)
+    return write_tiny_model(features_root / "model", max_position_embeddings=MAX_SEQ_LEN)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Stream, Tensors, flags, floats, integers
 from tests.support.release_client import NEWEST
-from tests.support.text_requests import is_idle
+from tests.support.text_requests import MAX_SEQ_LEN, is_idle
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.triton
@@ -134,10 +134,11 @@ def _ranges(starts: list[int], ends: list[int], priorities: list[int]) -> Tensor
 
 
 NAN, INFINITY = float("nan"), float("inf")
+TOO_LONG = f"exceeds maximum input length ({MAX_SEQ_LEN - 1})"
 
 CORE: dict[str, tuple[Tensors, str]] = {
-    "prompt too long": (_prompt(*[60] * 4096), "Prompt length (4096) exceeds maximum input length (4095)."),
-    "100 000 tokens": (_prompt(*[60] * 100_000), "Prompt length (100000) exceeds maximum input length (4095)."),
+    "prompt too long": (_prompt(*[60] * MAX_SEQ_LEN), f"Prompt length ({MAX_SEQ_LEN}) {TOO_LONG}."),
+    "100 000 tokens": (_prompt(*[60] * 100_000), f"Prompt length (100000) {TOO_LONG}."),
     "id too large": (_prompt(1, VOCABULARY), "Token id 320 of the prompt is outside the vocabulary of 320"),
     "id below 0": (_prompt(1, -7), "Token id -7 of the prompt is outside the vocabulary of 320"),
     "no ids": ({"input_ids": np.zeros((1, 0), np.int32), "input_lengths": integers(0)}, "Invalid format for input_ids"),
@@ -249,13 +250,13 @@ def test_ten_thousand_words(features: ModelServer, oracle: InProcess, name: str)
 def test_max_tokens_beyond_the_engine_is_cut(features: ModelServer) -> None:
     """Reduced, not refused."""
     with features.stream() as stream:
-        tensors = {**NEWEST.core([60] * 4090, MOST), "end_id": integers(-1)}
+        tensors = {**NEWEST.core([60] * (MAX_SEQ_LEN - 6), MOST), "end_id": integers(-1)}
         (answer,) = stream.all("tensorrt_llm", tensors)
-    assert answer["sequence_length"].item() == 4096
+    assert answer["sequence_length"].item() == MAX_SEQ_LEN
 
 
 TEXT: dict[str, tuple[dict[str, Any], str]] = {
-    "a megabyte": ({"text_input": "x" * 1_000_000}, "exceeds maximum input length (4095)"),
+    "a megabyte": ({"text_input": "x" * 1_000_000}, TOO_LONG),
     "no tokens wanted": ({"max_tokens": 0}, "max_tokens"),
     "fewer than none": ({"max_tokens": -5}, "max_tokens"),
     "temperature": ({"temperature": -1.0}, "temperature is -1.0; it must be 0 or more"),

@@ -15,7 +15,7 @@ import pytest
 from tests.support.doors import RunningDoor, running_door
 from tests.support.model_server import ModelServer, Tensors, flags, integers
 from tests.support.release_client import NEWEST, long_integers
-from tests.support.text_requests import is_idle
+from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.query import QuerySpec, generate
 from trtserve.triton.client import Endpoint
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.triton
 
 PROMPT = [1, 30, 31]
 DIRECT = ("tensorrt_llm", "tensorrt_llm_bls", "tiny")
-ENDLESS = 3500
 
 
 def asked(model: str, count: int, *, streaming: bool, **given: Any) -> Tensors:

@@ -10,6 +10,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.support.model_server import ModelServer
 from tests.support.release_client import NEWEST
+from tests.support.text_requests import ENDLESS
 from trtserve.cli import run
 from trtserve.server.metrics import Reading, read_metrics, remote_source
 from trtserve.triton.metrics import GENERAL, KV_BLOCKS, LENGTHS, REQUESTS, TOKENS, CoreMetrics, parse
@@ -111,7 +112,7 @@ def test_gauges_are_live_and_return_to_rest(features: ModelServer) -> None:
     rest = idle(features)
     with features.stream() as stream, features.stream() as stopper:
         for identifier in ("first", "second"):
-            stream.send("tensorrt_llm", NEWEST.core(PROMPT, 3500, streaming=True, end_id=-1), identifier)
+            stream.send("tensorrt_llm", NEWEST.core(PROMPT, ENDLESS, streaming=True, end_id=-1), identifier)
         busy = once(features, lambda found: found.value(INFLIGHT, "generation_requests") == 2)
         for identifier in ("first", "second"):
             stopper.all("tensorrt_llm", NEWEST.stop(), identifier)

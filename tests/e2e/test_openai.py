@@ -22,7 +22,7 @@ from openai.types.chat import ChatCompletion
 
 from tests.support.model_server import ModelServer, serving
 from tests.support.openai_endpoint import openai_endpoint
-from tests.support.text_requests import is_idle
+from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
 from trtserve.host.ports import free_ports
@@ -243,7 +243,7 @@ def test_errors_are_those_of_the_client(client: OpenAI) -> None:
 def test_a_client_that_goes_away_frees_the_engine(url: str, features: ModelServer, stream: bool, begun: bool) -> None:
     """Answers so many and so long that they take seconds."""
     before = features.metric("nv_llm_output_token_len_sum")
-    body = {"model": "tiny", "prompt": ["go"] * 8, "max_tokens": 3500, "stream": stream, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": ["go"] * 8, "max_tokens": ENDLESS, "stream": stream, "ignore_eos": True}
 
     async def leave() -> None:
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
@@ -256,7 +256,7 @@ def test_a_client_that_goes_away_frees_the_engine(url: str, features: ModelServe
 
     asyncio.run(leave())
     wait_until(lambda: is_idle(features))
-    assert features.metric("nv_llm_output_token_len_sum") - before < 8 * 3500
+    assert features.metric("nv_llm_output_token_len_sum") - before < 8 * ENDLESS
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +390,7 @@ def test_the_page(url: str, features: ModelServer) -> None:
         page.keyboard.type("Hi")
         page.keyboard.press("Enter")
         page.get_by_text("tokens/s, first after").wait_for()
-        page.evaluate("document.querySelector('#max_tokens').value = '3500'")
+        page.evaluate(f"document.querySelector('#max_tokens').value = '{ENDLESS}'")
         for _ in range(10):  # an answer takes a second, in which a busy machine may not press Escape
             page.keyboard.type("Tell me a story")
             page.keyboard.press("Enter")

@@ -12,7 +12,7 @@ import pytest
 from tests.support.model_server import ModelServer
 from tests.support.release_client import NEWEST
 from tests.support.servers import HOST
-from tests.support.text_requests import is_idle
+from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.cli import run
 from trtserve.host.ports import free_ports, is_free
@@ -76,7 +76,7 @@ def test_a_disconnected_client_stops_its_request(features: ModelServer, proxied:
     before = features.metric("nv_llm_output_token_len_sum")
     with proxied.stream() as stream:
         # So much that it would be under way for seconds.
-        stream.send("tensorrt_llm", NEWEST.core(PROMPT, 3500, streaming=True, end_id=-1, num_return_sequences=8))
+        stream.send("tensorrt_llm", NEWEST.core(PROMPT, ENDLESS, streaming=True, end_id=-1, num_return_sequences=8))
         stream.next()
     wait_until(lambda: is_idle(features))
-    assert features.metric("nv_llm_output_token_len_sum") - before < 8 * 3500
+    assert features.metric("nv_llm_output_token_len_sum") - before < 8 * ENDLESS

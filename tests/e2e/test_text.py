@@ -14,6 +14,7 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, flags, integers, texts
 from tests.support.release_client import NEWEST
+from tests.support.text_requests import MAX_SEQ_LEN
 
 pytestmark = pytest.mark.triton
 
@@ -155,14 +156,15 @@ def test_more_tokens_than_fit_are_reduced(features: ModelServer, features_root: 
     """As with TensorRT-LLM: the answer ends at the engine's limit, and the log says so."""
     log = features_root / "server" / "triton.log"
     before = log.read_text().count("is reduced to 6")
-    prompt = "x" * 4089  # and the first token: 4096 − 6
-    ids = [1, *[60] * 4089]
-    asked = NEWEST.core(ids, 10_000) if model == "tensorrt_llm" else NEWEST.text(prompt, 10_000)
+    length = MAX_SEQ_LEN - 6
+    prompt = "x" * (length - 1)  # after the first token
+    ids = [1, *[60] * (length - 1)]
+    asked = NEWEST.core(ids, 100_000) if model == "tensorrt_llm" else NEWEST.text(prompt, 100_000)
     counts = {"return_num_output_tokens": flags(True), "return_finish_reason": flags(True), "end_id": integers(-1)}
     with features.stream() as stream:
         (answer,) = stream.all(model, {**asked, **counts})
     assert (answer["num_output_tokens"].item(), answer["finish_reason"].item()) == (6, b"length")
-    assert log.read_text().count("max_tokens (10000) is reduced to 6: the prompt has 4090 tokens") > 0
+    assert log.read_text().count(f"max_tokens (100000) is reduced to 6: the prompt has {length} tokens") > 0
     assert log.read_text().count("is reduced to 6") == before + 1
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, Tensors, flags, inputs_of, integers, serving
 from tests.support.release_client import NEWEST
-from tests.support.text_requests import is_idle
+from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine, Model
@@ -33,7 +33,6 @@ PROMPT = "What is machine learning?"
 GUIDE_BODY = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": ""}
 GUIDE_BODY_WITH_IDS = {**GUIDE_BODY, "pad_id": 2, "end_id": 2}
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls", NAME)
-ENDLESS = 3500
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +42,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(root: Path) -> Path:
-    return write_tiny_model(root / "model", max_position_embeddings=4096)
+    return write_tiny_model(root / "model", max_position_embeddings=MAX_SEQ_LEN)
 
 
 @pytest.fixture(scope="module")
 def engine(root: Path, model: Path) -> Engine:
     checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=root / "checkpoint")
-    spec = BuildSpec(max_batch_size=8, max_seq_len=4096, max_prompt_embedding_table_size=8, runtime="openvino")
+    spec = BuildSpec(max_batch_size=8, max_seq_len=MAX_SEQ_LEN, max_prompt_embedding_table_size=8, runtime="openvino")
     return build_engine(checkpoint, spec, out=root / "engine")
 
 

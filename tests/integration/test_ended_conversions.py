@@ -26,14 +26,14 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("signals", "code"),
+    ("signals", "codes"),
     [
-        ([signal.SIGINT, signal.SIGINT, signal.SIGINT], 130),
-        ([signal.SIGTERM], 143),
-        ([signal.SIGHUP, signal.SIGTERM], 129),
+        ([signal.SIGINT, signal.SIGINT, signal.SIGINT], {130}),
+        ([signal.SIGTERM], {143}),
+        ([signal.SIGHUP, signal.SIGTERM], {129, 143}),  # two that are pending have no order
     ],
 )
-def test_an_ended_conversion_leaves_nothing(tmp_path: Path, signals: list[signal.Signals], code: int) -> None:
+def test_an_ended_conversion_leaves_nothing(tmp_path: Path, signals: list[signal.Signals], codes: set[int]) -> None:
     model, place = write_tiny_model(tmp_path / "model"), tmp_path / "place"
     arguments = ["convert", str(model), "--out", str(place / "made"), "--tp-size", "2", "--quiet"]
     conversion = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], stderr=subprocess.PIPE, text=True)
@@ -49,7 +49,8 @@ def test_an_ended_conversion_leaves_nothing(tmp_path: Path, signals: list[signal
     finally:
         conversion.kill()
         conversion.wait()
-    assert (conversion.returncode, errors) == (code, "")
+    assert conversion.returncode in codes
+    assert errors == ""
     assert list(place.iterdir()) == []
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.engine_folders import write_engine
 from tests.support.in_process import END_ID, InProcess
+from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN
 from tests.support.tiny_models import write_tiny_model
 from tests.support.unsupported_release import ENGINELESS
 from trtserve import process
@@ -24,7 +25,7 @@ from trtserve.store import Store
 
 ROOT = Path(__file__).parents[2]
 # Takes the tiny engine seconds, in which a stop comes through on a busy machine too.
-LONG = ("--max-tokens", "3500", "--end-id", "-1")
+LONG = ("--max-tokens", str(ENDLESS), "--end-id", "-1")
 STAND_INS = ROOT / "tests" / "support" / "stand_ins"
 
 
@@ -32,10 +33,19 @@ STAND_INS = ROOT / "tests" / "support" / "stand_ins"
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with the import `tiny` in float32."""
     folder = tmp_path_factory.mktemp("local")
-    model = write_tiny_model(folder / "tiny", max_position_embeddings=4096, num_hidden_layers=6)
+    model = write_tiny_model(folder / "tiny", max_position_embeddings=MAX_SEQ_LEN, num_hidden_layers=6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRTSERVE_HOME", str(folder / "home"))
-        flags = ("--dtype", "float32", "--max-seq-len", "4096", "--max-batch-size", "2", "--max-beam-width", "2")
+        flags = (
+            "--dtype",
+            "float32",
+            "--max-seq-len",
+            str(MAX_SEQ_LEN),
+            "--max-batch-size",
+            "2",
+            "--max-beam-width",
+            "2",
+        )
         assert run(["import", str(model), *flags, "--quiet"]) == 0
     return folder / "home"
 
@@ -92,7 +102,7 @@ def test_stop_words_and_times_end_it(store: Store, capsys: pytest.CaptureFixture
     ids = ("--engine", "tiny", "--input-tokens-csv", "5,6,7", "--stop-after-ms", "30", "--stream")
     found = _answer(capsys, *ids, *LONG)
     assert found["stopped"]
-    assert found["output_tokens"] < 3500
+    assert found["output_tokens"] < ENDLESS
 
 
 @pytest.mark.parametrize(

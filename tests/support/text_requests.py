@@ -9,6 +9,11 @@ import numpy as np
 
 from tests.support.model_server import ModelServer, Tensors, flags, floats, integers, texts
 
+# Of the engine behind `features`. A request for ENDLESS tokens runs for ten seconds on a fast machine: a slow test
+# still finds it running when it stops it.
+MAX_SEQ_LEN = 16_384
+ENDLESS = 16_000
+
 _KINDS: tuple[tuple[type, Callable[..., Any]], ...] = (
     (bool, flags),
     (int, integers),
