@@ -198,18 +198,18 @@ def test_every_release_of_every_family_has_evidence() -> None:
                 known[found.kind].add(release)
     # No loader after 0.16 was run, so none may be said to have been.
     assert known["run"] == {"0.12", "0.13", "0.14", "0.15", "0.16"}
-    assert known["text"] == {"0.20", "1.1", "1.2"}
-    assert {"0.17", "0.18", "0.19", "0.21", "1.0"} <= known["inferred"]
+    assert known["text"] == {"0.17", "0.18", "0.20", "1.1", "1.2"}
+    assert {"0.19", "0.21", "1.0"} <= known["inferred"]
 
 
 @pytest.mark.parametrize(
     ("architecture", "release", "said"),
     [
         ("LlamaForCausalLM", "0.12", "The loader of 0.12.0 has read checkpoints of this family."),
-        ("LlamaForCausalLM", "0.18", "This is inferred: known are 0.16 and 0.20, and nothing between was looked up."),
+        ("LlamaForCausalLM", "0.19", "This is inferred: known are 0.18 and 0.20, and nothing between was looked up."),
         ("Qwen3ForCausalLM", "1.0", "This is inferred: the nearest that is known is 1.1."),
         ("FalconForCausalLM", "1.2", "The model class was read: 585c7565 falcon/model.py (after 1.1.0rc6)."),
-        ("OPTForCausalLM", "1.2", "This is inferred: the nearest that is known is 0.16."),
+        ("OPTForCausalLM", "1.2", "This is inferred: the nearest that is known is 0.17."),
     ],
 )
 def test_evidence_in_words(architecture: str, release: str, said: str) -> None:

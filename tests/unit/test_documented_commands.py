@@ -16,6 +16,7 @@ from trtserve.cli.parser import split_help
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = command_tree()
 
 
 def _lines() -> Iterator[tuple[str, str]]:
@@ -35,13 +36,13 @@ def _examples(node: Any) -> Iterator[tuple[str, str]]:
 
 
 def _resolve(words: list[str]) -> tuple[Any, list[str]]:
-    node: Any = command_tree()
+    node: Any = COMMANDS
     while words and words[0] in getattr(node, "commands", {}):
         node, words = node.commands[words[0]], words[1:]
     return node, words
 
 
-@pytest.mark.parametrize(("document", "line"), sorted({*_lines(), *_examples(command_tree())}))
+@pytest.mark.parametrize(("document", "line"), sorted({*_lines(), *_examples(COMMANDS)}))
 def test_command_and_options_exist(document: str, line: str) -> None:
     node, rest = _resolve(shlex.split(line)[1:])
     assert not hasattr(node, "commands"), f"{document}: {line} names no command"
