@@ -59,26 +59,28 @@ def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the advisory lock file `path` and remove it afterwards.
+def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[None]:
+    """Hold the advisory lock file `path` and remove it afterwards; any number of processes can hold a `shared` one.
 
     Raises LockedError when it is taken, unless `wait`.
     """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = _lock_file(path, wait=wait)
+        handle = _lock_file(path, kind, wait=wait)
     with handle:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            if not shared or _is_last(handle, path):
+                path.unlink(missing_ok=True)
 
 
-def _lock_file(path: Path, *, wait: bool) -> TextIO:
+def _lock_file(path: Path, kind: int, *, wait: bool) -> TextIO:
     while True:
         handle = path.open("a")
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(handle, kind | (0 if wait else fcntl.LOCK_NB))
             # The previous owner removed its file, and a lock on a removed file protects nothing.
             if _is_open_at(handle, path):
                 return handle
@@ -88,6 +90,15 @@ def _lock_file(path: Path, *, wait: bool) -> TextIO:
                 f"Another trtserve process is working on {path.stem}.", hint="Wait for it to end, then try again."
             ) from None
         handle.close()
+
+
+def _is_last(handle: TextIO, path: Path) -> bool:
+    """Return whether nobody else holds a shared lock; then nobody else can take one before the file is gone."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return _is_open_at(handle, path)
 
 
 def _is_open_at(handle: TextIO, path: Path) -> bool:

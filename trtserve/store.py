@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -238,6 +238,26 @@ class Store:
     def folder(self, kind: type[Artifact]) -> Path:
         """Return the folder of all artefacts of `kind`."""
         return self.root / _FOLDERS[kind]
+
+    @contextmanager
+    def in_use(self, *texts: str | Path | None) -> Iterator[None]:
+        """Keep `remove` from taking away, during the block, what has these names or lies in these folders."""
+        with ExitStack() as held:
+            for name in sorted({name for text in texts if text and (name := self._name_of(str(text)))}):
+                with suppress(ArtifactError):  # from a store that is read-only nothing is removed
+                    held.enter_context(locked(self.name_lock(name), shared=True))
+            yield
+
+    def name_lock(self, name: str) -> Path:
+        """Return the lock file that commands share while they use artefacts of this name."""
+        return self.root / "locks" / "names" / f"{name}.lock"
+
+    def _name_of(self, text: str) -> str:
+        """Return the name that a text is, or that an artefact of this store in the folder `text` has, else no text."""
+        folder = Path(text).expanduser().absolute()
+        if folder.is_relative_to(self.root):
+            return folder.name.rpartition("-")[0]
+        return text if _NAME.fullmatch(text) else ""
 
     def find(self, kind: type[A], text: str, *, progress: Progress = SILENT) -> A:
         """Return the artefact in the folder `text`, or the one with that name.

@@ -80,8 +80,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub; what waits before it asks again waits for no time."""
     with running_hub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        monkeypatch.setattr("trtserve.hub.calls._DELAYS", (0.0, 0.0, 0.0, 0.0))
         yield server
 
 
@@ -223,6 +225,45 @@ def test_wrong_file_is_removed_and_pulled_again(hub: Hub, tiny: Path) -> None:
     served.wrong_hash.clear()
     assert import_model(ID).path.is_dir()
     assert [request.byte_range for request in hub.asked_for("model.safetensors")] == [None, None]
+
+
+@pytest.mark.parametrize("statuses", [[429, 500, 503], [502, 504]])
+def test_a_busy_hub_is_asked_again(hub: Hub, tiny: Path, statuses: list[int]) -> None:
+    busy = {"": [*statuses], "config.json": [*statuses], "model.safetensors": [*statuses]}
+    served = hub.add(ID, tiny, busy=busy, retry_after="0")
+    model = import_model(ID)
+    assert not any(served.busy.values())
+    assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors"])
+def test_a_hub_that_stays_busy_is_given_up(hub: Hub, tiny: Path, name: str) -> None:
+    served = hub.add(ID, tiny, busy={name: [503] * 50})
+    with pytest.raises(NetworkError, match="503"):
+        import_model(ID)
+    assert len(served.busy[name]) == 45  # five attempts
+    assert not list(Store().folder(Model).glob("*"))
+
+
+def test_a_hub_that_asks_for_an_hour_is_not_waited_for(hub: Hub, tiny: Path) -> None:
+    hub.add(ID, tiny, busy={"": [503]}, retry_after="3600")
+    with pytest.raises(NetworkError, match="503") as caught:
+        import_model(ID)
+    assert "3600" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("lists_sizes", [True, False])
+def test_a_redirect_to_another_host_carries_no_token(hub: Hub, tiny: Path, lists_sizes: bool) -> None:
+    other = hub.endpoint.replace("127.0.0.1", "localhost")
+    hub.add(ID, tiny, elsewhere=other, lists_sizes=lists_sizes, cut={"model.safetensors": 1000})
+    if lists_sizes:
+        model = import_model(ID, token="hf_secret")
+        assert (model.path / "model.safetensors").read_bytes() == (tiny / "model.safetensors").read_bytes()
+    else:  # the client believes only the hub itself what a file's hash is
+        with pytest.raises(NetworkError, match="neither size nor hash"):
+            import_model(ID, token="hf_secret")
+    tokens = {(request.host.partition(":")[0], request.token) for request in hub.requests}
+    assert tokens == {("127.0.0.1", "hf_secret"), ("localhost", None)}
 
 
 def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:

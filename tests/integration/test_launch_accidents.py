@@ -31,9 +31,9 @@ from tests.support.launches import (
 from tests.support.servers import HOST, free_spec
 from tests.support.waiting import eventually
 from trtserve.errors import PortInUseError, ServerDiedError
-from trtserve.host.ports import is_free
+from trtserve.host.ports import free_ports, is_free
 from trtserve.progress import SilentProgress
-from trtserve.server import launch_plan, proxy, start
+from trtserve.server import doors, launch_plan, proxy, start
 from trtserve.server.addresses import free_pair
 from trtserve.server.discovery import find_server
 from trtserve.server.launch_plan import plan_server
@@ -166,6 +166,28 @@ def test_auto_ports_tries_again_when_a_port_is_taken(
         stop_server("robbed", store=store)
     assert_gone(server, store)
     assert messages.text.count("already in use") == 1
+    assert messages.text.count("Starting again on other ports.") == 1
+
+
+def test_the_port_behind_a_door_is_drawn_again_when_it_is_taken(
+    tmp_path: Path, store: Store, doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody chose that port, so this needs no --auto-ports."""
+    spec = replace(free_spec("robbed", door=True), oversubscribe=True)
+    first = free_ports(HOST, 1)
+    drawn = iter([first])
+    monkeypatch.setattr(doors, "free_ports", lambda host, count: next(drawn, None) or free_ports(host, count))
+    messages = Messages()
+    with thief_of(first):
+        server = start_server(plan_server(repository_of(tmp_path, tp=1), spec, store=store), progress=messages)
+        assert server.address.ports == {
+            "--http-port": spec.http_port,
+            "--grpc-port": spec.grpc_port,
+            "--metrics-port": spec.metrics_port,
+        }
+        assert server.address.inner_http_port not in (None, *first)
+        stop_server("robbed", store=store)
+    assert_gone(server, store)
     assert messages.text.count("Starting again on other ports.") == 1
 
 

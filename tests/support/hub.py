@@ -23,7 +23,9 @@ class HubModel:
 
     `cut` maps a file to the number of bytes after which the connection is dropped, `cuts` times in all. `wrong_hash`
     and `wrong_size` are files whose metadata is wrong. `bytes_per_second` slows down every file. With `redirects`,
-    large files come from another host, as from the real hub's content network.
+    large files come from another host, as from the real hub's content network. `busy` maps a file, or "" for the list
+    of files, to the statuses of its next answers, with `retry_after` as their header. `elsewhere` is the address of
+    another host, to which every request is redirected.
     """
 
     folder: Path
@@ -32,6 +34,9 @@ class HubModel:
     gated: bool = False
     forbidden: bool = False
     failing: int | None = None
+    busy: dict[str, list[int]] = field(default_factory=dict)
+    retry_after: str | None = None
+    elsewhere: str | None = None
     lists_sizes: bool = True
     ranges: bool = True
     cut: dict[str, int] = field(default_factory=dict)
@@ -75,6 +80,7 @@ class Request:
     path: str
     byte_range: str | None
     token: str | None
+    host: str = ""
 
 
 class Hub:
@@ -113,7 +119,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
-        self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), token))
+        self.hub.requests.append(
+            Request(self.command, path, self.headers.get("Range"), token, self.headers.get("Host", ""))
+        )
         parts = path.strip("/").split("/")
         if parts == ["api", "whoami-v2"]:
             self._answer_owner(token)
@@ -139,6 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._fail(404 if token else 401, "RepoNotFound")
         if model.failing:
             return self._fail(model.failing, None)
+        if self._fails_for_now(model, "") or self._redirected(model):
+            return None
         if token == "revoked":
             return self._fail(401, None, "Invalid credentials in Authorization header")
         if revision not in ("main", model.commit):
@@ -148,6 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_file(self, repository: str, revision: str, name: str, token: str | None, with_body: bool) -> None:
         model = self.hub.models[repository]
+        if self._fails_for_now(model, name) or self._redirected(model):
+            return None
         if model.gated and token != model.token:
             return self._fail(403 if token else 401, "GatedRepo")
         if model.forbidden:
@@ -161,6 +173,22 @@ class _Handler(BaseHTTPRequestHandler):
                 other_host = self.hub.endpoint.replace("127.0.0.1", "localhost")
                 return self._send(b"", headers | {"Location": f"{other_host}/cdn/{repository}/{name}"}, 302)
         return self._send_file(model, name, headers, with_body)
+
+    def _fails_for_now(self, model: HubModel, name: str) -> bool:
+        """Answer with the next of the statuses for a file, if one is left."""
+        if not model.busy.get(name):
+            return False
+        headers = {} if model.retry_after is None else {"Retry-After": model.retry_after}
+        self._send(b"{}", headers, model.busy[name].pop(0))
+        return True
+
+    def _redirected(self, model: HubModel) -> bool:
+        """Send the client elsewhere, unless it is there already."""
+        own = self.headers.get("Host", "") == urlsplit(self.hub.endpoint).netloc
+        if model.elsewhere is None or not own:
+            return False
+        self._send(b"", {"Location": model.elsewhere + self.path}, 302)
+        return True
 
     def _send_file(self, model: HubModel, name: str, headers: dict[str, str], with_body: bool) -> None:
         content = (model.folder / name).read_bytes()

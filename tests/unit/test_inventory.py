@@ -191,6 +191,22 @@ def test_refuses_an_artefact_that_another_process_works_on() -> None:
     assert not engine.exists()
 
 
+@pytest.mark.parametrize("by", ["name", "folder"])
+def test_refuses_what_other_commands_use(by: str) -> None:
+    record = _imported("my-model", mark="1")
+    text = record.checkpoint if by == "folder" else "my-model"
+    removal, store = plan_removal(["my-model"]), Store()
+    with store.in_use(text), store.in_use(text, None):
+        with pytest.raises(LockedError, match="working on my-model"):
+            remove(removal)
+        with store.in_use("another"):
+            pass
+    assert [entry.name for entry in list_imported()] == ["my-model"]
+    remove(removal)
+    assert not list_imported()
+    assert not list(store.name_lock("x").parent.iterdir())
+
+
 def test_refuses_the_folder_of_a_running_build_and_leaves_every_name() -> None:
     record = _imported("mine", mark="1")
     refused: list[str] = []

@@ -14,6 +14,7 @@ from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOptio
 from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.host.machine import format_bytes
 from trtserve.specs import BuildSpec
+from trtserve.store import Store
 
 if TYPE_CHECKING:
     from trtserve.build import BuildPlan
@@ -49,14 +50,15 @@ def build(
 
     spec = replace(spec, builder_flags=(*spec.builder_flags, *(flags or ())))
     progress = TerminalProgress(quiet=quiet)
-    source = find_checkpoint(checkpoint, progress=progress)
-    plan = plan_build(source, spec, name=name, out=out, progress=progress)
     facts: dict[str, object] = {}
-    if dry_run and not plan.reused:
-        require_complete(source)  # as a build does
-    if not dry_run:
-        engine = run_build(plan, progress)
-        facts = dict(engine.manifest.facts) if engine.manifest else {}
+    with Store().in_use(*([] if dry_run else [checkpoint, name])):
+        source = find_checkpoint(checkpoint, progress=progress)
+        plan = plan_build(source, spec, name=name, out=out, progress=progress)
+        if dry_run and not plan.reused:
+            require_complete(source)  # as a build does
+        if not dry_run:
+            engine = run_build(plan, progress)
+            facts = dict(engine.manifest.facts) if engine.manifest else {}
     if json:
         print_json("build", {"path": str(plan.path), "reused": plan.reused, **_described(plan, source.path), **facts})
     elif dry_run:

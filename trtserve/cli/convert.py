@@ -14,6 +14,7 @@ from trtserve.cli.output import TerminalProgress, print_block, print_data, print
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 from trtserve.specs import CheckSpec, ConvertSpec
+from trtserve.store import Store
 
 if TYPE_CHECKING:
     from trtserve.convert import ConversionPlan
@@ -57,10 +58,11 @@ def convert(
     if spec.container is not None and not spec.upstream:
         raise UsageError("Our own converter needs no --container.", hint="Add --converter upstream.")
     progress = TerminalProgress(quiet=quiet)
-    source = find_model(model, progress=progress)
-    plan = plan_conversion(source, spec, name=name, out=out, verify=CheckSpec() if verify else None)
-    if not dry_run:
-        run_conversion(plan, progress)
+    with Store().in_use(*([] if dry_run else [model, name])):
+        source = find_model(model, progress=progress)
+        plan = plan_conversion(source, spec, name=name, out=out, verify=CheckSpec() if verify else None)
+        if not dry_run:
+            run_conversion(plan, progress)
     result = {"path": str(plan.path), "reused": plan.reused, "verified": verify and not dry_run, **_described(plan)}
     if json:
         print_json("convert", result)

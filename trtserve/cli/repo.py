@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,14 +103,16 @@ def repo(
     from trtserve.runtimes import RUNTIMES
 
     if (runtime := RUNTIMES.get(build.runtime)) is not None and not runtime.HAS_ENGINES:
-        _assemble_llmapi(call, convert)
+        with call.in_use():
+            _assemble_llmapi(call, convert)
         return
     if sizes := given_flags(convert):
         raise UsageError(
             f"{sizes[0]} is for --runtime llmapi: the ranks of an engine are those of its checkpoint.",
             hint=f"Convert with it: trtserve convert MODEL {sizes[0]} N",
         )
-    _assemble(call)
+    with call.in_use():
+        _assemble(call)
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,11 @@ class _Call:
     @property
     def progress(self) -> TerminalProgress:
         return TerminalProgress(quiet=self.quiet)
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keep others from removing what is read and made here, unless nothing is made."""
+        texts = () if self.dry_run else (self.engine, self.tokenizer, self.draft_engine, self.spec.name)
+        return Store().in_use(*texts)
 
 
 def _assemble(call: _Call) -> None:

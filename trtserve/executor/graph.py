@@ -25,6 +25,7 @@ from trtserve.executor.graph_rotation import Rotation
 from trtserve.executor.graph_weights import float_tensor, int4_matrix, packed
 from trtserve.executor.sizes import Sizes
 from trtserve.executor.weight_quantization import Packing
+from trtserve.files import writing
 
 Array = npt.NDArray[Any]
 
@@ -39,6 +40,7 @@ ALIBI_SLOPES = "alibi_slopes"
 LONG_ROPE_BEYOND = "long_rope_beyond"
 # Half of the most negative float16: far below any score, and finite in every precision of the CPU plugin.
 _MASKED = -32752.0
+_PROBE = 1 << 20
 
 
 class Weights(Protocol):
@@ -71,11 +73,17 @@ def build_graph(decoder: Decoder, sizes: Sizes, weights: Weights, *, packing: Pa
 
 
 def save_graph(graph: ov.Model, path: Path) -> None:
-    """Write `graph` to `path` (.xml) and its weights next to it (.bin), in their own precision."""
+    """Write `graph` to `path` (.xml) and its weights next to it (.bin), in their own precision.
+
+    Raises DiskSpaceError or ArtifactError when the file system refuses.
+    """
     try:
         ov.save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:
-        raise BuildError(f"{path} could not be written: {error}", hint="Is the disk full?") from error
+        # OpenVINO does not say why: what it could not write, Python cannot write either.
+        with writing(path.parent), path.with_suffix(".bin").open("ab") as handle:
+            handle.write(bytes(_PROBE))
+        raise BuildError(f"{path} could not be written: {error}") from error
 
 
 class _GraphBuilder:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
-import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from trtserve.errors import CorruptFileError, NetworkError, TrtserveError, UnsupportedModelError
+from trtserve.errors import CorruptFileError, NetworkError, UnsupportedModelError
 from trtserve.host.machine import format_bytes
-from trtserve.hub.failures import explain, offline
+from trtserve.hub.calls import endpoint as endpoint
+from trtserve.hub.calls import explained, transport_error
+from trtserve.hub.failures import offline
 from trtserve.store import link_or_copy
 
 if TYPE_CHECKING:
     from trtserve.progress import Task
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 # Attempts without a new byte before a pull gives up; in each attempt the client retries five times.
 _FRUITLESS_ATTEMPTS = 2
@@ -51,13 +47,6 @@ class Revision:
     files: tuple[RemoteFile, ...]
 
 
-def endpoint() -> str:
-    """Return the address of the hub: $HF_ENDPOINT as it is now, else the client's default."""
-    from huggingface_hub import constants
-
-    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
-
-
 def is_offline() -> bool:
     """Return whether $HF_HUB_OFFLINE forbids the network, now or when the client was loaded."""
     from huggingface_hub import constants
@@ -66,51 +55,7 @@ def is_offline() -> bool:
     return now or bool(constants.HF_HUB_OFFLINE)
 
 
-def _explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn the client's errors into trtserve's; the function's first argument names the repository."""
-
-    @functools.wraps(function)
-    def wrapper(*arguments: P.args, **options: P.kwargs) -> R:
-        subject = arguments[0]
-        repository = subject.repository if isinstance(subject, Revision) else str(subject)
-        try:
-            with _quiet_client():
-                return function(*arguments, **options)
-        except TrtserveError:
-            raise
-        except (_transport_error(), OSError) as error:
-            raise explain(error, repository, endpoint()) from error
-
-    return wrapper
-
-
-def _transport_error() -> type[Exception]:
-    """Return the base class of transport errors; the client's library changed twice (requests, httpx, httpx2)."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    base: type[Exception] = HfHubHTTPError.__bases__[0]
-    return base
-
-
-@contextmanager
-def _quiet_client() -> Iterator[None]:
-    """Keep the client's own bars and warnings off stderr: trtserve reports progress and errors itself."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    logger = logging.getLogger("huggingface_hub")
-    level, bars = logger.level, not are_progress_bars_disabled()
-    logger.setLevel(logging.CRITICAL)
-    if bars:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if bars:
-            enable_progress_bars()
-
-
-@_explained
+@explained
 def resolve(repository: str, revision: str | None, *, token: str | None = None) -> Revision:
     """Pin `revision` (branch, tag, commit; None: the default branch) to a commit and list its files.
 
@@ -133,7 +78,7 @@ def resolve(repository: str, revision: str | None, *, token: str | None = None) 
 def require_token(token: str) -> None:
     """Raise AccessDeniedError for a token that the hub does not accept, NetworkError when the hub is unreachable."""
 
-    @_explained
+    @explained
     def check(subject: str) -> None:
         from huggingface_hub import HfApi
 
@@ -163,7 +108,7 @@ def _file_by_header(repository: str, commit: str, name: str, token: str | None) 
     return RemoteFile(name=name, size=metadata.size, digest=f"{scheme}:{etag}")
 
 
-@_explained
+@explained
 def pull(
     revision: Revision, file: RemoteFile, folder: Path, *, token: str | None = None, task: Task | None = None
 ) -> Path:
@@ -199,7 +144,7 @@ def take(cached: Path, file: RemoteFile, folder: Path) -> Path:
     return target
 
 
-@_explained
+@explained
 def tensor_table(revision: Revision, file: RemoteFile, *, token: str | None = None) -> dict[str, dict[str, Any]]:
     """Read the header of a safetensors file by range request: dtype, shape and data_offsets of each tensor."""
     from huggingface_hub import HfApi
@@ -284,7 +229,7 @@ def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None,
         if error.errno is not None:
             raise
         return error
-    except _transport_error() as error:
+    except transport_error() as error:
         return error
     return None
 

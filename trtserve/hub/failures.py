@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from trtserve.errors import AccessDeniedError, ModelNotFoundError, NetworkError, TrtserveError
 from trtserve.files import writing_error
@@ -29,12 +30,13 @@ def explain(error: Exception, repository: str, endpoint: str) -> TrtserveError:
             hint="Check the network, proxy settings and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what is on this machine.\n"
             "`trtserve import demo` needs no network.",
         )
-    return _explain_status(error, repository, response.status_code, endpoint)
+    return _explain_status(error, repository, response, endpoint)
 
 
-def _explain_status(error: Exception, repository: str, status: int, endpoint: str) -> TrtserveError:
+def _explain_status(error: Exception, repository: str, response: Any, endpoint: str) -> TrtserveError:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+    status = response.status_code
     if isinstance(error, GatedRepoError):
         return AccessDeniedError(
             f"{repository} is gated, and this machine's token has no access (HTTP {status}).",
@@ -55,4 +57,6 @@ def _explain_status(error: Exception, repository: str, status: int, endpoint: st
     if status == 404:
         return ModelNotFoundError(f"The hub has no such file or repository: {repository} (HTTP 404).")
     reason = str(error).splitlines()[0]
-    return NetworkError(f"The hub answered HTTP {status} for {repository}: {reason}", hint="Try again later.")
+    wait = response.headers.get("Retry-After")
+    hint = "Try again later." if wait is None else f"The hub asks to wait (Retry-After: {wait}), then try again."
+    return NetworkError(f"The hub answered HTTP {status} for {repository}: {reason}", hint=hint)

@@ -66,9 +66,12 @@ def import_to_repository(
     Running it again reuses every stage whose inputs and settings are the same. Raises what the stages raise;
     stages that were finished before the error are kept and reused.
     """
-    plan = plan_import(spec, store=store, token=token, progress=progress)
-    require_resources(plan)
-    return run_import(plan, token=token, record=record, progress=progress)
+    store = store or Store()
+    draft = None if spec.draft is None else spec.draft.path
+    with store.in_use(spec.name, spec.tokenizer, draft, spec.draft_tokenizer):
+        plan = plan_import(spec, store=store, token=token, progress=progress)
+        require_resources(plan)
+        return run_import(plan, token=token, record=record, progress=progress)
 
 
 def require_resources(plan: ImportPlan) -> None:

@@ -97,10 +97,12 @@ def plan_removal(names: Collection[str], *, everything: bool = False, store: Sto
 def remove(removal: Removal, *, store: Store | None = None) -> None:
     """Run `removal`; after a kill the same names can be removed again.
 
-    Raises LockedError, before anything is removed, while another process fills or removes one of the folders.
+    Raises LockedError, before anything is removed, while another process uses a name, or fills or removes a folder.
     """
     store = store or Store()
     with ExitStack() as held:
+        for name in removal.names:
+            held.enter_context(locked(store.name_lock(name), wait=False))
         for lock in sorted({store.lock_of(folder) for folder in removal.folders}):
             held.enter_context(locked(lock, wait=False))
         for name in removal.names:

@@ -190,8 +190,12 @@ def _addresses(first: Address, spec: ServerSpec) -> list[Address]:
 
 
 def on_free_ports(plan: ServerPlan) -> ServerPlan:
-    """Return the plan with ports that are free now, for a start that lost one of its ports to another program."""
-    return plan_server(plan.repository, with_free_ports(plan.spec), served=plan.served, store=plan.store)
+    """Return the plan with ports that are free now, for a start that lost one of its ports to another program.
+
+    Without --auto-ports only the ports behind the doors change.
+    """
+    spec = with_free_ports(plan.spec) if plan.spec.auto_ports else plan.spec
+    return plan_server(plan.repository, spec, served=plan.served, store=plan.store)
 
 
 def _setup(triton: Triton, repository: ModelRepository, address: Address, spec: ServerSpec, prefix: str) -> Setup:

@@ -72,13 +72,14 @@ def start_once(
 ) -> Server:
     """Return a ready server; its processes end with this one if it is their `supervisor`.
 
-    A server that crashed by chance while it loaded its models starts again, and with --auto-ports one that lost a port
-    after the check, on other ports. `before` is the record of the server that this one replaces.
+    A server that crashed by chance while it loaded its models starts again. So does one that lost a port after the
+    check, on other ports: with --auto-ports, or if it was the port behind a door, which nobody chose. `before` is the
+    record of the server that this one replaces.
     """
     try:
         return _start_on_ports(plan, progress, interrupted, supervisor, before)
     except PortInUseError as error:
-        if not plan.spec.auto_ports or attempts == 1:
+        if attempts == 1 or not (plan.spec.auto_ports or _lost_behind_a_door(plan, error)):
             raise
         progress.warn(f"{error.message} Starting again on other ports.")
         again = on_free_ports(plan)
@@ -88,6 +89,12 @@ def start_once(
         progress.warn("Triton crashed while it loaded the models, which happens on busy machines. Starting again.")
         again = plan
     return start_once(again, progress, interrupted, supervisor=supervisor, before=before, attempts=attempts - 1)
+
+
+def _lost_behind_a_door(plan: ServerPlan, error: PortInUseError) -> bool:
+    """Return whether it was the port of Triton's own HTTP service that another program took."""
+    inner = (instance.address.inner_http_port for instance in plan.instances)
+    return any(port is not None and f":{port}'" in error.message for port in inner)
 
 
 def _start_on_ports(

@@ -119,7 +119,8 @@ def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> list[Server]:
             imported = plan_import(_with_draft(imported.spec, drafting), store=plan.store, progress=progress)
             specs[name] = imported.spec
         progress.step(f"Model {name}")
-        made[name] = run_import(imported, progress=progress)
+        with plan.store.in_use(name):
+            made[name] = run_import(imported, progress=progress)
     servers = []
     for server in plan.servers:
         setup, repository = server.setup, made[server.setup.model]
