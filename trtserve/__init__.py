@@ -1,3 +1,50 @@
-"""From a Hugging Face checkpoint to a served and measured endpoint on Triton Inference Server."""
+"""From a Hugging Face checkpoint to a served and measured endpoint on Triton Inference Server.
+
+The library (docs/reference/library.md) is loaded when one of its names is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trtserve.errors import TrtserveError
+    from trtserve.library.async_client import AsyncClient, AsyncTextStream
+    from trtserve.library.client import Client, TextStream
+    from trtserve.library.importing import import_model
+    from trtserve.library.serving import serve
+    from trtserve.query.generation import Generation
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "AsyncTextStream",
+    "Client",
+    "Generation",
+    "TextStream",
+    "TrtserveError",
+    "import_model",
+    "serve",
+]
+
+_MODULES = {
+    "AsyncClient": "library.async_client",
+    "AsyncTextStream": "library.async_client",
+    "Client": "library.client",
+    "Generation": "query.generation",
+    "TextStream": "library.client",
+    "TrtserveError": "errors",
+    "import_model": "library.importing",
+    "serve": "library.serving",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -55,8 +55,10 @@ def read(
     rows = prompts or PreparedPrompts(texts=("p",))
     spec = QuerySpec(prompts=rows.texts, stream=stream, options=options, exclude_input=exclude_input)
     context = RequestContext(spec=spec, model=model or described(BLS), prompts=rows, tokenizer=files)
-    answer = Answer(context, on_text=None if pieces is None else pieces.append)
-    answer.read(iter(replies))
+    answer = Answer(context)
+    found = [text for each in replies if (text := answer.add(each))]
+    if pieces is not None:
+        pieces += found
     return answer.generation("id")
 
 
@@ -219,7 +221,7 @@ def test_a_late_stop_does_not_mark_a_finished_answer_as_stopped() -> None:
     )
     for reason, stopped in (("cancelled", True), ("length", False)):
         answer = Answer(context)
-        answer.read(iter([reply("a", finish_reason=text_array([reason]))]))
+        answer.add(reply("a", finish_reason=text_array([reason])))
         assert answer.generation("id", stopped=True).stopped == stopped
 
 

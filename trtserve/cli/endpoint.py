@@ -143,6 +143,7 @@ def _explicit(
         require_port(endpoint.host, endpoint.http_port, "HTTP")
     else:
         require_port(endpoint.host, endpoint.grpc_port, "gRPC")
+    from trtserve.server.endpoints import protected
     from trtserve.server.state import list_servers
 
     for server in list_servers():
@@ -150,19 +151,8 @@ def _explicit(
         ports = (own.http_port, front.http_port) if protocol == "http" else (own.grpc_port, front.grpc_port)
         asked = endpoint.http_port if protocol == "http" else endpoint.grpc_port
         if own.host in _LOOPBACK and asked in ports:
-            return _protected(replace(endpoint, model=server.model, repository=server.repository), server)
+            return protected(replace(endpoint, model=server.model, repository=server.repository), server)
     return endpoint
-
-
-def _protected(endpoint: Endpoint, server: Server) -> Endpoint:
-    """Return the endpoint with the key and the certificate of a server that this user has started."""
-    door = server.instances[0].door
-    if door is None or not door.settings.is_file():
-        return endpoint
-    from trtserve.door.settings import DoorSettings
-
-    own = DoorSettings.read(door.settings).endpoint
-    return replace(endpoint, tls=own.tls, api_key=own.api_key)
 
 
 def require_port(host: str, port: int, wanted: Literal["HTTP", "gRPC", "metrics"]) -> None:
@@ -196,19 +186,12 @@ def _ports_of(server: Server) -> Iterator[dict[str, int]]:
 
 def _recorded(name: str | None) -> Endpoint:
     from trtserve.server.discovery import find_server
-    from trtserve.triton.client import Endpoint
+    from trtserve.server.endpoints import endpoint_of
 
     server = find_server(name)
     if server.state == "starting":
         TerminalProgress().warn(f"{server.name} is still starting; `trtserve status` says when it runs.")
-    endpoint = Endpoint(
-        host=server.endpoint.host,
-        http_port=server.endpoint.http_port,
-        grpc_port=server.endpoint.grpc_port,
-        model=server.model,
-        repository=server.repository,
-    )
-    return _protected(endpoint, server)
+    return endpoint_of(server)
 
 
 def split_address(url: str) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,16 +10,9 @@ import typer
 from trtserve.cli.completion import models, sources
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, VerifyOption
 from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
-from trtserve.cli.repo import (
-    DraftOption,
-    IntoOption,
-    find_adapters,
-    find_draft,
-    require_one_place,
-    say_version_is_unused,
-)
+from trtserve.cli.repo import DraftOption, IntoOption, require_one_place, say_version_is_unused
 from trtserve.host.machine import format_bytes
-from trtserve.specs import BuildSpec, CheckSpec, ConvertSpec, RepositorySpec
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.repository import REPOSITORY
 from trtserve.store import Store
 
@@ -74,33 +67,27 @@ def import_(
         trtserve import llama-2-7b --quantize int8 --max-batch-size 8
         trtserve import meta-llama/Llama-3.1-8B-Instruct --tp-size 2 --name llama
     """
-    from trtserve.artifacts import Model
-    from trtserve.import_.sources import parse_source
-    from trtserve.pipeline import ImportSpec, engine_destination
-    from trtserve.runtimes import choose_runtime
+    from trtserve.pipeline.resolving import resolve_import
 
     require_one_place(out, into)
-    progress, store = TerminalProgress(quiet=quiet), Store()
-    name = parse_source(source, name=name).name
-    draft, draft_tokenizer = find_draft(draft_engine, store, progress)
-    if not convert.upstream and choose_runtime(build.runtime, container=build.container).EMBEDDED:
-        # The version may come from the environment of a whole machine; the embedded runtime does not use it.
-        say_version_is_unused(convert.trtllm_version, progress)
-        convert = replace(convert, trtllm_version=None)
-    spec = ImportSpec(
-        source=source,
+    progress = TerminalProgress(quiet=quiet)
+    spec = resolve_import(
+        source,
+        name=name,
         convert=convert,
         build=build,
-        repository=replace(repository, name=name, lora=find_adapters(repository, store)),
-        tokenizer=store.find(Model, tokenizer, progress=progress).path if tokenizer else None,
-        draft=draft,
-        draft_tokenizer=draft_tokenizer,
-        engine_out=engine_destination(name),
+        repository=repository,
+        tokenizer=tokenizer,
+        draft=draft_engine,
         out=out,
         into=into,
         discard_intermediate=discard_intermediate,
-        verify=CheckSpec() if verify else None,
+        verify=verify,
+        progress=progress,
     )
+    if spec.convert.trtllm_version != convert.trtllm_version:
+        # The version may come from the environment of a whole machine; the embedded runtime does not use it.
+        say_version_is_unused(convert.trtllm_version, progress)
     if download_only:
         _download(spec, progress, json=json, dry_run=dry_run)
     elif dry_run:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.artifacts import Adapter, Engine, Model, looks_like
+from trtserve.artifacts import Engine, Model
 from trtserve.cli.completion import models, paths
 from trtserve.cli.options import DryRunOption, JsonOption, OutOption, QuietOption, TokenizerOption
 from trtserve.cli.output import TerminalProgress, print_block, print_data, print_json, say
 from trtserve.cli.spec_options import Fields
-from trtserve.errors import TrtserveError, UsageError
+from trtserve.errors import UsageError
 from trtserve.executor.loaders import is_embedded_runtime
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 from trtserve.specs.options import given_flags
@@ -141,6 +141,7 @@ class _Call:
 
 def _assemble(call: _Call) -> None:
     from trtserve.repo import assemble_repository, default_name, plan_repository
+    from trtserve.repo.named import find_adapters, find_draft
 
     store, progress = Store(), call.progress
     if call.tokenizer is None:
@@ -162,6 +163,7 @@ def _assemble_llmapi(call: _Call, convert: ConvertSpec) -> None:
     from trtserve.import_.sources import parse_source
     from trtserve.repo import assemble_repository, default_name
     from trtserve.repo.llmapi import plan_llmapi_repository
+    from trtserve.repo.named import find_adapters
 
     for flag, value in (("--tokenizer", call.tokenizer), ("--draft-engine", call.draft_engine)):
         if value is not None:
@@ -255,30 +257,6 @@ def require_one_place(out: Path | None, into: Path | None) -> None:
         raise UsageError(
             "--out and --into contradict each other; give one.", hint="--into adds the models to a repository."
         )
-
-
-def find_adapters(spec: RepositorySpec, store: Store) -> dict[str, Path]:
-    """Return name → folder of the adapters; `--lora poet=poet` may name one that `trtserve lora` made."""
-    # After `trtserve lora ./poet`, `--lora poet=poet` means the converted adapter and not the PEFT folder.
-    return {
-        name: (
-            folder.absolute()
-            if folder.is_dir() and (looks_like(Adapter, folder) or str(folder) not in store.by_name(Adapter))
-            else store.find(Adapter, str(folder)).path
-        )
-        for name, folder in spec.lora.items()
-    }
-
-
-def find_draft(text: str | None, store: Store, progress: TerminalProgress) -> tuple[Engine | None, Path | None]:
-    """Return the draft engine and, for an imported model, the folder of its tokenizer."""
-    if text is None:
-        return None, None
-    engine = store.find(Engine, text, progress=progress)
-    with suppress(TrtserveError):
-        if not Path(text).is_dir():
-            return engine, store.find(Model, text).path
-    return engine, None
 
 
 def _described(plan: EngineRepositoryPlan) -> dict[str, object]:

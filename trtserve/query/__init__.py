@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ STANDARD_MODELS = ("preprocessing", CORE_MODEL, "postprocessing", "ensemble", "t
 STOP_INTERVAL = 0.25
 
 OnText = Callable[[str], None]
+Pieces = Generator[str, None, Generation]
+"""The pieces of a text as they arrive, and then the answer."""
 
 
 def generate(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None = None) -> Generation:
@@ -40,13 +42,13 @@ def generate_each(spec: QuerySpec, server: Endpoint, *, on_text: OnText | None =
     """Send every prompt of `spec` as a request of its own, or all in one request with `spec.batch`.
 
     `on_text` receives the pieces of an answer as they arrive, if the answer has only one sequence. The answer is
-    streamed if the model's transaction policy is decoupled. An interrupt (KeyboardInterrupt), a timeout or an OSError
-    of `on_text` cancels the call and stops the request in the engine before it is raised again.
+    streamed if the model's transaction policy is decoupled. An interrupt (KeyboardInterrupt), a timeout or an error of
+    `on_text` cancels the call and stops the request in the engine before it is raised again.
     Errors: ServerUnreachableError, RequestError (unknown model, refused request), UsageError (no such input).
     """
     with closing(connect(spec, server)) as client:
         for number, context in enumerate(request_contexts(spec, server, client)):
-            generation = _send_request(context, server, client, number=number, on_text=on_text)
+            generation = _read(stream(context, server, client, number=number), on_text)
             for sequence in generation.sequences:
                 sequence.prompt += number  # until here the number within this request
             yield generation
@@ -99,33 +101,54 @@ def describe_model(client: Client, name: str | None) -> ModelDescription:
     return model
 
 
-def _send_request(
-    context: RequestContext, server: Endpoint, client: Client, *, number: int, on_text: OnText | None
-) -> Generation:
+def stream(context: RequestContext, server: Endpoint, client: Client, *, number: int = 0) -> Pieces:
+    """Send a request, yield the new pieces of its text as they arrive, and return the answer.
+
+    Several sequences are not mixed: they come with the answer alone. Closing the generator, an interrupt or a timeout
+    cancels the call and stops the request in the engine. `number` keeps the ids of several requests apart.
+    """
     from trtserve.query.answer import Answer
     from trtserve.query.request import request_tensors
 
-    spec, model = context.spec, context.model
-    if spec.request_id is None:
-        request_id = uuid.uuid4().hex
-    else:  # every request needs an id of its own, so that a stop reaches only one
-        request_id = spec.request_id if number == 0 else f"{spec.request_id}-{number}"
     tensors = request_tensors(context)
-    answer = Answer(context, on_text=on_text)
+    request_id = request_id_of(context.spec, number)
+    answer = Answer(context)
     with _stop_later(context, server, client, request_id) as stopped:
         try:
-            answer.read(
-                client.infer(model, tensors, request_id=request_id, stream=context.streams, outputs=spec.outputs)
-            )
+            for reply in client.infer(
+                context.model, tensors, request_id=request_id, stream=context.streams, outputs=context.spec.outputs
+            ):
+                if text := answer.add(reply):
+                    yield text
         except RequestCancelledError:
             if not stopped.is_set():
                 raise
-        except (KeyboardInterrupt, OSError, RequestError):
-            # Only `on_text` raises OSError: the reader of our output is gone. A RequestError may be a timeout, whose
-            # cancellation does not reach the engine on every path; stopping a refused request has no effect.
-            _stop_in_engine(context, server, request_id)
+        except (KeyboardInterrupt, GeneratorExit, RequestError):
+            # A RequestError may be a timeout, whose cancellation does not reach the engine on every path; stopping a
+            # refused request has no effect.
+            stop_in_engine(context, server, request_id)
             raise
     return answer.generation(request_id, stopped=stopped.is_set())
+
+
+def request_id_of(spec: QuerySpec, number: int = 0) -> str:
+    """Return the id of a request. Every request needs one of its own, so that a stop reaches only one."""
+    if spec.request_id is None:
+        return uuid.uuid4().hex
+    return spec.request_id if number == 0 else f"{spec.request_id}-{number}"
+
+
+def _read(pieces: Pieces, on_text: OnText | None) -> Generation:
+    """Hand the pieces to `on_text` and return the answer."""
+    with closing(pieces):
+        while True:
+            try:
+                text = next(pieces)
+            except StopIteration as end:
+                generation: Generation = end.value
+                return generation
+            if on_text is not None:
+                on_text(text)
 
 
 @contextmanager
@@ -150,7 +173,7 @@ def _stop_later(
             return
         # A stop that arrives before its request has no effect, so it is repeated until the call ends or times out.
         while not ended.is_set():
-            _stop_in_engine(context, server, request_id, core)
+            stop_in_engine(context, server, request_id, core)
             ended.wait(STOP_INTERVAL)
 
     thread = threading.Thread(target=stop, daemon=True, name="stop")
@@ -171,7 +194,7 @@ def _core_name(context: RequestContext) -> str:
     return context.model.parameters.get("tensorrt_llm_model_name") or CORE_MODEL
 
 
-def _stop_in_engine(
+def stop_in_engine(
     context: RequestContext, server: Endpoint, request_id: str, core: ModelDescription | None = None
 ) -> None:
     """Stop the request by its id, within a time limit; errors are ignored, since the server may be gone."""

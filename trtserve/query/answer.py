@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import RequestError
@@ -42,14 +42,14 @@ Key = tuple[int, int, int]
 
 
 class Answer:
-    """Collects the responses of one request. `on_text` receives new text, if the answer has only one sequence."""
+    """Collects the responses of one request."""
 
-    def __init__(self, context: RequestContext, *, on_text: Callable[[str], None] | None = None) -> None:
+    def __init__(self, context: RequestContext) -> None:
         self._context = context
         self._options = context.spec.options
         self._beams = int(self._options.get("beam_width", 1))
         sequences = context.prompts.rows * self._beams * int(self._options.get("num_return_sequences", 1))
-        self._on_text = on_text if sequences == 1 else None
+        self._single = sequences == 1
         self._collectors: dict[Key, _SequenceCollector] = {}
         self._outputs: dict[OutputKey, npt.NDArray[Any]] = {}
         self._responses = 0
@@ -58,15 +58,15 @@ class Answer:
         self._started = time.monotonic()
         self._first: float | None = None
 
-    def read(self, replies: Iterator[Reply]) -> None:
-        """Read all responses of the request."""
-        for reply in replies:
-            row, sample = _index(reply.outputs, "batch_index"), _index(reply.outputs, "sequence_index")
-            self._responses += TEXT_OUTPUT in reply.outputs or IDS_OUTPUT in reply.outputs
-            for position, key in enumerate(self._keys(reply.outputs, row, sample)):
-                self._add(key, reply, position)
-            self._add_counts(reply.outputs, row or 0)
-            self._keep_outputs(reply.outputs, row or 0, sample or 0)
+    def add(self, reply: Reply) -> str:
+        """Add a response and return its new text, if the answer has only one sequence, else an empty one."""
+        row, sample = _index(reply.outputs, "batch_index"), _index(reply.outputs, "sequence_index")
+        self._responses += TEXT_OUTPUT in reply.outputs or IDS_OUTPUT in reply.outputs
+        keys = self._keys(reply.outputs, row, sample)
+        texts = [self._add(key, reply, position) for position, key in enumerate(keys)]
+        self._add_counts(reply.outputs, row or 0)
+        self._keep_outputs(reply.outputs, row or 0, sample or 0)
+        return "".join(texts) if self._single else ""
 
     def _keys(self, outputs: Outputs, row: int | None, sample: int | None) -> list[Key]:
         """Return the key of each sequence in a response, in the order of its texts or rows of ids."""
@@ -83,7 +83,8 @@ class Answer:
             for position in range(count)
         ]
 
-    def _add(self, key: Key, reply: Reply, position: int) -> None:
+    def _add(self, key: Key, reply: Reply, position: int) -> str:
+        """Add a response to one sequence and return its new text."""
         collector = self._collectors.setdefault(key, self._new_collector(key))
         outputs, pieces = reply.outputs, []
         if IDS_OUTPUT in outputs and LENGTHS_OUTPUT in outputs:
@@ -94,12 +95,10 @@ class Answer:
             pieces.append(collector.add_text(str(outputs[TEXT_OUTPUT].reshape(-1)[position])))
         if any(pieces) and self._first is None:
             self._first = time.monotonic()
-        text = "".join(piece for piece in pieces if isinstance(piece, str))
-        if text and self._on_text is not None:
-            self._on_text(text)
         collector.add_finish_reason(reply, position)
         if self._options.get("return_log_probs"):  # releases before 0.14 send zeros even if nobody asks for them
             collector.add_log_probs(outputs, position)
+        return "".join(piece for piece in pieces if isinstance(piece, str))
 
     def _new_collector(self, key: Key) -> _SequenceCollector:
         context, streams = self._context, self._context.streams

@@ -56,10 +56,7 @@ class Conversation:
 
         spec = replace(self.spec, prompts=(question,), history=tuple(self.history), stream=True)
         try:
-            generation = generate(spec, self.server, on_text=add)
-            if not generation.streamed:
-                add(generation.text)
-            tokens = generation.output_tokens
+            tokens = generate(spec, self.server, on_text=add).output_tokens
         except KeyboardInterrupt:
             self._remember(question, "".join(pieces))
             raise

@@ -79,11 +79,17 @@ class Report:
 
 
 def start_in_background(
-    repository: ModelRepository, spec: ServerSpec, *, store: Store | None = None, progress: Progress = SILENT
+    repository: ModelRepository,
+    spec: ServerSpec,
+    *,
+    bound: bool = False,
+    store: Store | None = None,
+    progress: Progress = SILENT,
 ) -> Server:
     """Start a server with a supervisor that outlives this process, and return it when all its models are ready.
 
-    Raises what the supervisor raised. SIGINT, SIGTERM and SIGHUP end the start and raise KeyboardInterrupt.
+    With `bound` the supervisor stops the server when this process ends without having done so. Raises what the
+    supervisor raised. SIGINT, SIGTERM and SIGHUP end the start and raise KeyboardInterrupt.
     """
     store = store or Store()
     name = server_name(repository, spec)
@@ -97,7 +103,7 @@ def start_in_background(
     rotate(log)
     with stop_signals() as signals, os.fdopen(reading, "rb", buffering=0):
         try:
-            supervisor = spawn(command, log=log, keep=(writing,))
+            supervisor = spawn(command, log=log, bound=bound, keep=(writing,))
         finally:
             os.close(writing)
         for event in _events(reading, signals):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from trtserve.triton.call_errors import explain_rpc_error, refused
@@ -25,7 +25,7 @@ class AioClient:
         self._channel = open_channel(endpoint, grpc.aio)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    async def infer(self, request: Any, *, decoupled: bool, timeout: float) -> AsyncIterator[Reply]:
+    async def infer(self, request: Any, *, decoupled: bool, timeout: float) -> AsyncGenerator[Reply, None]:
         """Send the protobuf message `request` and yield the responses.
 
         Raises RequestError when the server refuses it, ServerUnreachableError when it does not answer.
