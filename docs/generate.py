@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import trtserve
 from trtserve import errors
 from trtserve.check import RULES
 from trtserve.cli.commands import command_tree
@@ -257,6 +258,58 @@ def decisions() -> str:
     return "\n".join(f"- [{title}]({page.name})" for title, page in zip(titles, pages, strict=True))
 
 
+def library() -> str:
+    """Return the reference of `import trtserve`, from the docstrings of its public names."""
+    return "\n\n".join(_documented(name, getattr(trtserve, name), "###") for name in sorted(trtserve.__all__))
+
+
+def _documented(name: str, found: Any, heading: str) -> str:
+    parts = [f"{heading} `{name}`"]
+    if inspect.isclass(found):
+        parts += [_prose(found)]
+        if "Args:" in (found.__init__.__doc__ or ""):
+            parts += [_call(name, found), _prose(found.__init__)]
+        own = {
+            each: getattr(found, each)
+            for kind in reversed(found.__mro__)
+            for each in vars(kind)
+            if kind.__module__.startswith("trtserve.") and not each.startswith("_") and callable(getattr(found, each))
+        }
+        parts += [_documented(f"{name}.{each}", method, heading + "#") for each, method in own.items()]
+        properties = {each: value for each, value in vars(found).items() if isinstance(value, property)}
+        parts += [f"- `.{each}`: {_prose(value)}" for each, value in properties.items()]
+    else:
+        parts += [_call(name, found), _prose(found)]
+    return "\n\n".join(parts)
+
+
+def _call(name: str, found: Any) -> str:
+    names = []
+    for each in inspect.signature(found).parameters.values():
+        if each.kind is each.KEYWORD_ONLY and "*" not in names:
+            names.append("*")
+        default = "" if each.default is each.empty else "=…" if each.name == "progress" else f"={each.default!r}"
+        names.append(f"{'**' if each.kind is each.VAR_KEYWORD else ''}{each.name}{default}")
+    prefix = "await " if inspect.iscoroutinefunction(found) else ""
+    return f"```python\n{prefix}{name}({', '.join(each for each in names if each != 'self')})\n```"
+
+
+def _prose(found: Any) -> str:
+    """Return a docstring as Markdown, with its sections as lists."""
+    lines: list[str] = []
+    for line in (inspect.getdoc(found) or "").splitlines():
+        entry = re.fullmatch(r" {4}(\w+(?:, \w+)*): (.+)", line)
+        if section := re.fullmatch(r"(Args|Raises|Yields):", line):
+            lines += [f"**{section[1].replace('Args', 'Arguments')}**", ""]
+        elif entry:
+            lines.append(f"- {_spellings(*entry[1].split(', '))}: {entry[2]}")
+        elif line.startswith(" ") and lines[-1]:
+            lines[-1] += f" {line.strip()}"
+        else:
+            lines.append(line.strip())
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "exit-codes": exit_codes,
@@ -272,6 +325,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu-kernels": gpu_kernels,
     "loaders": loaders,
     "decisions": decisions,
+    "library": library,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import time
 from collections.abc import Iterator
@@ -75,6 +76,14 @@ def test_equal_to_greedy_decoding(drafting: ModelServer, model: str, drafts: int
     for prompt in (PROMPT, "a", "häßlich ☃"):
         options = {"end_id": -1, "num_draft_tokens": drafts, "stream": False}
         assert text_of(ask(drafting, model, prompt, COUNT, **options)) == plain(drafting, prompt)
+
+
+def test_the_example_counts_right_drafts(drafting: ModelServer, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "speculative.py"
+    runpy.run_path(str(example))["main"](f"127.0.0.1:{drafting.address.grpc_port}", NAME)
+    printed = capsys.readouterr().out
+    assert "drafted tokens were right" in printed
+    assert "differ" not in printed
 
 
 def test_acceptance_is_reported(drafting: ModelServer) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import trtserve
 from tests.support.tiny_models import write_tiny_model
 
 HEAVY = (
@@ -47,6 +48,22 @@ def commands(loaded: set[str]) -> set[str]:
     """The modules of single commands among these."""
     names = {"import_", "convert", "build", "repo", "start", "query", "bench", "plan", "check", "inspect", "doctor"}
     return {name for name in names if f"trtserve.cli.{name}" in loaded}
+
+
+def test_the_library_is_loaded_when_it_is_used() -> None:
+    probe = "import sys, trtserve; print(' '.join(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.split()
+    assert [name for name in loaded if name.partition(".")[0] in ("trtserve", *HEAVY)] == ["trtserve"]
+
+
+@pytest.mark.parametrize("name", trtserve.__all__)
+def test_every_name_of_the_library_exists(name: str) -> None:
+    assert getattr(trtserve, name).__doc__
+
+
+def test_an_unknown_name_of_the_library_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'trtserve' has no attribute 'Clients'"):
+        _ = trtserve.Clients
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["import", "--help"], ["bench", "--help"]])

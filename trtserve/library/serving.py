@@ -57,7 +57,7 @@ def serve(
         ServerStartError, PortInUseError, MachineError: the server did not become ready; the message quotes its log.
     """
     require_known(options, set(options_of(ServerSpec)), "trtserve.serve")
-    spec = spec_of(ServerSpec, {"auto_ports": True, **options, "extra_arguments": triton_arguments})
+    spec = replace(spec_of(ServerSpec, {"auto_ports": True, **options}), extra_arguments=tuple(triton_arguments))
     repository = repository_for(_repository(model), spec, progress=progress)
     with _name_of(repository, name) as chosen:
         placed = with_free_ports(spec) if spec.auto_ports else spec
