@@ -162,6 +162,7 @@ class _ZeroWork:
     tokens_per_block = 32
     bytes_per_block = 1
     kv_memory_fraction = 0.3
+    step_costs: tuple[float, ...] = ()
 
     def free_memory(self) -> int:
         return free_memory()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
@@ -18,6 +19,7 @@ from trtserve.triton.metrics import GENERAL, KV_BLOCKS, LENGTHS, REQUESTS, TOKEN
 pytestmark = pytest.mark.triton
 
 PROMPT = [1, 40, 41, 42, 43]
+DRAFTS = "nv_trtserve_draft_tokens_total"
 INFLIGHT = "nv_trt_llm_inflight_batcher_metrics"
 PROMPTS, ANSWERS = LENGTHS
 BUCKETS = ("le 10", "le 50", "le 100", "le 500", "le 1000", "le +Inf")
@@ -68,6 +70,7 @@ def test_families_and_labels_of_the_newest_release(features: ModelServer) -> Non
         INFLIGHT: {"total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"},
         GENERAL: {"timestamp", "iteration_counter"},
         TOKENS: {"prompt", "generated"},
+        DRAFTS: {"drafted", "accepted"},
         PROMPTS: {"count", "sum", *BUCKETS},
         ANSWERS: {"count", "sum", *BUCKETS},
     }
@@ -86,6 +89,16 @@ def test_tokens_are_counted_exactly(features: ModelServer) -> None:
     assert number(after, TOKENS, "prompt") == number(before, TOKENS, "prompt") + 2 * len(PROMPT)
     done = idle(features)
     assert number(done, GENERAL, "iteration_counter") >= number(before, GENERAL, "iteration_counter") + 19
+
+
+def test_draft_tokens_are_counted(features: ModelServer) -> None:
+    before = idle(features)
+    draft = {"draft_input_ids": np.array([[5, 6, 7]], dtype=np.int32)}
+    with features.stream() as stream:
+        stream.all("tensorrt_llm", {**NEWEST.core(PROMPT, 4), **draft})
+    expected = number(before, DRAFTS, "drafted") + 3
+    after = once(features, lambda found: found.value(DRAFTS, "drafted") == expected)
+    assert 0 <= number(after, DRAFTS, "accepted") - number(before, DRAFTS, "accepted") <= 3
 
 
 def test_lengths_of_ended_requests_fall_into_the_buckets_of_the_backend(features: ModelServer) -> None:

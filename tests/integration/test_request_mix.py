@@ -33,7 +33,8 @@ from tests.support.tiny_models import write_tiny_model
 from trtserve.artifacts import Model
 from trtserve.build import build_engine
 from trtserve.convert import convert_model
-from trtserve.executor import api
+from trtserve.executor import api, paged_model
+from trtserve.executor.decode_padding import SIZES
 from trtserve.executor.lora_modules import LoraShape
 from trtserve.specs import BuildSpec, ConvertSpec
 
@@ -88,6 +89,8 @@ class Side:
     policy: api.CapacitySchedulerPolicy
     most: int
     """Requests in a mix."""
+    drafting: bool
+    """Whether steps have drafts from the text of each request."""
     known: dict[Recipe, Answer] = field(default_factory=dict)
 
     def expected(self, recipe: Recipe) -> Answer:
@@ -142,19 +145,20 @@ def side(request: pytest.FixtureRequest, checkpoint: Any, tmp_path_factory: pyte
         device="cpu" if runtime == "torch" else None,
     )
     engine = build_engine(checkpoint, spec, out=tmp_path_factory.mktemp("engine") / "engine").path
-    mixed = _executor(engine, checkpoint.path.parent / "model", policy, chunked=chunked, reuse=True)
+    mixed = _executor(engine, checkpoint.path.parent / "model", policy, chunked=chunked, reuse=True, ngrams=True)
     quiet = api.CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
-    alone = _executor(engine, checkpoint.path.parent / "model", quiet, chunked=True, reuse=False)
+    alone = _executor(engine, checkpoint.path.parent / "model", quiet, chunked=True, reuse=False, ngrams=False)
     lora = alone._worker._stepper._model.lora  # type: ignore[union-attr]
     assert lora is not None
     with mixed, alone:
-        yield Side(mixed, alone, lora, policy, most=64 if runtime == "openvino" else 24)
+        openvino = runtime == "openvino"
+        yield Side(mixed, alone, lora, policy, most=64 if openvino else 24, drafting=openvino)
 
 
 def _executor(
-    engine: Path, tokenizer: Path, policy: api.CapacitySchedulerPolicy, *, chunked: bool, reuse: bool
+    engine: Path, tokenizer: Path, policy: api.CapacitySchedulerPolicy, *, chunked: bool, reuse: bool, ngrams: bool
 ) -> api.Executor:
-    config = api.ExecutorConfig(
+    config = (_Drafting if ngrams else api.ExecutorConfig)(
         max_beam_width=BEAMS,
         enable_chunked_context=chunked,
         iter_stats_max_iterations=1_000_000,
@@ -166,7 +170,16 @@ def _executor(
             tokenizer_str=(tokenizer / "tokenizer.json").read_text(encoding="utf-8"),
         ),
     )
-    return api.Executor(engine, api.ModelType.DECODER_ONLY, config)
+    with pytest.MonkeyPatch.context() as patch:
+        # How fast a busy machine is must not decide whether there are drafts.
+        patch.setattr(paged_model, "measure_steps", lambda _: dict.fromkeys(SIZES, 1.0))
+        return api.Executor(engine, api.ModelType.DECODER_ONLY, config)
+
+
+class _Drafting(api.ExecutorConfig):
+    """With drafts from the text of each request."""
+
+    ngram_max_draft_len = 6
 
 
 def run(executor: api.Executor, mix: list[Recipe], lora: LoraShape, *, cancel: bool = True) -> list[Answer]:
@@ -227,6 +240,8 @@ def test_the_mixes_reached_the_hard_cases(side: Side) -> None:
     assert not running
     records = side.mixed.get_latest_iteration_stats()
     paused = max(record.inflight_batching_stats.num_paused_requests for record in records)  # type: ignore[union-attr]
+    drafts = [record.specdec_stats for record in records if record.specdec_stats is not None]
+    assert (sum(each.num_accepted_tokens for each in drafts) > 0) == side.drafting
     assert (paused > 0) == (side.policy is api.CapacitySchedulerPolicy.MAX_UTILIZATION)
 
 

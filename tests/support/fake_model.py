@@ -53,6 +53,7 @@ class FakeModel:
         self.tokens_per_block = tokens_per_block
         self.bytes_per_block = bytes_per_block
         self.kv_memory_fraction = 0.3
+        self.step_costs: list[float] = []
         self.cache = np.zeros(0, dtype=np.int64)
         self.blocks = 0
         self.gate = threading.Event()
@@ -117,11 +118,32 @@ class FakeModel:
 
     def _logits(self, row: int, span: tuple[int, int, npt.NDArray[np.int64]]) -> npt.NDArray[np.float32]:
         first, past, places = span
-        return fake_logits(self.cache[places[: past + row - first + 1]])
+        return self.logits_after(self.cache[places[: past + row - first + 1]])
+
+    def logits_after(self, contents: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Logits f32[97] after tokens with these contents."""
+        return fake_logits(contents)
 
     def copy_block(self, source: int, target: int) -> None:
         size = self.tokens_per_block
         self.cache[target * size : (target + 1) * size] = self.cache[source * size : (source + 1) * size]
+
+
+class FakeRepeatingModel(FakeModel):
+    """Mostly repeats itself: its next token depends on the last one alone, and now and then on all of them.
+
+    Steps of up to 16 tokens take as long as those of one, so that there is always room for drafts.
+    """
+
+    STEP_COSTS = (1.0,) * 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_costs = list(self.STEP_COSTS)
+
+    def logits_after(self, contents: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        digest = zlib.crc32(contents.tobytes())
+        return 4 * fake_logits(contents if digest % 8 == 0 else contents[-1:])
 
 
 class FakeChoosingModel(FakeModel):

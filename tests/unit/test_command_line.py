@@ -44,6 +44,7 @@ def repository(lora: Path) -> RepositorySpec:
         kv_cache_free_gpu_mem_fraction=0.5, batching_strategy="V1", batch_scheduler_policy="max_utilization",
         enable_kv_cache_reuse=False, enable_chunked_context=True, max_attention_window_size="64,32",
         exclude_input_in_output=False, accumulate_tokens=True, max_queue_size=9, lora={"poet": lora},
+        ngram_max_draft_len=3,
         settings={"gpu_device_ids": "0,1;2,3", "preprocessing.add_special_tokens": "false"}, copy=True,
         triton_backend="python", trtllm_version="1.2.1", suffix="_b", container_paths="/models",
     )  # fmt: skip

@@ -188,3 +188,8 @@ def test_guided_decoding_is_off_by_default(core: Core) -> None:
         core.guided(guided_decoding_backend="outlines")
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         core.guided(guided_decoding_backend="xgrammar", tokenizer_dir="nowhere")
+
+
+def test_ngram_drafts(core: Core) -> None:
+    assert core.config().ngram_max_draft_len == settings._NGRAM_DRAFT
+    assert core.config(ngram_max_draft_len="3").ngram_max_draft_len == 3

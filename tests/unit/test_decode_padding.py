@@ -1,4 +1,4 @@
-"""Padding of a lone decode step with dummy tokens: its inputs, and when it is used."""
+"""Small steps: how long they take, and padding with dummy tokens, its inputs and when it is used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import time
 import numpy as np
 import pytest
 
-from trtserve.executor.decode_padding import StepInputs, fastest_step_size, pad_decode_step, single_token_step
+from trtserve.executor.decode_padding import (
+    SIZES,
+    StepInputs,
+    first_step,
+    measure_steps,
+    pad_step,
+    padded_sizes,
+    seconds_of_each,
+)
 
 
 def _as_lists(step: StepInputs) -> list[object]:
@@ -25,7 +33,7 @@ def test_padding_tokens_have_their_own_places_in_the_spare_block() -> None:
         max_context_len=41,
         rows=np.array([0], dtype=np.int32),
     )
-    assert _as_lists(pad_decode_step(step, 3, 9)) == [
+    assert _as_lists(pad_step(step, 3, 9)) == [
         [17, 0, 0],
         [40, 0, 1],
         [40, 0, 1],
@@ -35,28 +43,51 @@ def test_padding_tokens_have_their_own_places_in_the_spare_block() -> None:
         41,
         [0, 0, 0],
     ]
-    assert pad_decode_step(step, 1, 9) is step
+    assert pad_step(step, 1, 9) is step
 
 
 def test_padding_may_have_the_longest_context() -> None:
-    assert pad_decode_step(single_token_step(4), 6, 4).max_context_len == 5
+    assert pad_step(first_step(1, 4), 6, 4).max_context_len == 5
+
+
+def test_a_draft_is_padded_behind_its_last_row() -> None:
+    assert _as_lists(pad_step(first_step(3, 4), 5, 9)) == [
+        [0, 0, 0, 0, 0],
+        [0, 1, 2, 0, 1],
+        [0, 0, 1],
+        [0, 3, 4, 5],
+        [4, 9, 9],
+        [0, 1, 2, 3],
+        3,
+        [0, 1, 2, 2, 2],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "best"),
-    [({1: 1.0, 2: 0.9, 6: 0.8}, 6), ({1: 1.0, 2: 0.8, 6: 0.9}, 2), ({1: 1.0, 2: 0.96, 6: 1.2}, 1)],
+    ("seconds", "sizes"),
+    [
+        ({1: 1.0, 2: 0.9, 6: 0.8}, [6, 6, 6, 6, 5, 6]),
+        ({1: 1.0, 2: 0.8, 6: 0.9}, [2, 2, 3, 4, 5, 6]),
+        ({1: 1.0, 2: 0.96, 6: 1.2}, [1, 2, 3, 4, 5, 6]),
+    ],
 )
-def test_padding_is_used_only_if_it_is_faster(
-    seconds: dict[int, float], best: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first step of a size, which compiles its kernels, and single slow steps do not count."""
-    now, turns = 0.0, dict.fromkeys(seconds, 0)
+def test_padding_is_used_only_if_it_is_faster(seconds: dict[int, float], sizes: list[int]) -> None:
+    assert padded_sizes(seconds) == sizes
+
+
+def test_sizes_between_the_measured_ones_are_interpolated() -> None:
+    assert seconds_of_each({1: 1.0, 2: 3.0, 6: 5.0}) == [1.0, 3.0, 3.5, 4.0, 4.5, 5.0]
+
+
+def test_first_and_slow_steps_of_a_size_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one compiles its kernels, and a slow one was disturbed."""
+    now, turns = 0.0, dict.fromkeys(SIZES, 0)
 
     def run(size: int) -> None:
         nonlocal now
         turns[size] += 1
-        now += seconds[size] * {1: 100, 3: 5}.get(turns[size], 1)
+        now += size * {1: 0.25, 3: 5}.get(turns[size], 1)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    assert fastest_step_size(run) == best
+    assert measure_steps(run) == {size: pytest.approx(size) for size in SIZES}
     assert len(set(turns.values())) == 1

@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.executors import answer_of, collect, executors, is_last
-from tests.support.fake_model import HIDDEN, VOCAB, FakeChoosingModel, FakeModel
+from tests.support.fake_model import HIDDEN, VOCAB, FakeChoosingModel, FakeModel, FakeRepeatingModel
 from trtserve.executor.api import (
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
     Executor,
+    ExecutorConfig,
     ExternalDraftTokensConfig,
     FinishReason,
     KvCacheConfig,
@@ -163,3 +164,40 @@ def test_random_mixes_equal_single_requests(values: dict[str, Any], mix: list[Re
         assert executor.get_num_responses_ready() == 0
         last = answer_of(executor, Request([1], 2))
         assert last.result.finish_reasons == [FinishReason.LENGTH]
+
+
+class _DraftingConfig(ExecutorConfig):
+    ngram_max_draft_len = 6
+
+
+@given(values=SETTINGS, mix=st.lists(requests(), min_size=1, max_size=8))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_drafts_from_ngrams_change_no_response(values: dict[str, Any], mix: list[Request]) -> None:
+    """Alone and in a mix: the same tokens with the same seed, log-probs and logits, one response per token."""
+    with executors(FakeRepeatingModel) as start:
+        drafting, model = start(**_settings(values), config_class=_DraftingConfig)
+        plain, _ = start(**_settings(values))
+        for requests_at_once in ([each] for each in mix), [mix]:
+            for some in requests_at_once:
+                found = collect(drafting, drafting.enqueue_requests(some))
+                expected = collect(plain, plain.enqueue_requests(some))
+                for ours, theirs in zip(found.values(), expected.values(), strict=True):
+                    assert _contents(ours) == _contents(theirs)
+        assert drafting._worker is not None
+        assert drafting._worker.cache.available == BLOCKS
+        assert max(model.steps) <= _settings(values)["tokens"]
+
+
+def _contents(responses: list[Response]) -> list[Any]:
+    """Return them by sequence; which of several ends first may differ."""
+    return sorted(map(_content, responses), key=lambda each: each[0])
+
+
+def _content(response: Response) -> tuple[Any, ...]:
+    """Everything but the numbers of requests and steps, and times."""
+    if response.has_error():
+        return 0, response.error_msg
+    result = response.result
+    logits = [None if each is None else each.tolist() for each in (result.context_logits, result.generation_logits)]
+    ended = result.is_sequence_final, result.finish_reasons
+    return result.sequence_index, result.output_token_ids, result.log_probs, result.cum_log_probs, logits, ended

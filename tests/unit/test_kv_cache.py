@@ -93,7 +93,9 @@ def test_indices_list_the_blocks_of_each_slot() -> None:
     cache.extend(second, 3)
     cache.extend(first, 5)
     expected = [*cache.table[second, :2].tolist(), *cache.table[first, :3].tolist()]
-    assert cache.indices(np.array([second, first])).tolist() == expected
+    slots = np.array([second, first])
+    assert cache.indices(slots, cache.counts[slots]).tolist() == expected
+    assert cache.indices(slots, np.array([1, 3], np.int32)).tolist() == [expected[0], *expected[2:]]
     assert len(set(expected)) == 5
 
 

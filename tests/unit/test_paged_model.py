@@ -107,7 +107,7 @@ def test_padded_decode_step_equals_the_reference(
     compiled: tuple[TinyDecoder, PagedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny, model = compiled
-    monkeypatch.setattr(model, "_decode_size", 6)
+    monkeypatch.setattr(model, "_padded_sizes", [6, 6, 3, 6])
     steps = PagedSteps(model, {"a": SEQUENCES["a"], "b": SEQUENCES["b"]})
     logits = steps.run([{"a": 1}, {"a": 20, "b": 3}, *[{"a": 1}] * 15, {"a": 2, "b": 1}, {"b": 1}, {"a": 1}])
     for sequence, ids in logits.items():
@@ -116,26 +116,24 @@ def test_padded_decode_step_equals_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("bytes_of_a_large_model", "compute", "measured"), [(1, "bf16", True), (1, "f32", False), (1 << 30, "bf16", False)]
+    ("bytes_of_a_large_model", "compute", "padded"), [(1, "bf16", True), (1, "f32", False), (1 << 30, "bf16", False)]
 )
-def test_padding_is_measured_for_large_models_without_exact_arithmetic(
-    bytes_of_a_large_model: int, compute: str, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_large_models_without_exact_arithmetic_are_padded(
+    bytes_of_a_large_model: int, compute: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
-
-    def measure(run: Callable[[int], object]) -> int:
-        sizes.extend(SIZES)
+    def measure(run: Callable[[int], object]) -> dict[int, float]:
         for size in SIZES:
             run(size)
-        return SIZES[-1]
+        return dict.fromkeys(SIZES, 2.0) | {SIZES[-1]: 1.0}
 
     monkeypatch.setattr(paged_model, "_BOUND_BY_MEMORY", bytes_of_a_large_model)
-    monkeypatch.setattr(paged_model, "fastest_step_size", measure)
+    monkeypatch.setattr(paged_model, "measure_steps", measure)
     model = _model(tmp_path, tiny_decoder(dtype=ml_dtypes.bfloat16), compute=compute, kv="f16")
     model.allocate(2)
     model.warm_up()
-    assert sizes == (list(SIZES) if measured else [])
-    assert model._decode_size == (SIZES[-1] if measured else 1)
+    assert model._padded_sizes == ([SIZES[-1]] * SIZES[-1] if padded else [])
+    assert (model.step_costs[0], model.step_costs[-1]) == (1.0 if padded else 2.0, 1.0)
+    assert len(model.step_costs) == SIZES[-1]
 
 
 @pytest.mark.parametrize("runtime", MODEL_RUNTIMES)

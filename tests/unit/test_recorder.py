@@ -22,7 +22,8 @@ from trtserve.executor.sequence import Sequence
 
 
 def _recorder(scheduler: Scheduler, **config: Any) -> Recorder:
-    recorder = Recorder(scheduler, ExecutorConfig(request_stats_max_iterations=100, **config))
+    settings = ExecutorConfig(request_stats_max_iterations=100, **config)
+    recorder = Recorder(scheduler, settings, drafts=bool(scheduler.limits.max_draft_len))
     recorder.drain_iterations()
     return recorder
 

@@ -335,6 +335,11 @@ def test_the_command_that_remakes_a_repository(tokenizer: Path, tmp_path: Path) 
     assert remake_command(out, core) is None
 
 
+def test_ngram_drafts_need_the_embedded_executor(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="TensorRT-LLM's executor makes no draft tokens"):
+        made(engine, tokenizer, tmp_path / "one", ngram_max_draft_len=4, triton_backend="python")
+
+
 def test_wrapped_ids_need_the_python_backend(engine: Engine, tokenizer: Path, tmp_path: Path) -> None:
     wrap = {"out_of_vocabulary_ids": "wrap"}
     with pytest.raises(UsageError, match="C\\+\\+ backend does not read"):

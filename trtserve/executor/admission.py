@@ -20,6 +20,7 @@ from trtserve.executor.limits import Limits
 from trtserve.executor.logits_processing import LogitsProcessor
 from trtserve.executor.lora import AdapterCache
 from trtserve.executor.model import Model
+from trtserve.executor.ngram_drafts import NgramDrafter
 from trtserve.executor.post_processing import PostProcessors
 from trtserve.executor.requests import Request
 from trtserve.executor.results import RequestPerfMetrics, TimingMetrics
@@ -43,6 +44,7 @@ class Admission:
     ) -> None:
         self._model = model
         self._limits = limits
+        self._drafts = bool(config.ngram_max_draft_len and model.step_costs)
         self._reuse = config.kv_cache_config.enable_block_reuse and limits.paged_context
         self._static = config.batching_type is BatchingType.STATIC
         self._generation_logits = limits.gather_generation_logits or config.gather_generation_logits
@@ -115,6 +117,7 @@ class Admission:
             key=self._key(request, prompt, len(prompt) + max_tokens),
             draft=draft,
             draft_logits=draft_logits,
+            drafter=None if external is not None else self._drafter(prompt, parameters),
             single_step=external is not None,
             prompt_table=None if tuning is None else np.ascontiguousarray(tuning.embedding_table, dtype=np.float32),
             positions=None if request.position_ids is None else as_tokens(request.position_ids),
@@ -137,6 +140,7 @@ class Admission:
             first,
             index=index,
             parameters=parameters,
+            drafter=None if first.drafter is None else self._drafter(first.prompt, parameters),
             processor=self._processor(request, first.prompt, parameters, first.end_id),
             logits=self._logits(request, first.prompt_length),
             metrics=_metrics(first.arrival) if first.metrics is not None else None,
@@ -144,6 +148,11 @@ class Admission:
             generated=[],
             use=BlockUse(),
         )
+
+    def _drafter(self, prompt: npt.NDArray[np.int64], parameters: SamplingParameters) -> NgramDrafter | None:
+        if not self._drafts or parameters.beam_width > 1:
+            return None
+        return NgramDrafter(prompt.tolist(), vocab_size=self._limits.vocab_size)
 
     def _processor(
         self, request: Request, prompt: npt.NDArray[np.int64], parameters: SamplingParameters, end_id: int

@@ -106,7 +106,8 @@ class Batch:
         cursor = _Cursor()
         for sequence, size in plan.chunks:
             self._write_chunk(cursor, sequence, size)
-        generations, begins = plan.generations, len(cursor.sampled)
+        plain = len(plan.generations) - len(plan.drafts)
+        generations, begins = plan.generations[:plain], len(cursor.sampled)
         if generations and generations[0].search is None:
             cursor.rows.extend(range(cursor.tokens, cursor.tokens + len(generations)))
             cursor.sampled.extend(generations)
@@ -114,6 +115,8 @@ class Batch:
         else:
             for sequence in generations:
                 self._write_beams(cursor, sequence)
+        for sequence in plan.generations[plain:]:
+            self._write_draft(cursor, sequence, plan.drafts[sequence])
         spans, contexts = _spans(cursor, cursor.groups), _spans(cursor, cursor.contexts)
         inputs = self._inputs(cursor)
         if cursor.tables:
@@ -183,6 +186,19 @@ class Batch:
         cursor.sequences, cursor.tokens = number + count, first + count
         cursor.longest = max(cursor.longest, max(past) + 1)
 
+    def _write_draft(self, cursor: _Cursor, sequence: Sequence, draft: list[int]) -> None:
+        """Write the last token of a generating sequence and the draft tokens behind it."""
+        past, first, number = sequence.computed, cursor.tokens, cursor.sequences
+        end, stop = past + 1 + len(draft), first + 1 + len(draft)
+        sequence.capacity = self._cache.extend(sequence.slots[0], end)
+        self._token_ids[first:stop] = [sequence.generated[-1], *draft]
+        self._positions[first:stop] = self._ramp[past:end]
+        self._past[number] = past
+        self._begins[number + 1] = stop
+        self._slots[number] = sequence.slots[0]
+        cursor.sequences, cursor.tokens, cursor.longest = number + 1, stop, max(cursor.longest, end)
+        cursor.groups.append((sequence, first, stop - first))
+
     def _write_beams(self, cursor: _Cursor, sequence: Sequence) -> None:
         """Write one token of each growing beam; beam i has slot i."""
         assert sequence.search is not None
@@ -210,21 +226,23 @@ class Batch:
             for sequence, size in plan.chunks
         ]
         spans += [
-            (sequence.adapter, 1 if sequence.search is None else len(sequence.search.beams))
-            for sequence in plan.generations
+            (sequence.adapter, len(plan.drafts.get(sequence, ())) + (1 if search is None else len(search.beams)))
+            for sequence, search in ((sequence, sequence.search) for sequence in plan.generations)
         ]
         inputs["adapters"] = self._adapters.batch(spans)
 
     def _inputs(self, cursor: _Cursor) -> ModelInputs:
         count, tokens = cursor.sequences, cursor.tokens
-        slots = self._slots[:count]
-        self._cache.counts[slots].cumsum(out=self._block_begins[1 : count + 1])
+        slots, begins = self._slots[:count], self._begins[: count + 1]
+        # A sequence whose draft was wrong may have a block too many.
+        blocks = -(-(self._past[:count] + begins[1:] - begins[:-1]) // self._cache.tokens_per_block)
+        blocks.cumsum(out=self._block_begins[1 : count + 1])
         return ModelInputs(
             token_ids=self._token_ids[:tokens],
             positions=self._positions[:tokens],
             past_lens=self._past[:count],
-            subsequence_begins=self._begins[: count + 1],
-            block_indices=self._cache.indices(slots),
+            subsequence_begins=begins,
+            block_indices=self._cache.indices(slots, blocks),
             block_indices_begins=self._block_begins[: count + 1],
             max_context_len=cursor.longest,
             rows=np.array(cursor.rows, dtype=np.int32),

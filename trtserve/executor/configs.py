@@ -198,6 +198,9 @@ class AdditionalModelOutput(Record, writable="0.12-"):
 
 
 class ExecutorConfig(Record, writable="0.12-", dynamic=True):
+    ngram_max_draft_len = 0
+    """Most draft tokens that a step guesses from the text of a request. No release has this attribute."""
+
     max_beam_width = Field[int](INT, 1, check=positive)
     scheduler_config = Field[SchedulerConfig](instance_of(SchedulerConfig), SchedulerConfig)
     kv_cache_config = Field[KvCacheConfig](instance_of(KvCacheConfig), KvCacheConfig)

@@ -1,21 +1,21 @@
-"""Pads a lone decode step with dummy tokens, where that is faster.
+"""Measures how long small steps take, and pads them with dummy tokens where that is faster.
 
-A step of one token mostly reads weights. On some CPUs the kernels for one row of activations read weights slower than
-those for a few rows (docs/performance.md), so a lone token is faster with dummy tokens next to it. The best number
-depends on the CPU and the weights; it is measured when a model is loaded.
+A step of a few tokens mostly reads weights. On some CPUs the kernels for one row of activations read weights slower
+than those for a few rows (docs/performance.md), so a lone token is faster with dummy tokens next to it, or with draft
+tokens, which may be of use. What is best depends on the CPU and the weights; it is measured when a model is loaded.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-# Padded numbers of tokens per step: the best of 1 to 8 for packed weights and for 16-bit weights.
-SIZES = (2, 6)
+SIZES = (1, 2, 4, 6, 8, 12)
+"""The measured numbers of tokens."""
 _ROUNDS = 3
 # A padded step must be this much faster: smaller gains may be chance, and results differ in the last bit.
 _REQUIRED_RATIO = 0.95
@@ -34,41 +34,58 @@ class StepInputs(NamedTuple):
     rows: npt.NDArray[Any]
 
 
-def single_token_step(block: int) -> StepInputs:
-    """Return a step with the first token of a sequence whose keys and values go to `block`."""
-    zero, one = np.zeros(1, np.int32), np.array([0, 1], np.int32)
-    return StepInputs(zero, zero, zero, one, np.array([block], np.int32), one, 1, zero)
+def first_step(size: int, block: int) -> StepInputs:
+    """Return a step with the first `size` tokens of a sequence whose keys and values go to `block`."""
+    zero, ramp = np.zeros(1, np.int32), np.arange(size)
+    begins = np.array([0, size], np.int32)
+    block_begins = np.array([0, 1], np.int32)
+    return StepInputs(0 * ramp, ramp, zero, begins, np.array([block], np.int32), block_begins, size, ramp)
 
 
-def pad_decode_step(step: StepInputs, size: int, block: int) -> StepInputs:
-    """Pad a step of one token to `size` tokens; the others are sequences of their own in `block`.
+def pad_step(step: StepInputs, size: int, block: int) -> StepInputs:
+    """Pad a step to `size` tokens; the others are sequences of their own in `block`.
 
-    Each has its own place in the block. The rows are repeated as well, because the output matrix gains too.
+    Each has its own place in the block. The last row is repeated as well, because the output matrix gains too.
     """
-    if size == 1:
+    others = np.arange(size - len(step.token_ids))
+    if not len(others):
         return step
-    others = np.arange(size - 1)
-    begins = step.block_indices_begins
+    begins, block_begins = step.subsequence_begins, step.block_indices_begins
     return step._replace(
         token_ids=np.append(step.token_ids, np.zeros_like(others)),
         positions=np.append(step.positions, others),
         past_lens=np.append(step.past_lens, others),
-        subsequence_begins=np.arange(size + 1),
+        subsequence_begins=np.append(begins, begins[-1] + 1 + others),
         block_indices=np.append(step.block_indices, np.full_like(others, block)),
-        block_indices_begins=np.append(begins, begins[-1] + 1 + others),
-        max_context_len=max(step.max_context_len, size - 1),
-        rows=np.repeat(step.rows, size),
+        block_indices_begins=np.append(block_begins, block_begins[-1] + 1 + others),
+        max_context_len=max(step.max_context_len, len(others)),
+        rows=np.append(step.rows, np.repeat(step.rows[-1:], len(others))),
     )
 
 
-def fastest_step_size(run: Callable[[int], object]) -> int:
-    """Return the number of tokens with which a lone token is fastest, 1 for no padding. `run` computes such a step."""
-    seconds: dict[int, float] = {}
+def measure_steps(run: Callable[[int], object]) -> dict[int, float]:
+    """Return the least seconds of steps of each of `SIZES`; `run` computes a step of so many tokens."""
+    seconds = dict.fromkeys(SIZES, float("inf"))
     for turn in range(_ROUNDS + 1):
-        for size in (1, *SIZES):
+        for size in SIZES:
             begin = time.perf_counter()
             run(size)
             if turn:  # the first step of a size compiles its kernels
-                seconds[size] = min(seconds.get(size, float("inf")), time.perf_counter() - begin)
-    best = min(seconds, key=seconds.__getitem__)
-    return best if seconds[best] <= _REQUIRED_RATIO * seconds[1] else 1
+                seconds[size] = min(seconds[size], time.perf_counter() - begin)
+    return seconds
+
+
+def padded_sizes(seconds: Mapping[int, float]) -> list[int]:
+    """Return to how many tokens steps of 1, 2, … tokens should be padded, by the seconds of some sizes."""
+    sizes = []
+    for tokens, own in enumerate(seconds_of_each(seconds), start=1):
+        best = min((size for size in seconds if size >= tokens), key=seconds.__getitem__)
+        sizes.append(best if seconds[best] <= _REQUIRED_RATIO * own else tokens)
+    return sizes
+
+
+def seconds_of_each(seconds: Mapping[int, float]) -> list[float]:
+    """Return the seconds of steps of 1, 2, … tokens, between the measured sizes by interpolation."""
+    known = sorted(seconds)
+    each: list[float] = np.interp(range(1, known[-1] + 1), known, [seconds[size] for size in known]).tolist()
+    return each

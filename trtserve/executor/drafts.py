@@ -54,14 +54,18 @@ def verify_draft(
     accept: Callable[[Choice], FinishReason],
     *,
     normalize_log_probs: bool = True,
+    before: Callable[[npt.NDArray[Any]], None] | None = None,
 ) -> Verification:
     """Verify `draft` with `logits` f32[k + 1, V], those of the last context token and of the draft tokens.
 
-    Calls `accept` with the draft tokens up to the first rejected one, and with one more token.
+    Calls `accept` with the draft tokens up to the first rejected one, and with one more token. Calls `before` with each
+    row f32[1, V] that a token will be chosen from; it may change the row.
     """
-    at_once = choose_tokens(logits, [row] * len(logits)) if row.argmax_only else None
+    at_once = choose_tokens(logits, [row] * len(logits)) if row.argmax_only and before is None else None
     accepted = 0
     for number in range(len(draft) + 1):
+        if before is not None:
+            before(logits[number : number + 1])
         given = draft[number] if number < len(draft) else None
         if at_once is not None:
             choice = at_once[number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Sequence as SequenceOf
 from datetime import timedelta
@@ -20,6 +21,8 @@ from trtserve.executor.results import Response
 from trtserve.executor.statistics import DebugTensorsPerIteration, IterationStats, RequestStatsPerIteration
 from trtserve.executor.unsupported import refuse_unsupported_config, warn_about_decoding_mode
 from trtserve.executor.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 class Executor:
@@ -81,6 +84,8 @@ class Executor:
         )
         model.allocate(blocks)
         model.warm_up()
+        if config.ngram_max_draft_len and not model.step_costs:
+            logger.info("ngram_max_draft_len has no effect: the times of small steps are not known for this model")
         self._worker = Worker(model, self.limits, config, blocks=blocks, free_memory=memory)
         self._thread = threading.Thread(target=self._worker.run, name="executor", daemon=True)
         self._thread.start()

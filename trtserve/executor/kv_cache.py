@@ -340,11 +340,10 @@ class KvCache:
         if len(rest):
             self._insert(prefix, rest, int(self.table[slot, prefix.blocks]))
 
-    def indices(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
-        """Return the blocks of `slots`, one slot after another, i32[b]."""
+    def indices(self, slots: npt.NDArray[np.intp], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the first `counts` blocks of each of `slots`, one slot after another, i32[b]."""
         if len(slots) == 1:
-            return self.table[slots[0], : self.counts[slots[0]]]
-        counts = self.counts[slots]
+            return self.table[slots[0], : counts[0]]
         rows = self.table[slots, : int(counts.max())]
         chosen: npt.NDArray[np.int32] = rows[np.arange(rows.shape[1]) < counts[:, None]]
         return chosen

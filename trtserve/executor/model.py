@@ -7,6 +7,7 @@ All calls after construction come from one thread, the executor's worker.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -48,6 +49,11 @@ class Model(Protocol):
     """Rows of the largest prompt table, or 0 if the engine was built without prompt tables."""
     lora: LoraShape | None
     """Modules and ranks that LoRA adapters may have, or None if the engine was built without LoRA."""
+
+    @property
+    def step_costs(self) -> SequenceOf[float]:
+        """Times of decode steps of 1, 2, … tokens, known once the model is warm; empty: no drafts are made for it."""
+        ...
 
     def free_memory(self) -> int:
         """Return the free bytes of the memory that will hold the KV cache; with ranks, of the one with least."""

@@ -19,7 +19,15 @@ import openvino as ov
 from trtserve.errors import BuildError, CorruptFileError
 from trtserve.executor.attention_limits import layer_windows
 from trtserve.executor.configs import ExecutorConfig
-from trtserve.executor.decode_padding import SIZES, StepInputs, fastest_step_size, pad_decode_step, single_token_step
+from trtserve.executor.decode_padding import (
+    SIZES,
+    StepInputs,
+    first_step,
+    measure_steps,
+    pad_step,
+    padded_sizes,
+    seconds_of_each,
+)
 from trtserve.executor.limits import DEFAULT_FREE_FRACTION
 from trtserve.executor.loaders import read_engine_config
 from trtserve.executor.lora import AdapterBatch, AdapterStack
@@ -112,7 +120,8 @@ class PagedModel:
         self.tokens_per_block = int(list(compiled.inputs[ports["value_cache.0"]].get_partial_shape())[2].get_length())
         self.bytes_per_block = sum(_block_bytes(port) for _, port in self._cache_ports)
         self._reads_memory = (engine / "rank0.bin").stat().st_size >= _BOUND_BY_MEMORY
-        self._decode_size = 1
+        self.step_costs: list[float] = []
+        self._padded_sizes: list[int] = []
         self._spare_block = 0
         self._caches: list[Array] = []
         self._held: list[Any] = []  # arrays that OpenVINO reads without a copy
@@ -151,16 +160,21 @@ class PagedModel:
             self._caches.append(cache)
 
     def warm_up(self) -> None:
-        """Run a step, in which OpenVINO packs the weights, and measure whether padding makes decode steps faster.
+        """Run a step, in which OpenVINO packs the weights, and measure small steps and whether padding helps them.
 
         Padding is not used with exact arithmetic, because results would differ in the last bits.
         """
-        self._run_decode_step(1)
-        if self._reads_memory and self.compute_precision != "f32" and self.max_position >= max(SIZES):
-            self._decode_size = fastest_step_size(self._run_decode_step)
+        self._run_step(1)
+        if min(self.max_position, self.tokens_per_block) < max(SIZES):
+            return
+        seconds = measure_steps(self._run_step)
+        self.step_costs = seconds_of_each(seconds)
+        if self._reads_memory and self.compute_precision != "f32":
+            self._padded_sizes = padded_sizes(seconds)
+            self.step_costs = [self.step_costs[size - 1] for size in self._padded_sizes]
 
-    def _run_decode_step(self, size: int) -> None:
-        self._set_step(pad_decode_step(single_token_step(self._spare_block), size, self._spare_block))
+    def _run_step(self, size: int) -> None:
+        self._set_step(first_step(size, self._spare_block))
         self._infer()
 
     def forward(
@@ -189,8 +203,8 @@ class PagedModel:
             max_context_len,
             rows,
         )
-        if len(token_ids) == 1 and adapters is None:
-            step = pad_decode_step(step, self._decode_size, self._spare_block)
+        if len(token_ids) <= len(self._padded_sizes) and len(rows) and adapters is None:
+            step = pad_step(step, self._padded_sizes[len(token_ids) - 1], self._spare_block)
         self._set_step(step, long_sequences)
         if prompt_table is not None or self._prompt_table is not None:
             self._set_prompt_table(prompt_table)

@@ -31,13 +31,15 @@ class Recorder:
     `iteration` is the number of the next record.
     """
 
-    def __init__(self, scheduler: Scheduler, config: ExecutorConfig) -> None:
+    def __init__(self, scheduler: Scheduler, config: ExecutorConfig, *, drafts: bool) -> None:
+        """`drafts`: records have statistics of draft tokens."""
         self._scheduler = scheduler
         self._iterations: deque[IterationStats] = deque(maxlen=config.iter_stats_max_iterations)
         self._requests: deque[RequestStatsPerIteration] = deque(maxlen=config.request_stats_max_iterations)
         self.iteration = 0
         self._started: list[float] = []
         self._completed: list[Sequence] = []
+        self._with_drafts = drafts
         self._drafts = SpecDecodingStats()
         self._static = config.batching_type is BatchingType.STATIC
         self._batch = 0
@@ -75,7 +77,7 @@ class Recorder:
         self.iteration += 1
         self._started.clear()
         self._completed.clear()
-        if self._scheduler.limits.max_draft_len:
+        if self._with_drafts:
             self._drafts = SpecDecodingStats()
 
     def drain_iterations(self) -> list[IterationStats]:
@@ -101,8 +103,8 @@ class Recorder:
             cpu_mem_usage=self._resident_memory(),
             kv_cache_stats=self._kv_cache_stats(),
             static_batching_stats=self._static_stats(plan) if self._static else None,
-            inflight_batching_stats=None if self._static else _inflight_stats(plan),
-            specdec_stats=self._drafts if limits.max_draft_len else None,
+            inflight_batching_stats=None if self._static else self._inflight_stats(plan),
+            specdec_stats=self._drafts if self._with_drafts else None,
             max_batch_size_static=limits.max_batch_size,
             max_batch_size_runtime=limits.max_batch_size,
             max_num_tokens_static=limits.max_num_tokens,
@@ -120,6 +122,18 @@ class Recorder:
             num_ctx_tokens=plan.context_tokens,
             num_gen_tokens=sum(sequence.width for sequence in plan.generations),
             empty_gen_slots=self._batch - generations if generations and not contexts else 0,
+        )
+
+    def _inflight_stats(self, plan: StepPlan) -> InflightBatchingStats:
+        contexts, generations = len(plan.chunks), len(plan.generations)
+        accepted = self._drafts.num_accepted_tokens if plan.drafts else 0
+        return InflightBatchingStats(
+            num_scheduled_requests=contexts + generations,
+            num_context_requests=contexts,
+            num_gen_requests=generations,
+            num_paused_requests=len(plan.paused),
+            num_ctx_tokens=plan.context_tokens,
+            avg_num_decoded_tokens_per_iter=1 + accepted / generations if generations else 0.0,
         )
 
     def _kv_cache_stats(self) -> KvCacheStats:
@@ -180,18 +194,6 @@ def _request_record(sequence: Sequence, stage: RequestStage, *, scheduled: bool,
         reused_blocks_per_request=use.reused,
         missed_blocks_per_request=use.missed,
         kv_cache_hit_rate_per_request=hit_rate(use.reused, use.missed),
-    )
-
-
-def _inflight_stats(plan: StepPlan) -> InflightBatchingStats:
-    contexts, generations = len(plan.chunks), len(plan.generations)
-    return InflightBatchingStats(
-        num_scheduled_requests=contexts + generations,
-        num_context_requests=contexts,
-        num_gen_requests=generations,
-        num_paused_requests=len(plan.paused),
-        num_ctx_tokens=plan.context_tokens,
-        avg_num_decoded_tokens_per_iter=1.0 if generations else 0.0,
     )
 
 

@@ -17,25 +17,40 @@ _SENT: Floats = np.zeros((0, 0), dtype=np.float32)
 """Replaces logits that were already sent in a stream and are not needed again."""
 
 
-def next_response(sequence: Sequence, reason: FinishReason) -> Response | None:
-    """Return the response after a step of a streaming sequence, or at the end of any, or None if nothing is new."""
+def next_responses(sequence: Sequence, reason: FinishReason) -> list[Response]:
+    """Return what is new after a step of a streaming sequence, or at the end of any.
+
+    A stream has one response per token, also after a step with several. Only a client that sent draft tokens itself
+    gets them in one.
+    """
     final = reason is not FinishReason.NOT_FINISHED
     if sequence.search is not None:
-        return _respond_with_beams(sequence, final=final)
-    generated, sent = sequence.generated, sequence.sent
-    if not sequence.streaming:
-        tokens = generated[:] if sequence.exclude_input else [*sequence.prompt.tolist(), *generated]
-    elif not final and len(generated) == sent:
-        return None
+        response = _respond_with_beams(sequence, final=final)
+        return [] if response is None else [response]
+    count = len(sequence.generated)
+    if not sequence.streaming or sequence.single_step:
+        return [_respond(sequence, count, reason)]
+    with_last = final and reason is not FinishReason.END_ID  # the end token is not in the answer
+    ends = range(sequence.sent + 1, count + (0 if with_last else 1))
+    responses = [_respond(sequence, end, FinishReason.NOT_FINISHED) for end in ends]
+    return [*responses, _respond(sequence, count, reason)] if final else responses
+
+
+def _respond(sequence: Sequence, end: int, reason: FinishReason) -> Response:
+    """Return the response with the generated tokens up to `end`."""
+    generated = sequence.generated[:end]
+    if sequence.streaming:
+        tokens = generated if sequence.return_all else generated[sequence.sent :]
     else:
-        tokens = generated[:] if sequence.return_all else generated[sent:]
-    result = _result(sequence, [tokens], [reason], final=final)
+        tokens = generated if sequence.exclude_input else [*sequence.prompt.tolist(), *generated]
+    result = _result(sequence, [tokens], [reason], final=reason is not FinishReason.NOT_FINISHED)
     if sequence.log_probs is not None:
-        result.log_probs, result.cum_log_probs = [sequence.log_probs[:]], [sequence.cum_log_prob]
+        known = sequence.log_probs[:end]
+        result.log_probs, result.cum_log_probs = [[each for each, _ in known]], [known[-1][1] if known else 0.0]
     if sequence.logits is not None:
         result.context_logits = sequence.logits.context
-        result.generation_logits = _generation_logits(sequence)
-    sequence.sent = len(generated)
+        result.generation_logits = _generation_logits(sequence, end)
+    sequence.sent = end
     return Response(sequence.id, result, sequence.client_id)
 
 
@@ -119,7 +134,7 @@ def _respond_with_beams(sequence: Sequence, *, final: bool) -> Response | None:
     return Response(sequence.id, result, sequence.client_id)
 
 
-def _generation_logits(sequence: Sequence) -> Floats | None:
+def _generation_logits(sequence: Sequence, end: int) -> Floats | None:
     """Return f32[1, max_tokens, V], zeros after the last token; for a stream f32[n, 1, V] of the response's tokens.
 
     A streamed response without a token has the logits of the end token.
@@ -130,7 +145,7 @@ def _generation_logits(sequence: Sequence) -> Floats | None:
         return None
     if sequence.streaming:
         first = 0 if sequence.return_all else min(sequence.sent, len(rows) - 1)
-        last = max(len(sequence.generated), first + 1)
+        last = max(end, first + 1)
         new = np.stack(rows[first:last])
         if not sequence.return_all:
             rows[first:last] = [_SENT] * (last - first)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from trtserve.executor.chunks import ContextChunker
 from trtserve.executor.enums import CapacitySchedulerPolicy, ContextChunkingPolicy
 from trtserve.executor.kv_cache import KvCache
 from trtserve.executor.limits import Limits
+from trtserve.executor.ngram_drafts import best_draft_lengths
 from trtserve.executor.sequence import Sequence
 
 Fits = Callable[[set[Any]], bool]
@@ -28,6 +30,8 @@ class StepPlan:
     """(sequence, context tokens); draft tokens follow the last chunk and are not counted."""
     generations: list[Sequence] = field(default_factory=list)
     """Sequences that generate one token per beam."""
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    """Draft tokens of some of the generations, which are the last ones then."""
     paused: list[Sequence] = field(default_factory=list)
     """Sequences that were put on hold."""
 
@@ -46,7 +50,8 @@ class Scheduler:
     guaranteed_no_evict: a sequence starts when all blocks it may ever need can be reserved; it is never paused, and no
     sequence overtakes another. static_batch: new sequences start only when nothing runs. max_utilization: reserves the
     blocks of one step and pauses the sequence started last when blocks run out. `fits` tells whether a set of adapters
-    can be used at the same time.
+    can be used at the same time. Sequences with a drafter get up to `max_draft_len` draft tokens in a step, as far as
+    `step_costs` (`Model.step_costs`) promise more speed.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class Scheduler:
         policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
         chunking: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
         fits: Fits | None = None,
+        max_draft_len: int = 0,
+        step_costs: SequenceOf[float] = (),
     ) -> None:
         self.limits = limits
         self.cache = cache
@@ -66,6 +73,8 @@ class Scheduler:
         self._static = policy is CapacitySchedulerPolicy.STATIC_BATCH
         self._may_pause = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
         self._fits = fits
+        self._max_draft_len = max_draft_len
+        self._step_costs = step_costs
         one_window = len(set(limits.windows)) <= 1
         self._waits_for_blocks = cache.reuse and one_window and not self._static
         self._chunks = ContextChunker(limits, cache.tokens_per_block, chunking)
@@ -133,9 +142,35 @@ class Scheduler:
         contexts, left = self._plan_generations(plan, chosen)
         if contexts:
             plan.chunks = self._chunks.divide(contexts, left)
+        elif self._step_costs:
+            self._plan_drafts(plan, left)
         if self._adapters:
-            plan.generations.sort(key=lambda sequence: sequence.key.adapter or 0)
+            plan.generations.sort(key=lambda sequence: (sequence in plan.drafts, sequence.key.adapter or 0))
         return plan
+
+    def _plan_drafts(self, plan: StepPlan, left: int) -> None:
+        """Give sequences draft tokens while the step has `left` tokens of room and their blocks fit."""
+        drafting = [sequence for sequence in plan.generations if sequence.drafter is not None]
+        gains = [sequence.drafter.gains(self._draft_room(sequence)) for sequence in drafting if sequence.drafter]
+        if not any(gains):
+            return
+        tokens = len(plan.generations)
+        lengths = best_draft_lengths(gains, tokens, self._step_costs[: tokens + left])
+        for sequence, length in zip(drafting, lengths, strict=True):
+            assert sequence.drafter is not None
+            draft = sequence.drafter.draft(length)
+            if draft and self.cache.reserve(sequence.slots, sequence.computed + 1 + len(draft)):
+                plan.drafts[sequence] = draft
+        if plan.drafts:
+            plan.generations.sort(key=lambda sequence: sequence in plan.drafts)
+
+    def _draft_room(self, sequence: Sequence) -> int:
+        """Return how many draft tokens can be of use: one token more is chosen, and the rotation must not change."""
+        room = min(self._max_draft_len, sequence.max_tokens - len(sequence.generated) - 1)
+        beyond = self.limits.long_rope_beyond
+        if beyond is not None and not sequence.is_long(beyond):
+            room = min(room, beyond - sequence.prompt_length - len(sequence.generated))
+        return max(room, 0)
 
     def _start_sequences(self) -> None:
         """Start sequences while all blocks they may need can be reserved; stop at the first that lacks blocks."""

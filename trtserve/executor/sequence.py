@@ -16,6 +16,7 @@ from trtserve.executor.enums import FinishReason
 from trtserve.executor.kv_cache import BlockUse, CacheKey
 from trtserve.executor.logits_processing import LogitsProcessor
 from trtserve.executor.lora_weights import Adapter
+from trtserve.executor.ngram_drafts import NgramDrafter
 from trtserve.executor.results import RequestPerfMetrics
 from trtserve.executor.sampling import Choice, Row, SamplingParameters
 from trtserve.executor.stop_words import StopWords
@@ -67,6 +68,8 @@ class Sequence:
     key: CacheKey = NO_CACHE_KEY
     draft: tuple[int, ...] = ()
     draft_logits: DraftLogits | None = None
+    drafter: NgramDrafter | None = None
+    """Makes draft tokens of its own text."""
     single_step: bool = False
     """It has draft tokens and ends after the step that verifies them; `max_tokens` is their number plus one."""
     adapter: Adapter | None = None
@@ -83,8 +86,8 @@ class Sequence:
     deadline: float | None = None
     use: BlockUse = field(default_factory=BlockUse)
     generated: list[int] = field(default_factory=list)
-    log_probs: list[float] | None = None
-    cum_log_prob: float = 0.0
+    log_probs: list[tuple[float, float]] | None = None
+    """For each token its log-probability, and the sum of those in the whole vocabulary so far."""
     sent: int = 0
     """Tokens that were already sent in responses."""
     computed: int = 0
@@ -159,10 +162,12 @@ class Sequence:
         if self._updates_processor:
             self.row.processor.accept(token)
         if self.log_probs is not None:
-            self.log_probs.append(choice.log_prob)
-            self.cum_log_prob += choice.full_log_prob
+            so_far = self.log_probs[-1][1] if self.log_probs else 0.0
+            self.log_probs.append((choice.log_prob, so_far + choice.full_log_prob))
         stopped = self.stop_words is not None and self.stop_words.end(self.generated, token)
         self.generated.append(token)
+        if self.drafter is not None:
+            self.drafter.accept(token)
         if stopped:
             return FinishReason.STOP_WORDS
         return FinishReason.LENGTH if len(self.generated) >= self.max_tokens else FinishReason.NOT_FINISHED

@@ -140,7 +140,11 @@ class Stepper:
             if span.sequence.slots:
                 first = span.first - len(drawn)
                 rows = logits[first : first + span.count]
-                (self._verify if span.sequence.search is None else self._search)(span.sequence, rows, outcome)
+                draft = running.plan.drafts.get(span.sequence)
+                if draft is not None:
+                    self._verify_ngrams(span.sequence, rows, draft, outcome)
+                else:
+                    (self._verify if span.sequence.search is None else self._search)(span.sequence, rows, outcome)
         _note_metrics(outcome, iteration)
         return outcome
 
@@ -173,9 +177,12 @@ class Stepper:
         special += [
             (span.sequence, logits[span.first - drawn : span.first - drawn + span.count])
             for span in step.spans
-            if span.sequence.uses_logits
+            if span.sequence.uses_logits and (span.sequence.single_step or span.sequence.search is not None)
         ]
-        special = [(sequence, rows) for sequence, rows in special if sequence.slots]
+        self._failures = {}
+        self._process_logits([(sequence, rows) for sequence, rows in special if sequence.slots])
+
+    def _process_logits(self, special: list[tuple[Sequence, Logits]]) -> None:
         for sequence, rows in special:
             if sequence.logits is None or sequence.logits.generation is None:
                 continue
@@ -184,7 +191,8 @@ class Stepper:
                 generation.append(rows.copy())
             else:
                 generation.extend(rows[number : number + 1].copy() for number in range(len(rows)))
-        self._failures = self._post_process(special) if special else {}
+        if special:
+            self._failures |= self._post_process(special)
 
     def _sample(self, sequences: list[Sequence], logits: Logits, outcome: Outcome) -> None:
         """Choose one token for each sequence of width 1."""
@@ -217,17 +225,43 @@ class Stepper:
             normalize_log_probs=self._normalize,
         )
         sequence.computed += verification.accepted
-        drafted = len(sequence.draft)
-        outcome.drafts.append((drafted, verification.accepted))
-        if sequence.metrics is not None:
-            figures = sequence.metrics.speculative_decoding
-            figures.total_draft_tokens, figures.total_accepted_draft_tokens = drafted, verification.accepted
-            figures.acceptance_rate = verification.accepted / drafted if drafted else 0.0
+        self._note_draft(sequence, len(sequence.draft), verification.accepted, outcome)
         if verification.token < 0:
             outcome.failed.append((sequence, self._failure_reason(verification.token, sequence)))
             return
         ended = verification.reason is not FinishReason.NOT_FINISHED
         outcome.advanced.append((sequence, verification.reason if ended else FinishReason.LENGTH))
+
+    def _verify_ngrams(self, sequence: Sequence, logits: Logits, draft: list[int], outcome: Outcome) -> None:
+        """Verify guessed tokens. Every row is treated as a step of its own would, up to the first wrong guess."""
+        sequence.iterations += 1
+        verification = verify_draft(
+            logits,
+            sequence.row,
+            draft,
+            None,
+            sequence.accept,
+            normalize_log_probs=self._normalize,
+            before=(lambda row: self._process_logits([(sequence, row)])) if sequence.uses_logits else None,
+        )
+        size, computed = self._cache.tokens_per_block, sequence.computed
+        sequence.computed += verification.accepted
+        if self._cache.reuse and sequence.computed // size > computed // size:
+            self._cache.register_full_blocks(sequence.slots[0], sequence.cached_tokens()[: sequence.computed])
+        self._note_draft(sequence, len(draft), verification.accepted, outcome)
+        if verification.token >= 0 or verification.accepted:
+            outcome.advanced.append((sequence, verification.reason))
+        if verification.token < 0:
+            outcome.failed.append((sequence, self._failure_reason(verification.token, sequence)))
+
+    def _note_draft(self, sequence: Sequence, drafted: int, accepted: int, outcome: Outcome) -> None:
+        outcome.drafts.append((drafted, accepted))
+        if sequence.metrics is not None:
+            figures = sequence.metrics.speculative_decoding
+            figures.total_draft_tokens += drafted
+            figures.total_accepted_draft_tokens += accepted
+            if figures.total_draft_tokens:
+                figures.acceptance_rate = figures.total_accepted_draft_tokens / figures.total_draft_tokens
 
     def _search(self, sequence: Sequence, logits: Logits, outcome: Outcome) -> None:
         """Run one step of a beam search and rearrange the blocks of the beams."""

@@ -95,6 +95,8 @@ def refuse_unsupported(request: Request) -> None:
 def refuse_unsupported_config(config: ExecutorConfig) -> None:
     """Raise RuntimeError that names the first unsupported setting of `config` that would change results."""
     _refuse(CONFIG_FEATURES, config)
+    if config.ngram_max_draft_len < 0:
+        raise RuntimeError(f"ngram_max_draft_len is {config.ngram_max_draft_len}; expected 0 or more")
     if config.parallel_config and config.parallel_config.communication_mode is CommunicationMode.ORCHESTRATOR:
         raise RuntimeError("communication_mode ORCHESTRATOR is not supported by the embedded executor; use LEADER")
     if config.decoding_config is not None:

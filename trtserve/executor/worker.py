@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 
 from trtserve.executor.admission import Admission
 from trtserve.executor.batch import Batch
@@ -20,7 +21,7 @@ from trtserve.executor.model import Model
 from trtserve.executor.post_processing import PostProcessors
 from trtserve.executor.recorder import Recorder
 from trtserve.executor.requests import Request
-from trtserve.executor.responses import ended_response, error_response, next_response
+from trtserve.executor.responses import ended_response, error_response, next_responses
 from trtserve.executor.results import Response
 from trtserve.executor.scheduler import Scheduler, StepPlan, insert_by_priority
 from trtserve.executor.sequence import Sequence
@@ -47,8 +48,9 @@ class Worker:
         )
         adapters = AdapterCache(model.lora, config.peft_cache_config or PeftCacheConfig(), free_memory=free_memory)
         post_processors = PostProcessors(config)
-        self.scheduler = _scheduler(limits, self.cache, config, adapters)
-        self.recorder = Recorder(self.scheduler, config)
+        costs = model.step_costs if config.ngram_max_draft_len else ()
+        self.scheduler = _scheduler(limits, self.cache, config, adapters, costs)
+        self.recorder = Recorder(self.scheduler, config, drafts=bool(limits.max_draft_len or costs))
         self._admission = Admission(model, limits, config, adapters=adapters, post_processors=post_processors)
         self._stepper = Stepper(
             model,
@@ -216,13 +218,12 @@ class Worker:
 
     def _deliver(self, outcome: Outcome) -> None:
         """Deliver the responses of a step with a single notification."""
-        responses, finished = [], []
+        responses: list[Response] = []
+        finished: list[Sequence] = []
         for sequence, reason in outcome.advanced:
             if reason is FinishReason.NOT_FINISHED and not sequence.streaming:
                 continue
-            response = next_response(sequence, reason)
-            if response is not None:
-                responses.append(response)
+            responses += next_responses(sequence, reason)
             if reason is not FinishReason.NOT_FINISHED:
                 finished.append(sequence)
         if outcome.failed:
@@ -259,7 +260,9 @@ class Worker:
             self.recorder.record(StepPlan(), seconds=0.0, queue=self._queue)
 
 
-def _scheduler(limits: Limits, cache: KvCache, config: ExecutorConfig, adapters: AdapterCache) -> Scheduler:
+def _scheduler(
+    limits: Limits, cache: KvCache, config: ExecutorConfig, adapters: AdapterCache, step_costs: SequenceOf[float]
+) -> Scheduler:
     """Return the scheduler of `config`; static batching takes requests batch by batch."""
     scheduling = config.scheduler_config
     static = config.batching_type is BatchingType.STATIC
@@ -269,4 +272,6 @@ def _scheduler(limits: Limits, cache: KvCache, config: ExecutorConfig, adapters:
         policy=CapacitySchedulerPolicy.STATIC_BATCH if static else scheduling.capacity_scheduler_policy,
         chunking=scheduling.context_chunking_policy or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED,
         fits=adapters.fits,
+        max_draft_len=config.ngram_max_draft_len,
+        step_costs=step_costs,
     )

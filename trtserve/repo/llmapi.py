@@ -42,6 +42,7 @@ _ENGINE_ONLY = (
     "max_attention_window_size",
     "exclude_input_in_output",
     "max_queue_size",
+    "ngram_max_draft_len",
     "triton_backend",
     "lora",
 )

@@ -34,6 +34,7 @@ _NAMED = {
     "exclude_input_in_output": "exclude_input_in_output",
     "accumulate_tokens": f"{BLS}.accumulate_tokens",
     "max_queue_size": "max_queue_size",
+    "ngram_max_draft_len": "ngram_max_draft_len",
 }
 
 
@@ -117,6 +118,7 @@ def _options(
     if backend_of(spec, config) == "tensorrtllm":
         _refuse_added(settings.parameters.get(CORE, {}))
     if not embedded:
+        _refuse_ngrams(settings.parameters.get(CORE, {}))
         _require_gpus(parameters[CORE].get("gpu_device_ids", ""), config, backend_of(spec, config))
     backend, batch = backend_of(spec, config), spec.triton_max_batch_size or limits["max_batch_size"] or 1
     if backend == "tensorrtllm":
@@ -144,6 +146,14 @@ def _refuse_added(given: Mapping[str, str]) -> None:
         raise UsageError(
             f"--set {name}={given[name]}: NVIDIA's C++ backend does not read this parameter.",
             hint="Give --triton-backend python with it, or leave it out.",
+        )
+
+
+def _refuse_ngrams(given: Mapping[str, str]) -> None:
+    if "ngram_max_draft_len" in given:
+        raise UsageError(
+            "ngram_max_draft_len: TensorRT-LLM's executor makes no draft tokens of a request's text.",
+            hint="Leave it out, or build for CPUs with --runtime openvino.",
         )
 
 

@@ -151,6 +151,14 @@ class RepositorySpec(ForRelease):
         unset="no limit",
         panel=REQUESTS,
     )
+    ngram_max_draft_len: int | None = option(
+        None,
+        metavar="TOKENS",
+        help="Most draft tokens that a step guesses from the text of a request, on CPUs; 0 for none.",
+        minimum=0,
+        unset="0",
+        panel=REQUESTS,
+    )
     suffix: str = option("", help="End of the names of all models but the served one, such as _b.", panel=PATHS)
     absolute_paths: bool = option(False, help="Write absolute paths, for servers that others start.", panel=PATHS)
     container_paths: str | None = option(

@@ -1,6 +1,6 @@
 """Read Triton's metrics page: Prometheus' text format, with the metrics of Triton and of the core models.
 
-`nv_trtserve_tokens_total` is trtserve's own; the other names are NVIDIA's.
+Names with `trtserve` are trtserve's own; the others are NVIDIA's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ CORE_LABELS: Mapping[str, str] = {
     "nv_trt_llm_disaggregated_serving_metrics": "disaggregated_serving_type",
     "nv_trt_llm_general_metrics": "general_type",
     "nv_trtserve_tokens_total": "token_type",
+    "nv_trtserve_draft_tokens_total": "draft_token_type",
 }
 """Family of a core model → the label that distinguishes its values."""
 

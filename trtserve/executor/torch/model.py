@@ -38,6 +38,8 @@ _WARM_TOKENS = 16
 class TorchModel:
     """The decoder of one rank with its KV cache: `Model` on PyTorch. Not thread-safe."""
 
+    step_costs: Sequence[float] = ()  # steps are sent before the last one's tokens are known: nothing to look up
+
     def __init__(
         self,
         config: Mapping[str, Any],

@@ -7,7 +7,7 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -45,6 +45,8 @@ class RankedModel:
     Rank 0 sends the name and arguments of each call to the others: less than a kilobyte for a step with a few
     sequences. All ranks then compute the same call together.
     """
+
+    step_costs: Sequence[float] = ()
 
     def __init__(self, model: TorchModel, ranks: Ranks) -> None:
         self._model = model

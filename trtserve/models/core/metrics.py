@@ -66,6 +66,8 @@ _STATIC = (
 )
 # Added by trtserve: counts tokens while requests run; the histograms of lengths count finished requests.
 _TOKENS = "nv_trtserve_tokens_total"
+# Also added: what executors count in `specdec_stats`.
+_DRAFTS = "nv_trtserve_draft_tokens_total"
 _LENGTH_BUCKETS = [10, 50, 100, 500, 1000]
 
 
@@ -93,6 +95,14 @@ class MetricsReporter:
         self._counters = {
             kind: tokens.Metric(labels={**self._labels, "token_type": kind}) for kind in ("prompt", "generated")
         }
+        drafts = pb_utils.MetricFamily(
+            name=_DRAFTS, description="Draft tokens of speculative decoding", kind=pb_utils.MetricFamily.COUNTER
+        )
+        self._families.append(drafts)
+        self._drafts = {
+            field: drafts.Metric(labels={**self._labels, "draft_token_type": kind})
+            for kind, field in (("drafted", "num_draft_tokens"), ("accepted", "num_accepted_tokens"))
+        }
         self._tokens = dict.fromkeys(self._counters, 0)
         self._lock = threading.Lock()
         self._input_lengths = self._histogram("nv_llm_input_token_len", "total_input_tokens")
@@ -115,6 +125,7 @@ class MetricsReporter:
         self._input_lengths = self._output_lengths = None
         self._gauges.clear()
         self._counters.clear()
+        self._drafts.clear()
         self._families.clear()
 
     def add_tokens(self, *, prompt: int = 0, generated: int = 0) -> None:
@@ -138,6 +149,10 @@ class MetricsReporter:
                 self._counters[kind].increment(tokens)
         if not records:
             return
+        for field, counter in self._drafts.items():
+            parts = (getattr(record, "specdec_stats", None) for record in records)
+            if count := sum(getattr(part, field) for part in parts if part is not None):
+                counter.increment(count)
         values = _values(records[-1])
         for (family, field), gauge in self._gauges.items():
             value = values.get(field)

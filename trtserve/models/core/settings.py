@@ -13,6 +13,8 @@ Keywords = dict[str, Any]
 
 _BATCHING = {"inflight_fused_batching": "INFLIGHT", "inflight_batching": "INFLIGHT", "v1": "STATIC"}
 _POLICIES = ("max_utilization", "guaranteed_no_evict")
+# Unless the parameter `ngram_max_draft_len` says otherwise.
+_NGRAM_DRAFT = 0
 # Mode → constructor of DecodingMode, and the first release that has it.
 _DECODING_MODES = {
     "auto": ("Auto", "0.12"),
@@ -60,7 +62,13 @@ def executor_config(module: ExecutorModule, parameters: ModelParameters, config:
     # This model starts decoder-only executors. (The embedded one refuses the parameter itself.)
     if module.torch is not None and (path := parameters.text("encoder_model_path")) is not None:
         raise ValueError(f"Parameter encoder_model_path is {path!r}; this model serves decoder-only engines.")
-    return api.ExecutorConfig(**keywords)
+    settings = api.ExecutorConfig(**keywords)
+    length = parameters.integer("ngram_max_draft_len")
+    if module.torch is None:
+        settings.ngram_max_draft_len = _NGRAM_DRAFT if length is None else length
+    elif length is not None:
+        raise ValueError(f"Parameter ngram_max_draft_len is {length}; TensorRT-LLM's executor makes no such drafts.")
+    return settings
 
 
 def _given(**keywords: Any) -> Keywords:
