@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.support.model_server import ModelServer
 from tests.support.release_client import NEWEST
-from tests.support.text_requests import ENDLESS
+from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN
 from trtserve.cli import run
 from trtserve.server.metrics import Reading, read_metrics, remote_source
 from trtserve.triton.metrics import GENERAL, KV_BLOCKS, LENGTHS, REQUESTS, TOKENS, CoreMetrics, parse
@@ -142,7 +142,7 @@ def test_gauges_are_live_and_return_to_rest(features: ModelServer) -> None:
 def test_the_prompt_of_a_refused_request_does_not_count(features: ModelServer) -> None:
     before = number(idle(features), TOKENS, "prompt")
     with features.stream() as stream, pytest.raises(InferenceServerException):
-        stream.all("tensorrt_llm", NEWEST.core([5] * 5000, 3, streaming=True))
+        stream.all("tensorrt_llm", NEWEST.core([5] * MAX_SEQ_LEN, 3, streaming=True))
     with features.stream() as stream:
         stream.all("tensorrt_llm", NEWEST.core(PROMPT, 3, streaming=True))
     once(features, lambda found: found.value(TOKENS, "prompt") == before + len(PROMPT))
