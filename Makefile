@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
     $$p -c '$(SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+SUPPLY := $(VENV)/supply/bin
 READY := $(VENV)/.ready
 BENCH_WORK ?= .bench
 # Arguments for pytest, for example: make test ARGS="-k sampling"
@@ -12,7 +13,7 @@ ARGS ?=
 # Processes that run tests, three for two cores because many tests wait for servers; 0 runs all in one (for --pdb).
 JOBS ?= 3
 
-.PHONY: help demo test test-fast test-oracle lint bench soak soak-openai fuzz kills launches faults gpu-test gpu-bench gpu-bundle docs site recording golden clean
+.PHONY: help demo test test-fast test-oracle lint bench soak soak-openai fuzz kills launches faults gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -79,6 +80,16 @@ docs: $(READY) ## the generated parts of docs/
 site: $(VENV)/.docs ## the documentation as a website in .site, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file - < docs/mkdocs.yml
 
+lock: $(VENV)/.supply ## the newest versions of all packages, with their hashes, in .ci/lock.txt
+	$(SUPPLY)/uv pip compile pyproject.toml --extra cpu --extra dev --universal --python-version 3.10 --upgrade --quiet \
+	    --generate-hashes --no-emit-index-url --no-annotate --custom-compile-command "make lock" -o .ci/lock.txt
+
+sbom: $(READY) $(VENV)/.supply ## a list of what is installed here, in .sbom.json (CycloneDX)
+	$(SUPPLY)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o .sbom.json $(BIN)/python
+
+audit: $(VENV)/.supply ## known vulnerabilities of the locked packages; needs the network, and fails without an answer
+	$(SUPPLY)/pip-audit --strict --require-hashes --disable-pip -r .ci/lock.txt $(ARGS)
+
 recording: $(READY) ## the picture in the README, from a real run of the demo
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python examples/record_demo.py docs/assets/demo.svg
 
@@ -107,5 +118,11 @@ $(VENV)/.docs: $(READY)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
+$(VENV)/.supply: $(READY)
+	$(BIN)/python -m venv $(VENV)/supply
+	$(SUPPLY)/python -m pip install --quiet --upgrade pip
+	$(SUPPLY)/python -m pip install --quiet --group supply
+	touch $@
+
 clean: ## remove what the targets above made
-	rm -rf $(VENV) .demo .site $(BENCH_WORK)
+	rm -rf $(VENV) .demo .site .sbom.json $(BENCH_WORK)

@@ -187,15 +187,18 @@ def test_tritonclient_notices_nothing(server: Server, compression: str | None, b
             client.register_system_shared_memory("r", "/r", 8)
 
 
-def leave_early(server: Server, model: str, body: Mapping[str, Any]) -> None:
-    """Send a request that runs for seconds, and close the connection when it has begun."""
+def leave_early(server: Server, model: str, body: Mapping[str, Any], *, then: bytes = b"") -> None:
+    """Send a request that runs for seconds, and close the connection when it has begun.
+
+    `then` is sent with it, without waiting for its answer.
+    """
     content = json.dumps(body).encode()
     head = (
         f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", server.address.http_port), timeout=30) as connection:
-        connection.sendall(head.encode() + content)
+        connection.sendall(head.encode() + content + then)
         wait_until(lambda: f"began {body['id']}" in trace(server))
 
 
@@ -210,6 +213,9 @@ def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
     # Triton does not notice it for models that answer once, so the engine is asked to stop the request.
     leave_early(server, "text_plain", {**FOREVER, "id": "left-plain"})
     wait_until(lambda: "stop left-plain" in trace(server))
+    second = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    leave_early(server, "text_plain", {**FOREVER, "id": "left-first"}, then=second)
+    wait_until(lambda: "stop left-first" in trace(server))
 
 
 def test_pages_of_other_sites_are_refused(server: Server) -> None:

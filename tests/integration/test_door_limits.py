@@ -28,7 +28,7 @@ LIMITS = Limits(
     stalled_seconds=0.5,
     body_bytes=1 << 20,
     json_bytes=1 << 20,
-    buffered_bytes=1 << 20,
+    buffered_bytes=1 << 19,
     chunks=50,
 )
 CONFIG = {
@@ -38,6 +38,7 @@ CONFIG = {
     "input": [{"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}],
 }
 GENERATE = "/v2/models/m/generate_stream"
+COMPLETIONS = b"/v1/completions"
 
 
 class Triton(ThreadingHTTPServer):
@@ -143,6 +144,7 @@ def test_slow_headers_and_bodies_are_cut_off(door: RunningDoor) -> None:
     assert raw(door, b"POST /v2 HTTP/1.1\r\nHost: localhost\r\n") == b""
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n".encode()
     assert raw(door, head + b"{").startswith(b"HTTP/1.1 408 ")
+    assert raw(door, head.replace(GENERATE.encode(), COMPLETIONS) + b"{").startswith(b"HTTP/1.1 408 ")
 
 
 def test_large_headers_and_many_chunks_are_refused(door: RunningDoor) -> None:
@@ -157,6 +159,16 @@ def test_large_headers_and_many_chunks_are_refused(door: RunningDoor) -> None:
 def test_large_bodies_are_refused_before_they_arrive(door: RunningDoor) -> None:
     head = f"POST {GENERATE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {10**12}\r\n\r\n".encode()
     assert raw(door, head).startswith(b"HTTP/1.1 413 ")
+    assert raw(door, head.replace(GENERATE.encode(), COMPLETIONS)).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS.decode()])
+def test_bodies_have_a_limit_on_their_memory_together(door: RunningDoor, path: str) -> None:
+    with door.connected() as connection:
+        connection.request("POST", path, b" " * (LIMITS.buffered_bytes + 1), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 503
+        assert b"too many large requests" in answer.read()
 
 
 def test_too_many_requests_get_503_and_a_hint(door: RunningDoor, triton: Triton) -> None:

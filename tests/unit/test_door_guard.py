@@ -228,6 +228,15 @@ def test_sizes_are_limited() -> None:
     assert status_of(lambda: check_infer(infer_body(tensor([5], ["a"] * 5, "BYTES")), None, SMALL)) == 413
 
 
+def test_strings_are_counted_over_the_whole_request() -> None:
+    one, other = (tensor([3], ["a"] * 3, "BYTES", name=name) for name in ("one", "other"))
+    assert check_infer(infer_body(one), None, SMALL).content
+    assert status_of(lambda: check_infer(infer_body(one, other), None, SMALL)) == 413
+    lists = {"text_input": ["a"] * 3, "stop_words": ["a"] * 3}
+    assert status_of(lambda: check_generate(json.dumps(lists).encode(), SMALL, DATATYPES)) == 413
+    assert check_generate(json.dumps(lists).encode(), LIMITS, DATATYPES).content
+
+
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("", bytes)])
 def test_compressed_bodies_are_inflated(encoding: str, pack: Callable[[bytes], bytes]) -> None:
     assert inflate(pack(b'{"a":1}'), encoding, LIMITS) == b'{"a":1}'

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from fastapi import FastAPI, Request, Response
@@ -16,7 +16,8 @@ from pydantic_core import to_json
 
 from trtserve import __version__
 from trtserve.door.access import Access
-from trtserve.door.asgi import Application, Message, Receive, Scope, Send, headers_of, send_answer
+from trtserve.door.asgi import Message, Receive, Scope, Send, headers_of, send_answer
+from trtserve.door.bodies import receive_body, replayed
 from trtserve.door.gate import Exchange, Gate
 from trtserve.door.health import Health
 from trtserve.door.openai.measures import Measures
@@ -55,6 +56,7 @@ class Door:
 
     def __init__(self, settings: DoorSettings) -> None:
         self.settings = settings
+        self._json_limits = replace(settings.limits, body_bytes=settings.limits.json_bytes)
         self._access = Access(settings.api_key, loopback=ip_address(settings.host).is_loopback)
         self.gate = Gate(settings.limits)
         self._relay: Relay
@@ -76,31 +78,34 @@ class Door:
         assert task is not None
         exchange = Exchange(task=task, hang_up=scope.get("extensions", {}).get(HANG_UP))
         answer = _Answer(exchange, send, openai=scope["path"].startswith("/v1/"))
-        try:
-            self._access.check(scope["path"], headers_of(scope))
-            await self._serve(scope, receive, answer, exchange)
-        except RefusedError as refusal:
-            await answer.refuse(refusal)
-        except asyncio.CancelledError:
-            if exchange.refusal is not None:  # otherwise the client has gone
-                await answer.refuse(exchange.refusal)
-        except Exception:  # noqa: BLE001 - a defect here must not look like one of Triton's
-            _LOG.exception("%s %s failed", scope["method"], scope["path"])
-            await answer.refuse(RefusedError(500, "the request failed; the door's log says why"))
+        with ExitStack() as stack:
+            stack.enter_context(self.gate.watch(exchange))
+            try:
+                self._access.check(scope["path"], headers_of(scope))
+                if scope["path"] != "/health" and not scope["path"].startswith("/v2/health/"):
+                    stack.enter_context(self.gate.enter(exchange))
+                await self._serve(scope, receive, answer, exchange)
+            except RefusedError as refusal:
+                await answer.refuse(refusal)
+            except asyncio.CancelledError:
+                if exchange.refusal is not None:  # otherwise the client has gone
+                    await answer.refuse(exchange.refusal)
+            except Exception:  # noqa: BLE001 - a defect here must not look like one of Triton's
+                _LOG.exception("%s %s failed", scope["method"], scope["path"])
+                await answer.refuse(RefusedError(500, "the request failed; the door's log says why"))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         path = scope["path"]
         scope["state"] = {**scope.get("state", {}), "exchange": exchange}
-        application: Application = self._relay if path == "/v2" or path.startswith("/v2/") else self._routes
-        async with AsyncExitStack() as stack:
-            if path != "/health" and not path.startswith("/v2/health/"):
-                stack.enter_context(self.gate.enter(exchange))
-            if path.startswith("/v1/"):
-                exchange.needs = self._needed
-                self._health.require(exchange.needs)
-            if application is self._routes:
-                receive = _bounded(receive, self.settings.limits.body_bytes)
-            await application(scope, receive, send)
+        if path == "/v2" or path.startswith("/v2/"):
+            await self._relay(scope, receive, send)
+            return
+        if path.startswith("/v1/"):
+            exchange.needs = self._needed
+            self._health.require(exchange.needs)
+        with self.gate.memory() as reserve:
+            body = await receive_body(headers_of(scope), receive, self._json_limits, reserve)
+            await self._routes(scope, replayed(body, receive), send)
 
     @asynccontextmanager
     async def _running(self, app: FastAPI) -> AsyncIterator[None]:
@@ -184,28 +189,14 @@ class _Answer:
 
         An answer that has begun in another form is cut off, so that the client does not take it for complete.
         """
+        self._exchange.refusal = refusal  # it is being ended already
         headers = {**refusal.headers, "connection": "close"} if refusal.status in _BEFORE_BODY else refusal.headers
         content: object = {"error": refusal.text}
         if self._openai:
             content = {"error": {"message": refusal.text, "type": "invalid_request_error", "param": None, "code": None}}
         if not self._begun:
-            await send_answer(self._send, refusal.status, content, headers)
+            await send_answer(self, refusal.status, content, headers)
         elif self._events:
-            await self._send({"type": "http.response.body", "body": b"data: " + to_json(content) + b"\n\n"})
+            await self({"type": "http.response.body", "body": b"data: " + to_json(content) + b"\n\n"})
         elif self._exchange.hang_up is not None:
             self._exchange.hang_up()
-
-
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """Return a function that raises RefusedError when a request's body exceeds the limit."""
-    received = 0
-
-    async def bounded() -> Message:
-        nonlocal received
-        message = await receive()
-        received += len(message.get("body", b""))
-        if received > limit:
-            raise RefusedError(413, f"the body has more than {limit} bytes")
-        return message
-
-    return bounded

@@ -43,6 +43,7 @@ class Gate:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
+        self._open: set[Exchange] = set()
         self._running: set[Exchange] = set()
         self._reserved = 0
         self.draining = False
@@ -52,6 +53,15 @@ class Gate:
     def running(self) -> int:
         """Number of requests that have not ended."""
         return len(self._running)
+
+    @contextmanager
+    def watch(self, exchange: Exchange) -> Iterator[None]:
+        """Hold a request to the limits on time while it is open, refused ones and health pages too."""
+        self._open.add(exchange)
+        try:
+            yield
+        finally:
+            self._open.discard(exchange)
 
     @contextmanager
     def enter(self, exchange: Exchange) -> Iterator[None]:
@@ -103,7 +113,7 @@ class Gate:
         while True:
             await asyncio.sleep(_SWEEP)
             now = time.monotonic()
-            for exchange in list(self._running):
+            for exchange in list(self._open):
                 if exchange.sending_since is not None and now - exchange.sending_since > stalled:
                     exchange.end(RefusedError(408, f"the answer was not read for {stalled:g} s"))
                     if exchange.hang_up is not None:

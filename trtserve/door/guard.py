@@ -102,9 +102,12 @@ def check_infer(body: bytes, json_length: int | None, limits: Limits, *, shared_
     head = parse_object(body[:length], limits)
     tail = memoryview(body)[length:]
     inputs = _objects(head, "inputs", required=True)
-    used = 0
+    used = strings = 0
     for each in inputs:
-        used += _check_input(each, tail[used:], limits, shared_memory=shared_memory)
+        tensor = _described(each, limits)
+        strings += tensor.strings
+        _require_few_strings(strings, limits)
+        used += _check_content(each, tensor, tail[used:], shared_memory=shared_memory)
     if used != len(tail):
         raise RefusedError(400, f"{len(tail)} bytes follow the JSON, and the inputs' binary_data_size add up to {used}")
     for each in _objects(head, "outputs"):
@@ -129,6 +132,7 @@ def check_generate(body: bytes, limits: Limits, datatypes: Mapping[str, str]) ->
         _check_parameters(head)
     if "max_tokens" in datatypes:  # Triton's own answer, that an input is missing, helps nobody
         head.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
+    strings = 0
     for name, value in head.items():
         if name in ("id", "parameters") and name not in datatypes:
             continue
@@ -137,6 +141,8 @@ def check_generate(body: bytes, limits: Limits, datatypes: Mapping[str, str]) ->
             suggestion = f"; did you mean {similar[0]!r}?" if similar else f"; it has {', '.join(sorted(datatypes))}"
             raise RefusedError(400, f"the model has no input {name[:_MAX_NAME]!r}{suggestion}")
         values = value if type(value) is list else [value]
+        strings += len(values) if datatypes[name] == "BYTES" else 0
+        _require_few_strings(strings, limits)
         if not set(map(type, values)) <= _kinds(datatypes[name]):
             raise RefusedError(400, f"{name!r} must be one value of the type {datatypes[name]}, or a flat list of them")
         _check_range(name, datatypes[name], values)
@@ -177,28 +183,47 @@ def _objects(head: Mapping[str, Any], key: str, *, required: bool = False) -> Se
     return found
 
 
-def _check_input(tensor: Mapping[str, Any], rest: memoryview, limits: Limits, *, shared_memory: bool) -> int:
-    """Check one input, and return how many bytes of `rest` are its data."""
+@dataclass(frozen=True)
+class _Tensor:
+    """What an input says about itself."""
+
+    name: str
+    datatype: str
+    elements: int
+
+    @property
+    def strings(self) -> int:
+        return self.elements if self.datatype == "BYTES" else 0
+
+
+def _described(tensor: Mapping[str, Any], limits: Limits) -> _Tensor:
     name = _name(tensor)
     datatype = tensor.get("datatype")
     if type(datatype) is not str or datatype not in _SIZES:
         raise RefusedError(400, f"input {name!r} has an unknown datatype; expected one of {', '.join(_SIZES)}")
-    elements = _elements(name, tensor.get("shape"), limits)
-    if datatype == "BYTES" and elements > limits.strings:
-        raise RefusedError(413, f"input {name!r} has {elements} strings; at most {limits.strings} are allowed")
-    parameters = _check_parameters(tensor)
+    return _Tensor(name, datatype, _elements(name, tensor.get("shape"), limits))
+
+
+def _require_few_strings(count: int, limits: Limits) -> None:
+    if count > limits.strings:
+        raise RefusedError(413, f"the request has {count} strings or more; at most {limits.strings} are allowed")
+
+
+def _check_content(given: Mapping[str, Any], tensor: _Tensor, rest: memoryview, *, shared_memory: bool) -> int:
+    """Check where the values of an input are, and the values; return how many bytes of `rest` they are."""
+    parameters = _check_parameters(given)
     if any(key.startswith("shared_memory_") for key in parameters):
-        _check_region(name, parameters, allowed=shared_memory)
+        _check_region(tensor.name, parameters, allowed=shared_memory)
         return 0
     size = parameters.get("binary_data_size")
     if size is None:
-        _check_data(name, datatype, elements, tensor.get("data"))
+        _check_data(tensor.name, tensor.datatype, tensor.elements, given.get("data"))
         return 0
     if type(size) is not int or not 0 <= size <= len(rest):
-        raise RefusedError(400, f"input {name!r} has a binary_data_size beyond the body")
-    if "data" in tensor:
-        raise RefusedError(400, f"input {name!r} has both data and a binary_data_size")
-    _check_binary(name, datatype, elements, rest[:size])
+        raise RefusedError(400, f"input {tensor.name!r} has a binary_data_size beyond the body")
+    if "data" in given:
+        raise RefusedError(400, f"input {tensor.name!r} has both data and a binary_data_size")
+    _check_binary(tensor.name, tensor.datatype, tensor.elements, rest[:size])
     return size
 
 

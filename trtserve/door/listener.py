@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 from asyncio import TimerHandle, Transport
+from collections import deque
 from types import FrameType
 from typing import Any
 
@@ -80,6 +81,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._in_headers = False
         self._header_bytes = 0
         self._chunks = 0
+        self._unanswered: deque[RequestResponseCycle] = deque()
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -90,6 +92,10 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        # uvicorn tells only the last of several requests that were sent without waiting for answers.
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -114,6 +120,9 @@ class _BoundedProtocol(HttpToolsProtocol):
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._limits.header_bytes:
             raise ValueError("headers too large")  # uvicorn answers 400 and hangs up
         super().on_headers_complete()
+        while self._unanswered and self._unanswered[0].response_complete:
+            self._unanswered.popleft()
+        self._unanswered.append(self.cycle)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:

@@ -12,6 +12,7 @@ from aiohttp import ClientResponse
 
 from trtserve.door import guard
 from trtserve.door.asgi import Receive, Scope, Send, headers_of, send_answer
+from trtserve.door.bodies import receive_body
 from trtserve.door.gate import Exchange, Gate
 from trtserve.door.health import Health
 from trtserve.door.paths import Target, find_target
@@ -60,7 +61,7 @@ class Relay:
         """Send a request to Triton when its body has been checked, and the answer to the client."""
         exchange: Exchange = scope["state"]["exchange"]
         headers = headers_of(scope)
-        body = await self._body(headers, receive, reserve)
+        body = await receive_body(headers, receive, self._limits, reserve)
         checked, own_id = await self._checked(target, headers, body, exchange)
         del body
         passed_on = {"Content-Type": "application/json"}
@@ -80,20 +81,6 @@ class Relay:
             raise
         finally:
             watch.cancel()
-
-    async def _body(self, headers: Mapping[str, str], receive: Receive, reserve: Callable[[int], None]) -> bytes:
-        """Receive the whole body, without its Content-Encoding."""
-        limit, seconds = self._limits.body_bytes, self._limits.body_seconds
-        announced = headers.get("content-length", "")
-        if announced.isdigit() and int(announced) > limit:
-            raise RefusedError(413, f"the body has {announced} bytes; at most {limit} are allowed")
-        try:
-            body = await asyncio.wait_for(_receive_all(receive, limit, reserve), seconds)
-        except asyncio.TimeoutError:
-            raise RefusedError(408, f"the body did not arrive within {seconds:g} s") from None
-        content = guard.inflate(body, headers.get("content-encoding", "").strip().lower(), self._limits)
-        reserve(max(0, len(content) - len(body)))
-        return content
 
     async def _checked(
         self, target: Target, headers: Mapping[str, str], body: bytes, exchange: Exchange
@@ -152,22 +139,6 @@ async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:
         body = chunk.replace(added, b"") if own_id else chunk
         await send({"type": "http.response.body", "body": body, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
-
-
-async def _receive_all(receive: Receive, limit: int, reserve: Callable[[int], None]) -> bytes:
-    """Return the whole body. Raises RefusedError when it is too large, or when the client leaves before its end."""
-    body, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RefusedError(400, "the client left before the end of the body")
-        part = message.get("body", b"")
-        reserve(len(part))
-        body += part
-        more = message.get("more_body", False)
-        if len(body) > limit:
-            raise RefusedError(413, f"the body has more than {limit} bytes")
-    return bytes(body)
 
 
 async def _end_with_client(receive: Receive, task: asyncio.Task[object]) -> None:

@@ -49,7 +49,7 @@ class Limits:
     elements: int = 1 << 28
     """Elements of one tensor."""
     strings: int = 1 << 18
-    """Strings of one tensor."""
+    """Strings of one request."""
 
 
 @dataclass(frozen=True, kw_only=True)

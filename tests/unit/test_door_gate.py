@@ -1,0 +1,52 @@
+"""Which requests the door holds to its limits on time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from trtserve.door.app import HANG_UP, Door
+from trtserve.door.asgi import Message, Receive, Scope, Send
+from trtserve.door.refusals import RefusedError
+from trtserve.door.settings import DoorSettings, Limits
+
+
+def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last event of a stream waits for its client too, and the server that stops waits for the event."""
+    settings = DoorSettings(
+        name="door",
+        host="127.0.0.1",
+        port=1,
+        triton_http="127.0.0.1:1",
+        triton_grpc="127.0.0.1:1",
+        metrics="127.0.0.1:1",
+        model="m",
+        limits=Limits(stalled_seconds=0.1),
+    )
+
+    async def fail(_scope: Scope, _receive: Receive, send: Send, _exchange: object) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        raise RefusedError(503, "the model has ended")
+
+    async def run() -> None:
+        door = Door(settings)
+        monkeypatch.setattr(door, "_serve", fail)
+        running, hung_up = list[int](), asyncio.Event()
+
+        async def receive() -> Message:
+            raise AssertionError("nothing is read")
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                running.append(door.gate.running)
+                await hung_up.wait()
+
+        scope = {"type": "http", "method": "GET", "path": "/v2", "headers": [], "extensions": {HANG_UP: hung_up.set}}
+        sweeping = asyncio.create_task(door.gate.sweep())
+        await asyncio.wait_for(door(scope, receive, send), 60)
+        sweeping.cancel()
+        assert running == [1]
+        assert door.gate.running == 0
+
+    asyncio.run(run())
