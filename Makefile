@@ -13,6 +13,9 @@ ARGS ?=
 # Processes that run tests, three for two cores because many tests wait for servers; 0 runs all in one (for --pdb).
 JOBS ?= 3
 
+# Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-fast test-oracle lint bench soak soak-openai fuzz kills launches faults gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
 
 help: ## this list
