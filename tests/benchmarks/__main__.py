@@ -16,6 +16,7 @@ BENCHMARKS = (
     "executor",
     "precision",
     "features",
+    "ngrams",
     "lora",
     "serving",
     "text",

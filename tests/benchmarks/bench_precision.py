@@ -84,7 +84,7 @@ def _engine(work: Path, kind: str) -> Iterator[ExecutorSide]:
 
 
 @contextmanager
-def _llama_cpp(work: Path, kind: str, streams: int) -> Iterator[llama_cpp_side.LlamaCppSide]:
+def llama_cpp(work: Path, kind: str, streams: int) -> Iterator[llama_cpp_side.LlamaCppSide]:
     path = work / MODEL / f"{KINDS[kind][1]}.gguf"
     side = llama_cpp_side.LlamaCppSide(
         llama_cpp_side.write_gguf(path, SIZES[MODEL], KINDS[kind][1]), streams=streams, threads=THREADS
@@ -111,20 +111,20 @@ def against_llama_cpp(work: Path, *, pairs: int) -> list[Comparison]:
     for kind, targets in LLAMA_CPP.items():
         with _engine(work, kind) as ours:
             for streams in NEW:
-                with _llama_cpp(work, kind, streams) as theirs:
+                with llama_cpp(work, kind, streams) as theirs:
                     case = f"{kind} / {KINDS[kind][1]}"
                     rows.append(_pair(case, streams, ours, theirs, targets[streams], pairs))
     return rows
 
 
-def _two_cpus() -> None:
+def two_cpus() -> None:
     """Before OpenVINO counts them, so that both sides have as many threads as there are in the comparison."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
 
 
 def run(work: Path, *, pairs: int) -> dict[str, Any]:
     """Measure all there is; the work folder keeps models and engines between runs."""
-    _two_cpus()
+    two_cpus()
     report: dict[str, Any] = {"cpus": os.cpu_count(), "against_float16": against_float16(work, pairs=pairs)}
     if llama_cpp_side.is_installed():
         report["against_llama_cpp"] = against_llama_cpp(work, pairs=pairs)

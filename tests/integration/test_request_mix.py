@@ -172,7 +172,7 @@ def _executor(
     )
     with pytest.MonkeyPatch.context() as patch:
         # How fast a busy machine is must not decide whether there are drafts.
-        patch.setattr(paged_model, "measure_steps", lambda _: dict.fromkeys(SIZES, 1.0))
+        patch.setattr(paged_model, "measure_steps", lambda _: [dict.fromkeys(SIZES, 1.0)])
         return api.Executor(engine, api.ModelType.DECODER_ONLY, config)
 
 

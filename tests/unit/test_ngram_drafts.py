@@ -213,3 +213,24 @@ def test_a_post_processor_sees_one_row_after_another(repeating: Start) -> None:
         assert (len(model.steps) < 45) == drafting
     assert answers[0] == answers[1]
     assert seen[True] == seen[False]
+
+
+def test_a_draft_never_crosses_the_length_at_which_rotations_change(
+    repeating: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LongRoPE: tokens up to the limit have short factors; beyond it all are computed again with long ones."""
+    expected = _plain(repeating, Request(PROMPT, 70))
+    seen: list[tuple[int, bool]] = []
+    forward = FakeRepeatingModel.forward
+
+    def record(self: FakeRepeatingModel, **inputs: Any) -> Any:
+        seen.append((inputs["max_context_len"], bool(inputs["long_sequences"][0])))
+        return forward(self, **inputs)
+
+    monkeypatch.setattr(FakeRepeatingModel, "forward", record)
+    executor, _ = repeating(config_class=Drafting, built={"long_rope_beyond": 45})
+    result = answer_of(executor, Request(PROMPT, 70)).result
+    assert seen
+    assert all(long == (length > 45) for length, long in seen)
+    assert result.decoding_iter < 60
+    assert result.output_token_ids == [expected]

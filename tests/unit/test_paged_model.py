@@ -121,10 +121,10 @@ def test_padded_decode_step_equals_the_reference(
 def test_large_models_without_exact_arithmetic_are_padded(
     bytes_of_a_large_model: int, compute: str, padded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(run: Callable[[int], object]) -> dict[int, float]:
+    def measure(run: Callable[[int], object]) -> list[dict[int, float]]:
         for size in SIZES:
             run(size)
-        return dict.fromkeys(SIZES, 2.0) | {SIZES[-1]: 1.0}
+        return [dict.fromkeys(SIZES, 2.0) | {SIZES[-1]: 1.0}]
 
     monkeypatch.setattr(paged_model, "_BOUND_BY_MEMORY", bytes_of_a_large_model)
     monkeypatch.setattr(paged_model, "measure_steps", measure)

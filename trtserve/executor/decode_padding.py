@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,24 +64,33 @@ def pad_step(step: StepInputs, size: int, block: int) -> StepInputs:
     )
 
 
-def measure_steps(run: Callable[[int], object]) -> dict[int, float]:
-    """Return the least seconds of steps of each of `SIZES`; `run` computes a step of so many tokens."""
-    seconds = dict.fromkeys(SIZES, float("inf"))
-    for turn in range(_ROUNDS + 1):
+def measure_steps(run: Callable[[int], object]) -> list[dict[int, float]]:
+    """Return the seconds of steps of each of `SIZES`, of several rounds; `run` computes a step of so many tokens."""
+    rounds = []
+    for _ in range(_ROUNDS + 1):
+        seconds = {}
         for size in SIZES:
             begin = time.perf_counter()
             run(size)
-            if turn:  # the first step of a size compiles its kernels
-                seconds[size] = min(seconds[size], time.perf_counter() - begin)
-    return seconds
+            seconds[size] = time.perf_counter() - begin
+        rounds.append(seconds)
+    return rounds[1:]  # the first step of a size compiles its kernels
 
 
-def padded_sizes(seconds: Mapping[int, float]) -> list[int]:
-    """Return to how many tokens steps of 1, 2, … tokens should be padded, by the seconds of some sizes."""
+def least(rounds: SequenceOf[Mapping[int, float]]) -> dict[int, float]:
+    """Return the least seconds of each size: other programs may have disturbed some rounds."""
+    return {size: min(seconds[size] for seconds in rounds) for size in rounds[0]}
+
+
+def padded_sizes(rounds: SequenceOf[Mapping[int, float]]) -> list[int]:
+    """Return to how many tokens steps of 1, 2, … tokens should be padded: faster in each round, so not by chance."""
+    seconds = least(rounds)
+    limits = [[_REQUIRED_RATIO * own for own in seconds_of_each(each)] for each in rounds]
     sizes = []
-    for tokens, own in enumerate(seconds_of_each(seconds), start=1):
+    for tokens in range(1, max(seconds) + 1):
         best = min((size for size in seconds if size >= tokens), key=seconds.__getitem__)
-        sizes.append(best if seconds[best] <= _REQUIRED_RATIO * own else tokens)
+        faster = all(each[best] <= limit[tokens - 1] for each, limit in zip(rounds, limits, strict=True))
+        sizes.append(best if faster else tokens)
     return sizes
 
 

@@ -23,6 +23,7 @@ from trtserve.executor.decode_padding import (
     SIZES,
     StepInputs,
     first_step,
+    least,
     measure_steps,
     pad_step,
     padded_sizes,
@@ -167,10 +168,10 @@ class PagedModel:
         self._run_step(1)
         if min(self.max_position, self.tokens_per_block) < max(SIZES):
             return
-        seconds = measure_steps(self._run_step)
-        self.step_costs = seconds_of_each(seconds)
+        rounds = measure_steps(self._run_step)
+        self.step_costs = seconds_of_each(least(rounds))
         if self._reads_memory and self.compute_precision != "f32":
-            self._padded_sizes = padded_sizes(seconds)
+            self._padded_sizes = padded_sizes(rounds)
             self.step_costs = [self.step_costs[size - 1] for size in self._padded_sizes]
 
     def _run_step(self, size: int) -> None:

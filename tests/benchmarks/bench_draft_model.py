@@ -1,0 +1,131 @@
+"""A draft model in front of a target, through the BLS model of one Triton server, and the target alone.
+
+Run as `python -m tests.benchmarks.bench_draft_model --work FOLDER --out FOLDER`. The target is a random Llama of 1.1 B
+parameters with int8 weights. The draft is its first layer with its embeddings and a disturbed output matrix: about four
+of five tokens that it proposes are those of the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.comparison import compare, figures, table
+from tests.benchmarks.engines import make_engine
+from tests.benchmarks.results import finish
+from tests.support.model_server import ModelServer, integers, serving, texts
+
+MODEL = "llama-1b"
+NAME = "drafted"
+NEW = 96
+DRAFT = 4
+NOISE = 0.25
+"""Of the output matrix, relative to its own spread: see the acceptance that the benchmark prints."""
+TARGET = 1.8
+
+
+def _draft_model(target: Path, folder: Path) -> Path:
+    """The first layer of the target, with a disturbed output matrix."""
+    from tests.support.tiny_models import read_safetensors, write_safetensors
+
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(target / name, folder)
+    tensors = read_safetensors(target / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    head = kept["lm_head.weight"].astype(np.float32)
+    noise = np.random.default_rng(1).standard_normal(head.shape, dtype=np.float32)
+    kept["lm_head.weight"] = (head + NOISE * head.std() * noise).astype(np.float16)
+    write_safetensors(folder / "model.safetensors", kept)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}), encoding="utf-8")
+    return folder
+
+
+@contextmanager
+def server(work: Path) -> Iterator[ModelServer]:
+    """Target and draft behind Triton."""
+    from trtserve.artifacts import Engine, Model, load_artifact
+    from trtserve.build import build_engine
+    from trtserve.convert import convert_model
+    from trtserve.repo import assemble_repository, plan_repository
+    from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+
+    target = make_engine(work, MODEL, name="engine-int8-drafts", quantize="int8", max_draft_len=DRAFT)
+    root = work / "draft"
+    model = _draft_model(work / MODEL / "model", root / "model")
+    checkpoint = convert_model(Model(path=model), ConvertSpec(quantize="int8"), out=root / "checkpoint")
+    spec = BuildSpec(max_batch_size=8, max_seq_len=2048, runtime="openvino")
+    draft = build_engine(checkpoint, spec, out=root / "engine")
+    engine = Engine(path=target, manifest=load_artifact(Engine, target).manifest)
+    settings = RepositorySpec(name=NAME, max_tokens_in_paged_kv_cache=4096, enable_kv_cache_reuse=True)
+    repository = assemble_repository(
+        plan_repository(engine, work / MODEL / "model", settings, draft=draft, out=root / "repository")
+    )
+    with serving(repository.path, root / "server") as ready:
+        yield ready
+
+
+def run(work: Path, *, pairs: int) -> dict[str, Any]:
+    """Measure both on the same prompts."""
+    accepted: list[float] = []
+    with server(work) as ready:
+
+        def rate(number: int, drafts: int) -> float:
+            prompt = "".join(map(chr, np.random.default_rng(number).integers(97, 123, 60)))
+            tensors = {"text_input": texts(prompt), "max_tokens": integers(NEW), "end_id": integers(-1)}
+            if drafts:
+                wanted = {"num_draft_tokens": integers(drafts), "return_perf_metrics": np.array([[True]])}
+                tensors = tensors | wanted
+            begin = time.perf_counter()
+            with ready.stream() as stream:
+                (answer,) = stream.all(NAME, tensors)
+            seconds = time.perf_counter() - begin
+            if drafts:
+                accepted.append(float(answer["acceptance_rate"].item()))
+            return NEW / seconds
+
+        row = compare(
+            f"1.1 B int8, a draft of one layer, {DRAFT} tokens, through BLS",
+            lambda number: rate(number, DRAFT),
+            lambda number: rate(number, 0),
+            pairs=pairs,
+            unit="tokens/s",
+            target=TARGET,
+        )
+    return {"cpus": os.cpu_count(), "accepted": float(np.median(accepted)), "rows": [row]}
+
+
+def agreement(accepted: float, draft: int = DRAFT) -> float:
+    """How often one token agrees, if of `draft` tokens in a row this part is right up to the first wrong one."""
+    rates = np.linspace(0, 1, 1001)
+    parts = sum(rates**count for count in range(1, draft + 1)) / draft
+    return float(rates[np.searchsorted(parts, accepted)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the models between runs")
+    parser.add_argument("--out", type=Path, help="folder for draft_model.json; default: the work folder")
+    parser.add_argument("--pairs", type=int, default=7)
+    arguments = parser.parse_args()
+    report = run(arguments.work.absolute(), pairs=arguments.pairs)
+    print(table(report["rows"], measured="With draft", base="Target alone"))
+    agreed = agreement(report["accepted"])
+    print(f"{report['accepted']:.0%} of the draft tokens were accepted: each agreed in {agreed:.0%} of the cases.")
+    finish(arguments.out or arguments.work, "draft_model", report, figures(report["rows"]))
+
+
+if __name__ == "__main__":
+    main()
