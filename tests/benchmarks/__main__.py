@@ -17,6 +17,7 @@ BENCHMARKS = (
     "precision",
     "features",
     "ngrams",
+    "draft_model",
     "lora",
     "serving",
     "text",
