@@ -16,7 +16,7 @@ EMBEDDED_TAG = "24.10"
 class Advisory:
     """One security bulletin of NVIDIA."""
 
-    bulletin: str  # its number, or empty
+    bulletin: str  # its number
     fixed: str  # tag of the first container without the faults
     what: str
     cves: tuple[str, ...]
@@ -34,7 +34,6 @@ def known_faults(tag: str) -> str | None:
     if not found:
         return None
     cves = [cve for advisory in found for cve in advisory.cves]
-    return (
-        f"Triton {tag} has {len(cves)} known faults ({listing(cves)}): "
-        f"{'; '.join(advisory.what for advisory in found)}. Fixed in {max(advisory.fixed for advisory in found)}."
-    )
+    harm = "; ".join(dict.fromkeys(advisory.what for advisory in found))
+    fixed = max(advisory.fixed for advisory in found)
+    return f"Triton {tag} has {len(cves)} known faults ({listing(cves)}): {harm}. Fixed in {fixed}."
