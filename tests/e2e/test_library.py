@@ -45,7 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(home: Path) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRTSERVE_HOME", str(home))
-        with trtserve.serve(trtserve.import_model("demo")) as server:
+        with trtserve.serve(trtserve.import_model("demo"), ready_timeout=120) as server:
             yield server
         assert not list_servers(Store(home))
 

@@ -22,7 +22,7 @@ from openai.types.chat import ChatCompletion
 
 from tests.support.model_server import ModelServer, serving
 from tests.support.openai_endpoint import openai_endpoint
-from tests.support.text_requests import ENDLESS, is_idle
+from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN, is_idle
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Engine
 from trtserve.host.ports import free_ports
@@ -232,7 +232,7 @@ def test_errors_are_those_of_the_client(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="`other` does not exist"):
         client.completions.create(model="other", prompt="Hi")
     with pytest.raises(openai.BadRequestError, match="exceeds maximum input length") as error:
-        client.completions.create(model="tiny", prompt="x" * 5000)
+        client.completions.create(model="tiny", prompt="x" * MAX_SEQ_LEN)
     assert error.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="Unrecognized request argument"):
         client.completions.create(model="tiny", prompt="Hi", extra_body={"temperatur": 1})

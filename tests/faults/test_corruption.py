@@ -97,7 +97,7 @@ def test_an_import_repairs_what_start_refuses(tmp_path: Path, capsys: pytest.Cap
     with weights.open("r+b") as handle:  # the repository has a hard link to it
         handle.seek(1000)
         handle.write(b"damaged")
-    assert run(["start", "tiny", "--quiet"]) == CorruptFileError.code
+    assert run(["start", "tiny", "--auto-ports", "--quiet"]) == CorruptFileError.code
     errors = capsys.readouterr().err
     assert "rank0.bin" in errors
     assert "trtserve import" in errors
