@@ -35,7 +35,7 @@ test: $(READY) ## all tests that this machine can run; needs nothing but Python
 test-fast: $(READY) ## unit tests: no server, no subprocess
 	$(PYTEST) tests/unit $(ARGS)
 
-test-oracle: $(VENV)/.oracle ## installs PyTorch and more, then runs the tests that need them, nginx, sshd or Chromium
+test-oracle: $(VENV)/.oracle ## installs PyTorch and more, then runs the tests that need them, nginx, sshd, Chromium or promtool
 	$(PYTEST) -m needs $(ARGS)
 
 lint: $(READY) ## style and types

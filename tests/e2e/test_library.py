@@ -1,11 +1,14 @@
-"""`import trtserve`: a model is imported, served for the length of a block, and asked; the examples that do so."""
+"""`import trtserve`: a model is imported, served for the length of a block, asked and traced; the examples."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import runpy
+import secrets
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 
 import trtserve
 from tests.support.commands import environment
+from tests.support.trace_receiver import TraceReceiver, trace_receiver
 from tests.support.waiting import wait_until
 from trtserve.errors import RequestError, ServerNotFoundError, ServerUnreachableError, UsageError
 from trtserve.server.metrics import read_metrics, remote_source
@@ -42,10 +46,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(home: Path) -> Iterator[Server]:
+def receiver() -> Iterator[TraceReceiver]:
+    with trace_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def server(home: Path, receiver: TraceReceiver) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRTSERVE_HOME", str(home))
-        with trtserve.serve(trtserve.import_model("demo"), ready_timeout=120) as server:
+        with trtserve.serve(trtserve.import_model("demo"), trace_to=receiver.url, ready_timeout=120) as server:
             yield server
         assert not list_servers(Store(home))
 
@@ -136,6 +146,20 @@ def test_errors_say_what_to_do(server: Server) -> None:
     with pytest.raises(UsageError, match="no option 'quantise'") as error:
         trtserve.import_model("demo", quantise="int8")
     assert error.value.hint == "Did you mean quantize?"
+
+
+def test_a_trace_of_the_ensemble_shows_all_its_models(server: Server, receiver: TraceReceiver) -> None:
+    """It belongs to the trace of the client, whose id the request carries."""
+    trace = secrets.token_hex(16)
+    request = urllib.request.Request(
+        f"{server.url}/v2/models/ensemble/generate",
+        json.dumps({"text_input": QUESTION, "max_tokens": 4}).encode(),
+        {"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.status == 200
+    models = {"ensemble", "preprocessing", "tensorrt_llm", "postprocessing"}
+    wait_until(lambda: receiver.names(trace) == {"InferRequest", "compute", *models})
 
 
 @pytest.mark.parametrize("name", ["grpc_streaming", "asyncio_streams", "log_probs"])

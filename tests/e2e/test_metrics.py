@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
+import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from tritonclient.utils import InferenceServerException
 
 from tests.support.model_server import ModelServer
+from tests.support.openai_endpoint import openai_endpoint
 from tests.support.release_client import NEWEST
 from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN
 from trtserve.cli import run
@@ -18,6 +24,9 @@ from trtserve.triton.metrics import GENERAL, KV_BLOCKS, LENGTHS, REQUESTS, TOKEN
 
 pytestmark = pytest.mark.triton
 
+MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
+DASHBOARD = (MONITORING / "dashboard.json").read_text(encoding="utf-8")
+ALERTS = (MONITORING / "alerts.yml").read_text(encoding="utf-8")
 PROMPT = [1, 40, 41, 42, 43]
 DRAFTS = "nv_trtserve_draft_tokens_total"
 INFLIGHT = "nv_trt_llm_inflight_batcher_metrics"
@@ -172,3 +181,25 @@ def test_the_command_on_a_real_page(features: ModelServer, capsys: pytest.Captur
     first, second = captured.out.splitlines()
     assert first.endswith("- tokens/s\t- prompt tokens/s\t- iterations/s")
     assert second.endswith("0.0 tokens/s\t0.0 prompt tokens/s\t0.0 iterations/s")
+
+
+def test_dashboard_and_alerts_ask_for_metrics_that_exist(features: ModelServer, features_root: Path) -> None:
+    with openai_endpoint(features, repository=features_root / "repository") as url:
+        page = urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60).read().decode()
+    samples = parse(page)
+    labelled = {(sample.name, *pair) for sample in samples for pair in sample.labels.items()}
+    names = {sample.name for sample in samples} | {"up"}  # Prometheus' own
+    queries = [
+        *(target["expr"] for panel in json.loads(DASHBOARD)["panels"] for target in panel["targets"]),
+        *(rule["expr"] for rule in yaml.safe_load(ALERTS)["groups"][0]["rules"]),
+    ]
+    for query in queries:
+        asked = re.findall(r"\b((?:nv|trtserve)_\w+|up)\b(?:\{([^}]*)\})?", query)
+        assert asked, query
+        for name, matchers in asked:
+            if name.startswith("nv_gpu_"):
+                continue  # exists on machines with GPUs
+            assert name in names, query
+            for label, values in re.findall(r'(\w+)=~?"([^"]*)"', matchers):
+                for value in values.split("|") if label not in ("instance", "job") else ():
+                    assert (name, label, value) in labelled, query

@@ -37,6 +37,7 @@ NEEDS = {
     "nginx": Need("nginx", _programs("nginx"), "nginx-light"),
     "clients": Need("LangChain and litellm", _modules("langchain_openai", "litellm"), None),
     "chromium": Need("Chromium", lambda: _modules("playwright")() and _programs("chromium")(), "chromium"),
+    "promtool": Need("promtool", _programs("promtool"), "prometheus"),
     "sshd": Need("sshd", _programs("sshd", "ssh", "ssh-keygen"), "openssh-server"),
 }
 BARE = os.environ.get("TRTSERVE_TESTS_BARE") == "1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -21,6 +22,8 @@ from trtserve.door.settings import DoorSettings
 from trtserve.door.triton import Triton
 
 _LOG = logging.getLogger(__name__)
+# https://www.w3.org/TR/trace-context/#traceparent-header
+_TRACE = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _JSON_LENGTH = "Inference-Header-Content-Length"
 _JSON_TYPES = ("", "application/json", "text/plain", "application/x-www-form-urlencoded")
 """Types of JSON bodies. curl -d says that it sends a form: Triton 2.51, which large forms crash, is told otherwise."""
@@ -70,6 +73,8 @@ class Relay:
         # A compressed answer could not be freed of an id that the client did not give.
         if "accept-encoding" in headers and not own_id:
             passed_on["Accept-Encoding"] = headers["accept-encoding"]
+        if _TRACE.fullmatch(headers.get("traceparent", "")):
+            passed_on["traceparent"] = headers["traceparent"]
         watch = asyncio.create_task(_end_with_client(receive, exchange.task))
         try:
             async with self._triton.send(scope["method"], target.path, checked.content, passed_on) as response:

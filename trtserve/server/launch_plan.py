@@ -19,7 +19,7 @@ from trtserve.server.addresses import instance_addresses, with_free_ports
 from trtserve.server.doors import DoorPlan, behind_doors, plan_door, require_protected
 from trtserve.server.engine_version import gpu_triton
 from trtserve.server.launch import Launch, Setup, launch_mode, single
-from trtserve.server.launch.base import first_address, in_this_python, protection_of, server_setup
+from trtserve.server.launch.base import first_address, in_this_python, server_setup, triton_arguments
 from trtserve.server.proxy import ProxyPlan, plan_proxy
 from trtserve.server.referenced_paths import engine_paths, hub_cache
 from trtserve.server.state import log_file, server_name
@@ -204,7 +204,7 @@ def _setup(triton: Triton, repository: ModelRepository, address: Address, spec: 
         repository=repository.path,
         address=address,
         shm_prefix=prefix,
-        arguments=(*protection_of(spec), *spec.extra_arguments),
+        arguments=triton_arguments(spec, server_name(repository, spec)),
     )
 
 

@@ -148,6 +148,16 @@ class ServerSpec(InContainer):
     request_timeout: float = option(
         3600.0, metavar="SECONDS", help="Longest time of an HTTP request, its answer included.", above=0, panel=ACCESS
     )
+    trace_to: str | None = option(
+        None,
+        metavar="URL",
+        help="Send OpenTelemetry traces of requests to this OTLP/HTTP receiver, such as "
+        "http://localhost:4318/v1/traces.",
+        panel=SUPERVISION,
+    )
+    trace_every: int = option(
+        1, metavar="N", help="With --trace-to: trace one of N requests.", minimum=1, panel=SUPERVISION
+    )
     extra_arguments: tuple[str, ...] = ()  # for tritonserver
 
     def __post_init__(self) -> None:
@@ -159,6 +169,11 @@ class ServerSpec(InContainer):
             listed = ",".join(map(str, self.gpus))
             raise UsageError(f"--gpus {listed} names a GPU twice: two ranks cannot share it.")
         self._check_access()
+        if self.trace_to is not None and not self.trace_to.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--trace-to is {self.trace_to!r}; expected the URL of an OTLP/HTTP receiver.",
+                hint="OpenTelemetry's collector listens at http://HOST:4318/v1/traces.",
+            )
         if not self.spawn_processes and not self.multi_model:
             raise UsageError(
                 "--disable-spawn-processes belongs to orchestrator mode.", hint="Give --multi-model with it."

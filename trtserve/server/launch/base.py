@@ -15,6 +15,7 @@ from trtserve.process import Command
 from trtserve.releases import NEWEST
 from trtserve.releases.launcher import CORE_MODEL, TRITONSERVER
 from trtserve.server.engine_version import launch_release
+from trtserve.server.state import server_name
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 from trtserve.triton.grpc_access import grpc_token
@@ -119,7 +120,7 @@ def server_setup(
         exit_timeout=spec.exit_timeout,
         gpus=spec.gpus,
         oversubscribe=spec.oversubscribe,
-        arguments=(*protection_of(spec), *spec.extra_arguments),
+        arguments=triton_arguments(spec, server_name(repository, spec)),
     )
 
 
@@ -129,6 +130,25 @@ def in_this_python(setup: Setup, triton: Triton, store: Store, python: Path | No
     `python` is the folder of another `python3`.
     """
     return replace(setup, backends=backend_folder(triton, store), bound=False, environment=stub_environment(python))
+
+
+def triton_arguments(spec: ServerSpec, name: str) -> tuple[str, ...]:
+    """Return the flags of tritonserver that follow from the options of the server `name`, those of the user last."""
+    return (*protection_of(spec), *tracing_of(spec, name), *spec.extra_arguments)
+
+
+def tracing_of(spec: ServerSpec, name: str) -> tuple[str, ...]:
+    """Return the flags that send traces, with `name` as the service."""
+    if spec.trace_to is None:
+        return ()
+    settings = (
+        "mode=opentelemetry",
+        "level=TIMESTAMPS",
+        f"rate={spec.trace_every}",
+        f"opentelemetry,url={spec.trace_to}",
+        f"opentelemetry,resource=service.name={name}",
+    )
+    return tuple(f"--trace-config={setting}" for setting in settings)
 
 
 def protection_of(spec: ServerSpec) -> tuple[str, ...]:
