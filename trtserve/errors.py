@@ -30,7 +30,8 @@ TrtserveError
 ├── AnswerMismatchError        42   the answer is not the expected one (query --check-output)
 ├── BenchmarkError             50   a benchmark could not be carried out
 ├── DoubtfulResultError        51   a benchmark's verdict is not `valid` (bench --strict)
-└── RegressionError            52   a result is worse than an earlier one (bench compare)
+├── RegressionError            52   a result is worse than an earlier one (bench compare)
+└── MissedLimitError           53   a benchmark of a setup file does not meet its limits (up)
 """
 
 from __future__ import annotations
@@ -177,6 +178,10 @@ class DoubtfulResultError(TrtserveError):
 
 class RegressionError(TrtserveError):
     code = 52
+
+
+class MissedLimitError(TrtserveError):
+    code = 53
 
 
 def listing(items: Sequence[str], separator: str = ", ") -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import trtserve
+from trtserve.errors import MissedLimitError
 from trtserve.host.ports import free_ports
 
 pytestmark = pytest.mark.triton
@@ -30,6 +31,20 @@ def test_one_file_from_model_to_answer_and_back(tmp_path: Path) -> None:
         again = trtserve("up", str(file), "--json", home=home)
         assert json.loads(again.stdout)["result"]["servers"] == first
         assert "front is running already" in again.stderr
+        measured = (
+            "benchmarks:\n  core:\n    server: front\n    model: tensorrt_llm\n    num_requests: 4\n"
+            "    output_mean: 4\n    warmup_requests: 0\n    calibrate: false\n    timeout: 3600\n    out: core\n"
+            "    limits: "
+        )
+        file.write_text(text + measured + "{latency_p99: 3600s, requests_per_second: 0.0001}\n", encoding="utf-8")
+        within = json.loads(trtserve("up", str(file), "--json", home=home).stdout)["result"]
+        assert [(each["name"], each["missed"]) for each in within["benchmarks"]] == [("core", [])]
+        assert (tmp_path / "core" / "report.json").is_file()
+        file.write_text(text + measured + "{latency_p50: 0.001us}\n", encoding="utf-8")
+        missed = trtserve("up", str(file), home=home, check=False)
+        assert missed.returncode == MissedLimitError.code
+        assert "core: latency_p50 is " in missed.stderr
+        assert "Value" in missed.stdout
         file.write_text(text + "    max_requests: 7\n", encoding="utf-8")
         assert trtserve("diff", str(file), home=home).stdout == "server front: restart\n"
     finally:

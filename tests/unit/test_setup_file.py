@@ -61,6 +61,26 @@ def test_values_become_specs(tmp_path: Path) -> None:
     assert (server.name, server.spec.gpus, server.spec.tls_key) == ("front", (1, 0), tmp_path / "key.pem")
 
 
+SERVED = MODEL + "servers:\n  front:\n    model: demo\n"
+
+
+def test_benchmarks_have_traffic_and_limits(tmp_path: Path) -> None:
+    setup = setup_of(
+        tmp_path,
+        SERVED + "benchmarks:\n  drawn:\n    server: front\n    traffic: prefix\n    prefix_len: 64\n    strict: true\n"
+        "    slo: {ttft: 200ms}\n    limits: {ttft_p99: 2s, tokens_per_second: 50}\n"
+        "  asked: {server: front, dataset: questions.json, num_requests: 5, out: results}\n",
+    )
+    drawn, asked = setup.benchmarks
+    assert (drawn.spec.traffic, drawn.spec.prefix_len, drawn.strict) == ("prefix", 64, True)
+    assert drawn.spec.slo == {"ttft": "200ms"}
+    assert drawn.requirements.limits == {"ttft_p99": 2000.0, "tokens_per_second": 50.0}
+    assert (asked.spec.traffic, asked.spec.dataset) == ("dataset", tmp_path / "questions.json")
+    # As `bench dataset` does: an end token ends an answer.
+    assert (asked.spec.num_requests, asked.spec.ignore_eos, asked.out) == (5, False, tmp_path / "results")
+    jsonschema.validate(yaml.safe_load((tmp_path / "setup.yaml").read_text(encoding="utf-8")), json_schema())
+
+
 def test_draft_models_come_first(tmp_path: Path) -> None:
     setup = setup_of(tmp_path, MODEL + "    draft: small\n  small:\n    source: gpt2\n")
     assert [model.name for model in setup.models] == ["small", "demo"]
@@ -94,6 +114,30 @@ def test_draft_models_come_first(tmp_path: Path) -> None:
             MODEL + "servers:\n  a: {model: demo}\n  b: {model: demo}\n",
             ":6: servers.b and servers.a both",
             "auto_ports",
+        ),
+        (SERVED + "benchmarks:\n  b: {}\n", ":8: benchmarks.b has no server", "front"),
+        (SERVED + "benchmarks:\n  b: {server: frnt}\n", ":8: benchmarks.b.server is 'frnt'", "Did you mean front?"),
+        (SERVED + "benchmarks:\n  b: {server: front, openai: x}\n", ":8: benchmarks.b has no key 'openai'", None),
+        (SERVED + "benchmarks:\n  b: {server: front, traffic: e2e}\n", ":8: benchmarks.b.traffic is 'e2e'", None),
+        (
+            SERVED + "benchmarks:\n  b: {server: front, trace: x, dataset: y}\n",
+            ":8: benchmarks.b has dataset and",
+            None,
+        ),
+        (
+            SERVED + "benchmarks:\n  b:\n    server: front\n    limits: {ttft_p9: 1s}\n",
+            ":10: benchmarks.b.limits: ttft_p9 is no limit",
+            "ttft_p99",
+        ),
+        (
+            SERVED + "benchmarks:\n  b:\n    server: front\n    limits: {ttft_p99: soon}\n",
+            ":10: benchmarks.b.limits: ttft_p99 is 'soon'; expected a time",
+            None,
+        ),
+        (
+            SERVED + "benchmarks:\n  b:\n    server: front\n    limits: {tokens_per_second: -1}\n",
+            ":10: benchmarks.b.limits: tokens_per_second is '-1'; expected a number above 0",
+            None,
         ),
         (
             MODEL + "servers:\n  a: {model: demo, api_key: secret}\n",

@@ -74,11 +74,17 @@ def read_goals(words: Mapping[str, str]) -> Goals:
     """Read the words of --slo. Raises UsageError for unknown names and units."""
     limits = {}
     for name, text in words.items():
-        match = _DURATION.fullmatch(text)
-        if name not in MEASURES or match is None:
+        limit = read_duration(text)
+        if name not in MEASURES or limit is None:
             raise UsageError(
                 f"--slo {name}={text} cannot be read.",
                 hint=f"Name {', '.join(MEASURES)} with a time: --slo ttft=200ms,itl=50ms.",
             )
-        limits[name] = float(match[1]) * _UNITS_MS[match[2] or "ms"]
+        limits[name] = limit
     return Goals(limits)
+
+
+def read_duration(text: str) -> float | None:
+    """Return the milliseconds of a time such as 300ms, 2s or 5 (milliseconds), or None for anything else."""
+    match = _DURATION.fullmatch(text)
+    return None if match is None else float(match[1]) * _UNITS_MS[match[2] or "ms"]

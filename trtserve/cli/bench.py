@@ -16,6 +16,7 @@ from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.cli.spec_options import Fields
 from trtserve.errors import BenchmarkError, DoubtfulResultError, UsageError
 from trtserve.specs import BenchRuns, BenchSpec
+from trtserve.specs.bench import FILE_DEFAULTS
 
 if TYPE_CHECKING:
     from trtserve.bench import Report
@@ -107,7 +108,7 @@ def dataset(
         BenchSpec,
         Fields(
             without=_without(_WORDS, also=(*_DRAWN, "vocab_size")),
-            defaults={"num_requests": 30000, "ignore_eos": False},
+            defaults=FILE_DEFAULTS["dataset"],
         ),
     ],
     runs: Annotated[BenchRuns, Fields()],
@@ -185,7 +186,7 @@ def replay(
     ],
     spec: Annotated[
         BenchSpec,
-        Fields(without=_without(_TRACE, also=(*_DRAWN, *_RATE)), defaults={"num_requests": 30000}),
+        Fields(without=_without(_TRACE, also=(*_DRAWN, *_RATE)), defaults=FILE_DEFAULTS["replay"]),
     ],
     runs: Annotated[BenchRuns, Fields(without=("sweep_rate", "find_rate"))],
     connection: Annotated[Connection, _CONNECTION],
@@ -211,7 +212,7 @@ def e2e(
         BenchSpec,
         Fields(
             without=_without(_WORDS, also=(*_DRAWN, "vocab_size", "openai", "chat", "in_process", "protocol")),
-            defaults={"num_requests": 30000, "ignore_eos": False},
+            defaults=FILE_DEFAULTS["dataset"],
         ),
     ],
     runs: Annotated[BenchRuns, Fields()],
@@ -270,13 +271,13 @@ def _bench(
     if runs.html is not None:
         _make_folder(runs.html.absolute().parent, "--html")
     progress = output.TerminalProgress(quiet=quiet)
-    metrics = runs.metrics_url or (_metrics_url(connection) if served else None)
+    metrics = runs.metrics_url or (metrics_url(connection) if served else None)
     reports = _Stages(endpoint, metrics=metrics, out=out, progress=progress).all(spec, runs)
     if not reports:
         return  # a rank of an MPI run other than the first
     _print(spec, runs, reports, json=json)
     for report in reports:
-        _say_notes(report, progress)
+        say_notes(report, progress)
     if runs.diagnose:
         _diagnose(spec, endpoint, reports[-1], metrics=metrics, progress=progress)
     if runs.html is not None:
@@ -287,7 +288,7 @@ def _bench(
     if any(report.interrupted for report in reports):
         raise KeyboardInterrupt
     for report in reports:
-        _check(report, strict=runs.strict and not runs.several)
+        require_complete(report, strict=runs.strict and not runs.several)
 
 
 def _make_folder(folder: Path, flag: str) -> None:
@@ -327,7 +328,7 @@ def _no_endpoint(connection: Connection) -> Endpoint:
     return Endpoint(connect_timeout=connection.connect_timeout)
 
 
-def _metrics_url(connection: Connection) -> str | None:
+def metrics_url(connection: Connection) -> str | None:
     """Return the metrics page of a server that was started here."""
     if connection.explicit:
         return None
@@ -405,7 +406,8 @@ class _Stages:
         self._progress.step(told)
 
 
-def _say_notes(report: Report, progress: Progress) -> None:
+def say_notes(report: Report, progress: Progress) -> None:
+    """Tell what a reader of the figures must know."""
     say_course(report, progress.step)
     for note in report.notes:
         progress.step(f"note: {note}")
@@ -414,7 +416,8 @@ def _say_notes(report: Report, progress: Progress) -> None:
         progress.step("Interrupted: the figures cover what had been sent.")
 
 
-def _check(report: Report, *, strict: bool) -> None:
+def require_complete(report: Report, *, strict: bool) -> None:
+    """Raise BenchmarkError for failed requests, and with `strict` DoubtfulResultError for a verdict but `valid`."""
     failed = [record for record in report.records if record.status == "failed"]
     if report.timed_out:
         counts = report.statistics.counts

@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trtserve.cli.bench import metrics_url, require_complete, say_notes
+from trtserve.cli.bench_results import print_report
 from trtserve.cli.completion import paths
+from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
-from trtserve.errors import UsageError
+from trtserve.errors import MissedLimitError, UsageError
 
 if TYPE_CHECKING:
+    from trtserve.progress import Progress
+    from trtserve.setup_file.benchmarks import Result
     from trtserve.setup_file.plan import SetupPlan
 
 FileArgument = Annotated[
@@ -45,10 +50,10 @@ def init(file: FileArgument = _DEFAULT, json: JsonOption = False) -> None:
 def up(
     file: FileArgument = _DEFAULT, json: JsonOption = False, dry_run: DryRunOption = False, quiet: QuietOption = False
 ) -> None:
-    """Import the models of a file, start its servers in the background, and return when they are ready.
+    """Import the models of a file, start its servers in the background, and run its benchmarks when they are ready.
 
     What exists is reused, so an interrupted `up` continues where it was. A running server restarts only if its model
-    or its options changed.
+    or its options changed. Ends with code 53 if a benchmark misses its limits.
 
     Examples:
         trtserve up
@@ -67,17 +72,51 @@ def up(
         progress.step(f"Plan: model {model.setup.name}: {', '.join(made) or 'reuse'}")
     for planned in plan.servers:
         progress.step(f"Plan: server {planned.setup.name}: {planned.action}")
+    for benchmark in plan.benchmarks:
+        progress.step(f"Plan: benchmark {benchmark.name}")
     servers = bring_up(plan, progress=progress)
+    if not json:
+        for server in servers:
+            print_data(f"{server.name}  {server.url}")
+    results = _measure(plan, progress, json=json)
     if json:
         ready = [{"name": each.name, "model": each.model, "url": each.url} for each in servers]
-        print_json("up", {"models": [model.setup.name for model in plan.models], "servers": ready})
-        return
-    for server in servers:
-        print_data(f"{server.name}  {server.url}")
-    if servers and not quiet:
+        benchmarks = [each.to_json() for each in results]
+        models = [model.setup.name for model in plan.models]
+        print_json("up", {"models": models, "servers": ready, "benchmarks": benchmarks})
+    _require_limits(results)
+    if servers and not quiet and not json:
         which = "" if len(servers) == 1 else f" --server {servers[0].name}"
         say(f'Try: trtserve query "What is ML?"{which}')
         say(f"Stop: trtserve down {file}")
+
+
+def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[Result]:
+    from trtserve.setup_file.benchmarks import run
+
+    results = []
+    for benchmark in plan.benchmarks:
+        connection = Connection(server=benchmark.server)
+        result = run(benchmark, find_endpoint(connection), metrics=metrics_url(connection), progress=progress)
+        results.append(result)
+        if not json:
+            print_report(result.report, table="upstream")
+        say_notes(result.report, progress)
+        if result.report.interrupted:
+            raise KeyboardInterrupt
+    return results
+
+
+def _require_limits(results: list[Result]) -> None:
+    """Raise the error of the first benchmark that failed, or MissedLimitError with all limits that were missed."""
+    for result in results:
+        require_complete(result.report, strict=result.setup.strict)
+    missed = [f"{result.setup.name}: {text}" for result in results for text in result.missed]
+    if missed:
+        raise MissedLimitError(
+            f"{'; '.join(missed)}.",
+            hint="The servers keep running. Change the load, the model or the limits, and run `up` again.",
+        )
 
 
 def diff(file: FileArgument = _DEFAULT, json: JsonOption = False, quiet: QuietOption = False) -> None:
@@ -141,7 +180,8 @@ def _print_plan(command: str, plan: SetupPlan, *, json: bool) -> None:
             for model in plan.models
         ]
         servers = [{"name": each.setup.name, "model": each.setup.model, "action": each.action} for each in plan.servers]
-        print_json(command, {"models": models, "servers": servers})
+        benchmarks = [each.name for each in plan.benchmarks]
+        print_json(command, {"models": models, "servers": servers, "benchmarks": benchmarks})
         return
     for model in plan.models:
         print_data(f"model {model.setup.name}")
@@ -149,3 +189,5 @@ def _print_plan(command: str, plan: SetupPlan, *, json: bool) -> None:
         print_commands(model.stages())
     for server in plan.servers:
         print_data(f"server {server.setup.name}: {server.action}")
+    for benchmark in plan.benchmarks:
+        print_data(f"benchmark {benchmark.name}: server {benchmark.server}")

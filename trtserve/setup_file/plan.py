@@ -32,7 +32,7 @@ from trtserve.server.background import start_in_background
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, recorded_server
 from trtserve.server.systemd import start_arguments
-from trtserve.setup_file.reading import ModelSetup, ServerSetup, Setup
+from trtserve.setup_file.reading import BenchmarkSetup, ModelSetup, ServerSetup, Setup
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
@@ -83,6 +83,8 @@ class SetupPlan:
 
     models: tuple[PlannedModel, ...]
     servers: tuple[PlannedServer, ...]
+    benchmarks: tuple[BenchmarkSetup, ...] = ()
+    """What is measured when all servers are ready."""
     store: Store
 
 
@@ -96,7 +98,7 @@ def plan_setup(setup: Setup, *, store: Store | None = None, progress: Progress =
         PlannedServer(setup=server, action=_action(server, models[server.model].repository, store))
         for server in setup.servers
     ]
-    return SetupPlan(models=tuple(models.values()), servers=tuple(servers), store=store)
+    return SetupPlan(models=tuple(models.values()), servers=tuple(servers), benchmarks=setup.benchmarks, store=store)
 
 
 def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> list[Server]:

@@ -11,13 +11,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
+from trtserve.bench.requirements import Requirements, read_requirements
 from trtserve.errors import UsageError
 from trtserve.files import read_text
-from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
+from trtserve.specs import BenchRuns, BenchSpec, BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
+from trtserve.specs.bench import FILE_DEFAULTS, RANDOM
 from trtserve.specs.options import Option, Spec, options_of, read_value
 
 SCALARS = {
@@ -27,10 +30,21 @@ SCALARS = {
 }
 """Keys of a model that are no fields of a spec, with their meaning."""
 SERVED_MODEL = "The model of this file that it serves."
+BENCHMARK_KEYS = {
+    "server": "The server of this file that it measures.",
+    "traffic": f"Random prompts: {', '.join(RANDOM)}.",
+    "dataset": "File with prompts, as `trtserve bench dataset` takes it.",
+    "trace": "File with times and lengths, as `trtserve bench replay` takes it.",
+    "out": "Folder for report.json, requests.jsonl and more.",
+    "limits": "What the figures must reach; otherwise `up` ends with code 53.",
+}
+"""Keys of a benchmark that are no fields of a spec, with their meaning."""
 _MODEL_SPECS: tuple[type[Spec], ...] = (ConvertSpec, BuildSpec, RepositorySpec)
 # The name is the key of the mapping. A key of an API is no text for a file that is shared: api_key_file names its file.
 # The number of ranks follows from the model's tp_size and pp_size.
 _NOT_IN_FILES = {"name", "api_key", "world_size"}
+# A benchmark of the file measures a server of the file.
+_OTHER_TARGETS = {"openai", "chat", "in_process"}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -63,6 +77,19 @@ class ServerSetup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchmarkSetup:
+    """A benchmark of the file, which `up` runs when all servers are ready."""
+
+    name: str
+    server: str
+    spec: BenchSpec
+    strict: bool
+    """Whether a verdict other than `valid` is an error."""
+    requirements: Requirements
+    out: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """What a setup file asks for."""
 
@@ -70,6 +97,7 @@ class Setup:
     models: tuple[ModelSetup, ...]
     """Each after the model that drafts for it."""
     servers: tuple[ServerSetup, ...]
+    benchmarks: tuple[BenchmarkSetup, ...] = ()
 
 
 @functools.cache
@@ -83,6 +111,13 @@ def model_options() -> Mapping[str, Option]:
 def server_options() -> Mapping[str, Option]:
     """Return key → option of a server: those of `trtserve start`."""
     return {name: option for name, option in options_of(ServerSpec).items() if name not in _NOT_IN_FILES}
+
+
+@functools.cache
+def benchmark_options() -> Mapping[str, Option]:
+    """Return key → option of a benchmark: those of `trtserve bench`, and `strict`."""
+    found = {name: option for name, option in options_of(BenchSpec).items() if name not in _OTHER_TARGETS}
+    return {**found, "strict": options_of(BenchRuns)["strict"]}
 
 
 def template() -> str:
@@ -119,17 +154,23 @@ class _Document:
         return UsageError(f"{self.path}:{node.start_mark.line + 1}: {message}", hint=hint)
 
     def setup(self, root: yaml.Node) -> Setup:
-        parts = self.mapping(root, "the file", ("models", "servers"))
+        parts = self.mapping(root, "the file", ("models", "servers", "benchmarks"))
         if "models" not in parts:
             raise self.error(root, "models is missing.", hint="Name at least one model.")
         models = {name: self.model(name, node) for name, node in self.mapping(parts["models"], "models").items()}
         for model in models.values():
             if model.draft is not None:
-                self.require_known(model.draft, models, self.lines[model.name], f"models.{model.name}.draft")
+                self.require_known(model.draft, models, self.lines[model.name], f"models.{model.name}.draft", "model")
         servers = self.mapping(parts["servers"], "servers") if "servers" in parts else {}
         made = [self.server(name, node, models) for name, node in servers.items()]
         self.require_own_ports(made, servers)
-        return Setup(path=self.path, models=self.in_order(models), servers=tuple(made))
+        benchmarks = self.mapping(parts["benchmarks"], "benchmarks") if "benchmarks" in parts else {}
+        return Setup(
+            path=self.path,
+            models=self.in_order(models),
+            servers=tuple(made),
+            benchmarks=tuple(self.benchmark(name, node, servers) for name, node in benchmarks.items()),
+        )
 
     def mapping(self, node: yaml.Node, what: str, known: Collection[str] = ()) -> dict[str, yaml.Node]:
         """Return key → node of a mapping, whose keys are among the `known` ones if there are any."""
@@ -144,7 +185,7 @@ class _Document:
                 raise self.error(key, f"{what} has no key {name!r}.", hint=hint)
             if name in found:
                 raise self.error(key, f"{what} has {name!r} twice.")
-            if what in ("models", "servers") and not _NAME.fullmatch(name):
+            if what in ("models", "servers", "benchmarks") and not _NAME.fullmatch(name):
                 raise self.error(key, f"{name!r} is no name.", hint="Use letters, digits, '.', '_' and '-'.")
             found[name] = value
         return found
@@ -174,13 +215,65 @@ class _Document:
         if "model" not in given:
             raise self.error(node, f"{what} has no model.", hint=f"Name one of the file: {', '.join(models)}.")
         model = self.text(given["model"], f"{what}.model")
-        self.require_known(model, models, given["model"], f"{what}.model")
+        self.require_known(model, models, given["model"], f"{what}.model", "model")
         values = {key: self.value(each, options[key], what) for key, each in given.items() if key in options}
         return ServerSetup(model=model, spec=self.spec(ServerSpec, {**values, "name": name}, node, what))
 
-    def spec(self, kind: type[Any], values: Mapping[str, Any], node: yaml.Node, what: str) -> Any:
+    def benchmark(self, name: str, node: yaml.Node, servers: Collection[str]) -> BenchmarkSetup:
+        what, options = f"benchmarks.{name}", benchmark_options()
+        given = self.mapping(node, what, [*BENCHMARK_KEYS, *options])
+        if "server" not in given:
+            raise self.error(node, f"{what} has no server.", hint=f"Name one of the file: {', '.join(servers)}.")
+        server = self.text(given["server"], f"{what}.server")
+        self.require_known(server, servers, given["server"], f"{what}.server", "server")
+        values = {key: self.value(each, options[key], what) for key, each in given.items() if key in options}
+        strict = values.pop("strict", False)
+        traffic = self.traffic(given, node, what)
+        return BenchmarkSetup(
+            name=name,
+            server=server,
+            spec=self.spec(
+                BenchSpec, {**FILE_DEFAULTS.get(str(traffic["traffic"]), {}), **values}, node, what, traffic
+            ),
+            strict=strict,
+            requirements=self.requirements(given["limits"], what) if "limits" in given else Requirements({}),
+            out=self.path_beside(self.text(given["out"], f"{what}.out")) if "out" in given else None,
+        )
+
+    def traffic(self, given: Mapping[str, yaml.Node], node: yaml.Node, what: str) -> dict[str, Any]:
+        """Return the kind of a benchmark's traffic, and its file."""
+        kinds = [key for key in ("traffic", "dataset", "trace") if key in given]
+        if len(kinds) > 1:
+            raise self.error(node, f"{what} has {' and '.join(kinds)}.", hint="Give one of them.")
+        if not kinds:
+            return {"traffic": RANDOM[0]}
+        (key,) = kinds
+        text = self.text(given[key], f"{what}.{key}")
+        if key != "traffic":
+            return {"traffic": "replay" if key == "trace" else key, key: self.path_beside(text)}
+        if text not in RANDOM:
+            raise self.error(given[key], f"{what}.traffic is {text!r}; expected one of {', '.join(RANDOM)}.")
+        return {"traffic": text}
+
+    def requirements(self, node: yaml.Node, what: str) -> Requirements:
+        name = f"{what}.limits"
+        words = {key: self.text(each, f"{name}.{key}") for key, each in self.mapping(node, name).items()}
         try:
-            return kind(**{name: value for name, value in values.items() if name in options_of(kind)})
+            return read_requirements(words)
+        except UsageError as error:
+            raise self.error(node, f"{name}: {error.message}", hint=error.hint) from error
+
+    def spec(
+        self,
+        kind: type[Any],
+        values: Mapping[str, Any],
+        node: yaml.Node,
+        what: str,
+        fixed: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Return a spec of those values that are its options, and of fields that are none."""
+        try:
+            return kind(**{name: value for name, value in values.items() if name in options_of(kind)}, **fixed)
         except UsageError as error:
             raise self.error(node, f"{what}: {error.message}", hint=error.hint) from error
 
@@ -223,17 +316,21 @@ class _Document:
             return value
         if option.container == "dict" and "/" not in text and not (self.path.parent / value).exists():
             return value  # the name of an adapter in the store
-        return (self.path.parent / value.expanduser()).absolute()
+        return self.path_beside(text)
+
+    def path_beside(self, text: str) -> Path:
+        """Return a path, which is relative to the file's folder."""
+        return (self.path.parent / Path(text).expanduser()).absolute()
 
     def beside(self, text: str) -> str:
         """Return a name as it is, and a relative path as one that starts at the file's folder."""
         return str((self.path.parent / text).resolve()) if text.startswith(("./", "../")) else text
 
-    def require_known(self, name: str, models: Collection[str], node: yaml.Node, what: str) -> None:
-        if name not in models:
-            close = get_close_matches(name, models, n=1)
-            hint = f"Did you mean {close[0]}?" if close else f"Models of the file: {', '.join(models)}."
-            raise self.error(node, f"{what} is {name!r}, which is no model of this file.", hint=hint)
+    def require_known(self, name: str, known: Collection[str], node: yaml.Node, what: str, kind: str) -> None:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"The file has: {', '.join(known) or f'no {kind}'}."
+            raise self.error(node, f"{what} is {name!r}, which is no {kind} of this file.", hint=hint)
 
     def require_own_ports(self, servers: Collection[ServerSetup], nodes: Mapping[str, yaml.Node]) -> None:
         """Refuse two servers on one port."""

@@ -5,16 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trtserve.setup_file.reading import SCALARS, SERVED_MODEL, model_options, server_options
+from trtserve.bench.requirements import RATES, TIMES
+from trtserve.setup_file.reading import (
+    BENCHMARK_KEYS,
+    SCALARS,
+    SERVED_MODEL,
+    benchmark_options,
+    model_options,
+    server_options,
+)
+from trtserve.specs.bench import RANDOM
 from trtserve.specs.options import Option
 
 _TYPES = {int: "integer", float: "number", bool: "boolean"}
+_TEXT = {"type": "string", "minLength": 1}
+_TIME = {"type": ["string", "number"], "description": "At most this time, such as 300ms or 2s."}
+_RATE = {"type": "number", "exclusiveMinimum": 0, "description": "At least this."}
+_BENCHMARK_TYPES: Mapping[str, Any] = {
+    "traffic": {"enum": list(RANDOM)},
+    "limits": {
+        "type": "object",
+        "properties": {**dict.fromkeys(TIMES, _TIME), **dict.fromkeys(RATES, _RATE)},
+        "additionalProperties": False,
+    },
+}
 
 
 def json_schema() -> dict[str, Any]:
     """Return the schema (draft 2020-12)."""
     texts = {name: {"type": "string", "minLength": 1, "description": text} for name, text in SCALARS.items()}
     served = {"type": "string", "description": SERVED_MODEL}
+    measured = {
+        name: {"description": text, **_BENCHMARK_TYPES.get(name, _TEXT)} for name, text in BENCHMARK_KEYS.items()
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Setup file of trtserve",
@@ -22,6 +45,7 @@ def json_schema() -> dict[str, Any]:
         "properties": {
             "models": _named("Models, by name.", {**texts, **_properties(model_options())}, "source"),
             "servers": _named("Servers, by name.", {"model": served, **_properties(server_options())}, "model"),
+            "benchmarks": _named("Benchmarks, by name.", {**measured, **_properties(benchmark_options())}, "server"),
         },
         "required": ["models"],
         "additionalProperties": False,

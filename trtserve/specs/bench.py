@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal
 
 from trtserve.specs.options import INT32, Spec, option
 
@@ -17,6 +17,13 @@ RESULTS = "Results"
 LIMITS = "Limits of the engine"
 
 Kind = Literal["token-norm-dist", "token-from-histogram", "dataset", "prefix", "sessions", "replay", "e2e"]
+RANDOM: Final[tuple[Kind, ...]] = ("token-norm-dist", "token-from-histogram", "prefix", "sessions")
+"""Kinds of traffic that need no file."""
+FILE_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    "dataset": {"num_requests": 30000, "ignore_eos": False},
+    "replay": {"num_requests": 30000},
+}
+"""Kind of traffic whose prompts or times are in a file → the defaults that differ there."""
 
 
 @dataclass(frozen=True, kw_only=True)
