@@ -3,7 +3,7 @@
 The library (docs/reference/library.md) is loaded when one of its names is first used.
 """
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # the module `typing` would take most of the time of the import
 
 if TYPE_CHECKING:
     from trtserve.errors import TrtserveError
@@ -38,7 +38,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -115,9 +115,14 @@ def test_async_requests_share_a_connection(server: Server) -> None:
                 await endless.answer()
             with pytest.raises(RequestError):
                 await client.ask("too long " * 5000)
-            task = asyncio.create_task(client.ask(QUESTION, **ENDLESS))
-            while is_idle(server):
-                await asyncio.sleep(0.05)
+            begun = asyncio.Event()
+
+            async def read() -> None:
+                async for _ in client.stream(QUESTION, **ENDLESS):
+                    begun.set()
+
+            task = asyncio.create_task(read())
+            await begun.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
