@@ -115,6 +115,7 @@ def test_draft_models_come_first(tmp_path: Path) -> None:
             ":6: servers.b and servers.a both",
             "auto_ports",
         ),
+        (MODEL + "benchmarks:\n  b: {}\n", ":5: benchmarks.b has no server", "Describe one under `servers:` first"),
         (SERVED + "benchmarks:\n  b: {}\n", ":8: benchmarks.b has no server", "front"),
         (SERVED + "benchmarks:\n  b: {server: frnt}\n", ":8: benchmarks.b.server is 'frnt'", "Did you mean front?"),
         (SERVED + "benchmarks:\n  b: {server: front, openai: x}\n", ":8: benchmarks.b has no key 'openai'", None),

@@ -223,7 +223,10 @@ class _Document:
         what, options = f"benchmarks.{name}", benchmark_options()
         given = self.mapping(node, what, [*BENCHMARK_KEYS, *options])
         if "server" not in given:
-            raise self.error(node, f"{what} has no server.", hint=f"Name one of the file: {', '.join(servers)}.")
+            known = (
+                f"Name one of the file: {', '.join(servers)}." if servers else "Describe one under `servers:` first."
+            )
+            raise self.error(node, f"{what} has no server.", hint=known)
         server = self.text(given["server"], f"{what}.server")
         self.require_known(server, servers, given["server"], f"{what}.server", "server")
         values = {key: self.value(each, options[key], what) for key, each in given.items() if key in options}
