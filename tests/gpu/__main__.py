@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default")
+SHARED = ("-n", "8", "--dist", "loadfile")
+"""Test files among processes, which share the GPU."""
 FIGURE = "figure:"
 _LAST_LINES = 15
 
@@ -62,13 +64,13 @@ PARTS: dict[str, dict[str, Part]] = {
     "test": {
         "kernels": Part(command=(sys.executable, "-m", "tests.gpu.kernels"), seconds=300),
         "families": Part(
-            command=(*PYTEST, "tests/integration/test_families_oracle.py", "-k", "on_torch"),
+            command=(*PYTEST, "-n", "8", "tests/integration/test_families_oracle.py", "-k", "on_torch"),
             seconds=420,
             environment=ON_GPU,
         ),
         "demo": Part(command=(sys.executable, "-m", "tests.gpu.demo"), seconds=180, environment=ON_GPU),
         "features": Part(
-            command=(*PYTEST, *(f"tests/e2e/test_{name}.py" for name in FEATURES)),
+            command=(*PYTEST, *SHARED, *(f"tests/e2e/test_{name}.py" for name in FEATURES)),
             seconds=420,
             environment={**ON_GPU, "TRTSERVE_TEST_RUNTIME": "torch"},
         ),

@@ -57,6 +57,16 @@ PACKAGES = (
     "zope-event",
     "zope-interface",
     "brotli",
+    # of the tests
+    "pytest",
+    "pluggy",
+    "iniconfig",
+    "pytest-rerunfailures",
+    "pytest-xdist",
+    "execnet",
+    "hypothesis",
+    "sortedcontainers",
+    "peft",
 )
 # pip takes a name literally; wheels name the oldest glibc that they run with. Here 2.39 runs.
 PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(39, 4, -1)), "manylinux2014", "manylinux1")

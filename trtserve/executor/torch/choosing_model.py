@@ -11,7 +11,7 @@ import torch
 
 from trtserve.executor.draws import Chosen, Draws
 from trtserve.executor.torch.draw_words import DrawArrays, DrawWriter
-from trtserve.executor.torch.model import TorchModel
+from trtserve.executor.torch.model import TorchModel, max_rows
 
 if TYPE_CHECKING:
     from trtserve.executor.torch.graphs import DecodeGraphs
@@ -67,8 +67,7 @@ class ChoosingTorchModel(TorchModel):
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
-        build = config["build_config"]
-        self.max_rows = int(build["max_batch_size"]) * int(build.get("max_beam_width") or 1)
+        self.max_rows = max_rows(config)
         self._writer = DrawWriter(self.max_rows)
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int32, device=self.device)
         self._log_probs = torch.zeros((self.max_rows, 2), dtype=torch.float32, device=self.device)

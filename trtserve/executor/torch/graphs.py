@@ -26,6 +26,11 @@ def ladder(most: int) -> list[int]:
     return sorted({min(size, most) for size in sizes})
 
 
+def captured_bytes(most: int, vocab: int) -> int:
+    """Return the bytes of the logits that the graphs of up to `most` rows keep, in float32."""
+    return 4 * vocab * sum(ladder(most))
+
+
 class DecodeGraphs:
     """Captured decode steps of up to `rows` sequences.
 

@@ -83,6 +83,10 @@ class TorchModel:
         self._layers = len(layers)
         self.bytes_per_block = self._layers * math.prod(self._block_shape) * self.decoder.dtype.itemsize
         self._step_bytes = _step_bytes(config, sizes, self.decoder.dtype.itemsize)
+        if device == "cuda":
+            from trtserve.executor.torch.graphs import captured_bytes
+
+            self._step_bytes += captured_bytes(max_rows(config), sizes.vocab)
         self.caches: list[Tensor] = []
         self.spare_block = 0
 
@@ -230,13 +234,19 @@ def check_ranks(engine: Path) -> None:
         EngineWeights(engine, model, Alone(tp_size, tp_rank, stages, stage), "cpu").check()
 
 
+def max_rows(config: Mapping[str, Any]) -> int:
+    """Return the most sequences of a step: every beam is one."""
+    build = config["build_config"]
+    return int(build["max_batch_size"]) * int(build.get("max_beam_width") or 1)
+
+
 def _step_bytes(config: Mapping[str, Any], sizes: Sizes, item: int) -> int:
     """Return the bytes of intermediate values in a step of the most tokens, and of its logits in two types."""
     build, model = config["build_config"], config["pretrained_config"]
     tokens = int(build["max_num_tokens"])
     inner = int(model.get("intermediate_size") or 4 * sizes.hidden)
     width = 4 * sizes.hidden + 2 * (sizes.heads + 2 * sizes.kv_heads) * sizes.head + 3 * inner
-    rows = int(build["max_batch_size"]) * int(build.get("max_beam_width") or 1)
+    rows = max_rows(config)
     rows = tokens if build.get("gather_context_logits") else rows
     return tokens * width * item + rows * sizes.vocab * (item + 4)
 
