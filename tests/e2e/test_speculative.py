@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.e2e.conftest import RUNTIME
 from tests.support.model_server import ModelServer, Tensors, flags, integers, serving, texts
 from tests.support.text_requests import ask, is_idle, request, text_of, word_in
 from tests.support.tiny_models import read_safetensors, write_safetensors
@@ -46,7 +47,7 @@ def draft_engine(features_root: Path, features_model: Path) -> Engine:
         folder / "model.safetensors", tensors | {"lm_head.weight": tensors["lm_head.weight"] + 0.08 * noise}
     )
     checkpoint = convert_model(Model(path=folder), ConvertSpec(dtype="float32"), out=features_root / "draft-checkpoint")
-    spec = BuildSpec(max_batch_size=8, max_seq_len=DRAFT_LENGTH, gather_generation_logits=True, runtime="openvino")
+    spec = BuildSpec(max_batch_size=8, max_seq_len=DRAFT_LENGTH, gather_generation_logits=True, **RUNTIME)
     return build_engine(checkpoint, spec, out=features_root / "draft-engine")
 
 

@@ -64,7 +64,10 @@ PARTS: dict[str, dict[str, Part]] = {
     "test": {
         "kernels": Part(command=(sys.executable, "-m", "tests.gpu.kernels"), seconds=300),
         "families": Part(
-            command=(*PYTEST, "-n", "8", "tests/integration/test_families_oracle.py", "-k", "on_torch"),
+            command=(
+                *(*PYTEST, "-n", "8", "-k", "on_torch"),
+                *(f"tests/integration/test_{name}_oracle.py" for name in ("families", "quantised")),
+            ),
             seconds=420,
             environment=ON_GPU,
         ),
@@ -78,8 +81,8 @@ PARTS: dict[str, dict[str, Part]] = {
     },
     "bench": {
         "decode": Part(command=(sys.executable, "-m", "tests.gpu.bench_decode"), seconds=420),
-        "serving": Part(command=(sys.executable, "-m", "tests.gpu.bench_serving"), seconds=300),
-        "ranks": Part(command=(sys.executable, "-m", "tests.gpu.bench_ranks"), seconds=240, gpus=2),
+        "serving": Part(command=(sys.executable, "-m", "tests.gpu.bench_serving"), seconds=300, environment=ON_GPU),
+        "ranks": Part(command=(sys.executable, "-m", "tests.gpu.bench_ranks"), seconds=240, gpus=2, environment=ON_GPU),
     },
 }
 

@@ -21,6 +21,12 @@ from trtserve.planner.gpus import Gpu
 from trtserve.specs import BuildSpec
 
 _CHUNK = 1 << 24
+_BEGIN = time.monotonic()
+
+
+def note(event: str) -> None:
+    """Print when something happened."""
+    print(f"{time.monotonic() - _BEGIN:.0f} s: {event}", flush=True)
 
 
 def forget_cached(folder: Path) -> None:
@@ -65,16 +71,18 @@ def main() -> None:
     build = BuildSpec(runtime="torch", device=DEVICE, max_batch_size=options.streams, max_seq_len=2048)
     shutil.rmtree(options.work, ignore_errors=True)
     engine = write_engine(options.work / "engine", hf, build)
+    note("The engine is written")
     repository = core_repository(options.work / "served", engine)
     home = options.work / "home"
     with served(repository, home):
-        pass  # the first start in an environment compiles kernels and tests Triton
+        note("The first start, which compiles kernels and tests Triton, is done")
     if "start" in options.parts:
         forget_cached(engine.path)
         read = seconds_to_read(engine.path)
         forget_cached(engine.path)
         cold = first_answer(repository, home)
         warm = first_answer(repository, home)
+        note("The starts are measured")
         print_figures(
             read_seconds=round(read, 2),
             cold_start_seconds=round(cold, 2),

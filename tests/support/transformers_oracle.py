@@ -38,7 +38,11 @@ class Oracle:
         # The eager attention of its Falcon adds alibi twice.
         described = json.loads((folder / "config.json").read_text())
         kind = "sdpa" if described["model_type"] == "falcon" else "eager"
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=self._torch.float32, attn_implementation=kind)
+        # "gelu" in a config of Gemma means its approximation, which transformers 5.17 does not know.
+        meant = {"hidden_act": "gelu_pytorch_tanh"} if described["model_type"] == "gemma" else {}
+        loaded = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=self._torch.float32, attn_implementation=kind, **meant
+        )
         self._model = loaded.eval()
 
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -15,9 +15,6 @@ from trtserve.executor.torch.operations import HeadNorms, Rotation
 
 Tensor = Any
 
-# Up to this size a vector kernel multiplies one row faster than cuBLAS (measured on an H200 in bfloat16).
-_LARGEST_VECTOR_MATRIX = 20_000_000
-
 
 @triton.jit
 def _norm_kernel(
@@ -313,8 +310,8 @@ def _weights(at, kept, column, columns, EVEN: tl.constexpr):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Operations.linear`."""
-    if len(x) != 1 or weight.numel() > _LARGEST_VECTOR_MATRIX:
+    """See `Operations.linear`. One row takes a kernel that begins before its inputs are there."""
+    if len(x) != 1:
         return functional.linear(x, weight, bias)
     return _multiply_vector(x, None, None, 0.0, weight, bias, None, factor_first=False)[0]
 
@@ -356,7 +353,12 @@ def _multiply_vector(
     columns, outputs = x.shape[1], len(weight) // (1 if activation is None else 2)
     out = x.new_empty((1, outputs))
     total = x if residual is None else torch.empty_like(x)
-    strip, chunk = 4 if activation is None else 2, min(triton.next_power_of_2(columns), 1024)
+    # Tuned on an H200 in bfloat16, with the weights of 1.1 B and 8 B models in their place in a decode step.
+    strip, chunk = 4, min(triton.next_power_of_2(columns), 1024)
+    if columns > 4096:
+        strip = 1
+    elif activation is None:
+        strip = next(size for size in (4, 2, 1) if outputs >= 1280 * size or size == 1)
     _vector_kernel[(triton.cdiv(outputs, strip),)](
         x,
         x if residual is None else residual,
@@ -376,7 +378,7 @@ def _multiply_vector(
         ADDS=residual is not None,
         GATE=activation or "",
         FIRST=factor_first,
-        num_warps=8 if columns > 4096 else 4,
+        num_warps=4,
         **overlap(),
     )
     return out, total
