@@ -255,7 +255,7 @@ def measure(name: str, streams_of: list[int], parts: list[str]) -> None:
             for streams in streams_of:
                 idle(name, model, executor, streams)
     if "mixed" in parts:
-        mixed(name, model, rate=8, seconds=6, tokens=256)
+        mixed(name, model, rate=8, seconds=6, tokens=192)
 
 
 def main() -> None:

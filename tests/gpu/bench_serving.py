@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.gpu.served_bench import ANSWER, PROMPT, behind_triton, measured, prin
 from tests.support.devices import DEVICE
 from tests.support.model_server import ModelServer, integers
 from trtserve.artifacts import ModelRepository
-from trtserve.planner.gpu_fit import fit_gpu
+from trtserve.planner.gpu_fit import RESERVE, fit_gpu
 from trtserve.planner.gpus import Gpu
 from trtserve.specs import BuildSpec
 
@@ -90,20 +91,28 @@ def main() -> None:
             warm_start_seconds=round(warm, 2),
         )
     if "ratio" in options.parts:
-        requests = 4 * options.streams
+        requests = 8 * options.streams
         with served(repository, home) as server:
             used = memory_used()
             where = behind_triton(server)
             through = measured(where, options.streams, home, requests=requests, workers=options.workers)
         alone = measured(("--in-process", str(engine.path)), options.streams, home, requests=requests)
-        both = [each["statistics"]["output_tokens_per_second"] for each in (through, alone)]
+        print_figures(streams=options.streams, prompt=PROMPT, answer=ANSWER)
+        for name, found in (("through_triton", through), ("in_process", alone)):
+            statistics = found["statistics"]
+            print_figures(
+                **{
+                    f"{name}_tokens_per_second": round(statistics["output_tokens_per_second"]),
+                    f"{name}_median_gap_ms": round(statistics["inter_token_ms"]["p50"], 3),
+                    f"{name}_median_first_token_ms": round(statistics["time_to_first_token_ms"]["p50"], 1),
+                }
+            )
+        both = through["statistics"], alone["statistics"]
+        tokens = [each["output_tokens_per_second"] for each in both]
+        gaps = [each["inter_token_ms"]["p50"] for each in both]
         print_figures(
-            streams=options.streams,
-            prompt=PROMPT,
-            answer=ANSWER,
-            through_triton_tokens_per_second=round(both[0]),
-            in_process_tokens_per_second=round(both[1]),
-            through_triton_over_in_process=round(both[0] / both[1], 3),
+            through_triton_over_in_process=round(tokens[0] / tokens[1], 3),
+            steps_that_only_generate_over_in_process=round(gaps[1] / gaps[0], 3),
         )
         if used is not None:
             print_figures(**memory_figures(engine.path, build, *used))
@@ -113,10 +122,9 @@ def memory_used() -> tuple[int, int] | None:
     """Return (used, total) bytes of the GPU, or None without one."""
     if DEVICE == "cpu":
         return None
-    import torch
-
-    free, total = torch.cuda.mem_get_info()
-    return total - free, total
+    command = ("nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits")
+    used, total = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split(",")
+    return int(used) * 2**20, int(total) * 2**20
 
 
 def memory_figures(engine: Path, build: BuildSpec, used: int, total: int) -> dict[str, object]:
@@ -126,7 +134,7 @@ def memory_figures(engine: Path, build: BuildSpec, used: int, total: int) -> dic
     config = json.loads((engine / "config.json").read_text())["pretrained_config"]
     fit = fit_gpu(config, build, Gpu(name="this", memory=total))
     kv = min(fit.tokens, build.max_batch_size * build.max_seq_len) if build.max_batch_size and build.max_seq_len else 0
-    predicted = fit.weights + fit.activations + kv * fit.kv_per_token
+    predicted = RESERVE + fit.weights + fit.activations + kv * fit.kv_per_token
     return {
         "predicted_gib": round(predicted / 2**30, 2),
         "used_gib": round(used / 2**30, 2),
