@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.benchmarks.results import Figure, finish
-from tests.support.bench_records import report_of
+from tests.support.bench_records import answered, correlated, report_of
 from tests.support.echo_targets import echo_target, requests
 from trtserve.bench.compare import compare
 from trtserve.bench.echo_server import Echo, Spoken
@@ -23,11 +23,14 @@ from trtserve.bench.intervals import independent_interval, mean_interval
 from trtserve.bench.processes import Outcome, run_load
 from trtserve.bench.protocols.base import Target
 from trtserve.bench.records import Record
+from trtserve.bench.report import Report
 from trtserve.bench.statistics import percentile
 from trtserve.bench.worker import Load
 
 RUNS = 1000
-COMPARISONS = 40
+COMPARISONS = 120
+TURNS = 4
+SIMULATED = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +155,54 @@ def coverage() -> list[Row]:
 
 
 def comparisons() -> list[Row]:
-    """A/A comparisons of one server: how often it is called worse than itself."""
-    alarms = 0
+    """A/A comparisons: how often a server is called worse than itself, by one run on each side and by several."""
     with echo_target(Echo(spoken="http-stream", chunks=8, delay=0.005, gap=0.001)) as target:
-        for _ in range(COMPARISONS):
-            pair = [report_of(send(target, 200, concurrency=4, tokens=8).records) for _ in range(2)]
-            alarms += any(each.worse_than(0.0) for each in compare(*pair))
-    return [Row(case=f"A/A false alarms of {COMPARISONS}", value=alarms / COMPARISONS * 100, unit="%", target=5)]
+        runs = [measured(target, number) for number in range(2 * COMPARISONS)]
+    random = np.random.default_rng(11)
+    simulated = [drifting(random) for _ in range(SIMULATED)]
+    cases = [
+        ("one run on each side", [([before], [after]) for before, after in zip(runs[::2], runs[1::2], strict=True)]),
+        (f"{TURNS} runs in turn", [in_turn(each) for each in batched(runs, 2 * TURNS)]),
+        (f"{TURNS} runs in turn, simulated drift", [in_turn(each) for each in simulated]),
+        ("one run on each side, simulated drift", [([each[0]], [each[1]]) for each in simulated]),
+    ]
+    rows = []
+    for name, sides in cases:
+        alarms = sum(any(each.worse_than(0.0) for each in compare(*both)) for both in sides)
+        case = f"A/A false alarms of {len(sides)}, {name}"
+        rows.append(Row(case=case, value=alarms / len(sides) * 100, unit="%", target=5))
+    return rows
+
+
+def measured(target: Target, number: int) -> Report:
+    """One run against a server, the `number`-th of its series."""
+    started = f"2026-01-01T{number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}"
+    return report_of(send(target, 200, concurrency=4, tokens=8).records, started=started)
+
+
+def batched(runs: list[Report], size: int) -> list[list[Report]]:
+    """The runs in whole groups of `size`."""
+    return [runs[begin : begin + size] for begin in range(0, len(runs) - size + 1, size)]
+
+
+def in_turn(runs: list[Report]) -> tuple[list[Report], list[Report]]:
+    """Both sides of runs that were made in the order A B B A A B B A."""
+    return [*runs[::4], *runs[3::4]], [*runs[1::4], *runs[2::4]]
+
+
+def drifting(random: np.random.Generator) -> list[Report]:
+    """Runs of one server on a machine whose speed wanders: 1 % from run to run, and 1 % of its own in each run."""
+    runs, speed = [], 1.0
+    for number in range(2 * TURNS):
+        speed *= 1 + 0.01 * float(random.normal())
+        slower = speed * (1 + 0.01 * float(random.normal()))
+        times = correlated(64, seed=int(random.integers(2**31)))
+        records = [
+            answered(index, intended=index * 50, first=time * slower, step=5 * slower)
+            for index, time in enumerate(times)
+        ]
+        runs.append(report_of(records, started=f"2026-01-01T00:00:{number:02}"))
+    return runs
 
 
 def workers() -> list[Row]:

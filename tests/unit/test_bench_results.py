@@ -62,32 +62,67 @@ def test_exports_have_the_layouts_of_nvidias_tools(tmp_path: Path) -> None:
     assert lines[0]["metadata"]["was_cancelled"] is False
 
 
-def test_equal_servers_are_rarely_called_different() -> None:
-    """A/A comparisons: at most 5 % false alarms, also without pairs."""
+def repeated(side: int, *, runs: int = 6, factor: float = 1.0, turns: bool = True, drift: float = 0.1) -> list[Report]:
+    """Runs of one side (0 or 1) on a machine that becomes slower by `drift` from run to run, and by chance.
+
+    They take turns as in 0 1 1 0 0 1 1 0, or one side follows the other.
+    """
+    made_runs = []
+    for number in range(runs):
+        moment = 2 * number + (side + number) % 2 if turns else side * runs + number
+        slower = factor * (1 + drift * moment + float(np.random.default_rng(moment).normal(0.0, 0.01)))
+        started = f"2026-01-01T00:00:{moment:02}+00:00"
+        made_runs.append(made(moment, count=64, factor=slower, started=started))
+    return made_runs
+
+
+def test_one_run_on_each_side_is_rarely_called_different() -> None:
+    """Two runs of one server that differ by 3 % of their mean by chance are within the allowance for drift."""
     alarms = 0
     for seed in range(60):
-        pair = made(seed, count=200), made(seed + 1000, count=200, prompts_sha256=("1" * 64 if seed % 2 else "0" * 64))
-        alarms += any(each.worse_than(0.0) for each in compare(*pair))
-    assert alarms / 60 <= 0.05 + 2 * (0.05 * 0.95 / 60) ** 0.5
+        prompts = "1" * 64 if seed % 2 else "0" * 64
+        pair = made(seed, count=200), made(seed + 1000, count=200, factor=1.03, prompts_sha256=prompts)
+        alarms += any(each.worse_than(0.0) for each in compare(*([each] for each in pair)))
+    assert alarms / 60 <= 0.05
+
+
+def test_runs_that_take_turns_cancel_drift() -> None:
+    same, *_ = compare(repeated(0), repeated(1))
+    assert (same.paired, same.pairs, same.runs) == (True, 6, (6, 6))
+    assert same.relative == pytest.approx(0.0, abs=0.02)
+    assert not same.worse_than(0.0)
+    slower, *_ = compare(repeated(0, drift=0.01), repeated(1, drift=0.01, factor=1.2))
+    assert slower.worse_than(0.05)
+
+
+def test_runs_one_side_after_the_other_are_compared_without_pairs() -> None:
+    difference, *_ = compare(repeated(0, turns=False, drift=0.0), repeated(1, turns=False, drift=0.0))
+    assert not difference.paired
+    assert not difference.worse_than(0.0)
+    uneven, *_ = compare(repeated(0, runs=3), repeated(1, runs=2))
+    assert uneven.runs == (3, 2)
+    with pytest.raises(UsageError, match="2 runs before and 1 after"):
+        compare(repeated(0, runs=2), repeated(1, runs=1))
 
 
 def test_a_slower_server_is_found_and_allowed_up_to_the_limit() -> None:
-    first, *_ = compare(made(1), made(2, factor=1.2))
+    first, *_ = compare([made(1)], [made(2, factor=1.2)])
     assert first.paired
     assert first.relative == pytest.approx(0.2, abs=0.1)
     assert first.worse_than(0.0)
     assert not first.worse_than(0.5)
-    assert compare(made(2, factor=1.2), made(1))[0].better
+    assert not compare([made(1)], [made(2, factor=1.2)], drift=0.3)[0].worse_than(0.0)
+    assert compare([made(2, factor=1.2)], [made(1)])[0].better
 
 
 def test_other_requests_are_compared_without_pairs() -> None:
-    difference = compare(made(1), made(2, prompts_sha256="1" * 64))[0]
+    difference = compare([made(1)], [made(2, prompts_sha256="1" * 64)])[0]
     assert not difference.paired
     assert difference.interval is not None
 
 
 def test_too_few_requests_give_no_judgement() -> None:
-    difference = compare(made(1, count=10), made(2, count=10))[0]
+    difference = compare([made(1, count=10)], [made(2, count=10)])[0]
     assert difference.interval is None
     assert not difference.worse_than(0.0)
 
@@ -104,6 +139,20 @@ def test_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run([*arguments, "--json"]) == 52
     differences = json.loads(capsys.readouterr().out)["result"]["differences"]
     assert [each["regression"] for each in differences] == [True, False, True]
+
+
+def test_compare_command_with_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for side, name in enumerate(("old", "new")):
+        for number, report in enumerate(repeated(side, factor=1 + side / 2, drift=0.01)):
+            report.write(tmp_path / name / str(number))
+    arguments = ["bench", "compare", str(tmp_path / "old"), str(tmp_path / "new")]
+    assert run(arguments) == 52
+    captured = capsys.readouterr()
+    assert "time to first token (ms), 6 pairs of runs" in captured.out
+    assert "drift" not in captured.err
+    made(9, spec={"concurrency": 16}).write(tmp_path / "new" / "other")
+    assert run(arguments) == 2
+    assert "they differ in concurrency" in capsys.readouterr().err
 
 
 def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

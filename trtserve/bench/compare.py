@@ -1,23 +1,35 @@
-"""Compare two results: the difference of each figure with its interval, and whether it is a regression."""
+"""Compare two servers by their results: the difference of each figure with its interval, and whether it is worse.
+
+Requests of one run tell how exact that run is, not how far two runs of one server differ. Only several runs tell that:
+with them the interval is that of Student's t over the means of the runs, in pairs when the runs of both sides took
+turns (which cancels slow drift), else as Welch has it. One run on each side is given an allowance for drift instead.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, variance
 
 from trtserve.bench.goals import first_token_ms, latency_ms, per_token_ms
-from trtserve.bench.intervals import FEWEST, Interval, mean_interval
+from trtserve.bench.intervals import FEWEST, Interval, mean_interval, t_quantile
 from trtserve.bench.records import Record
 from trtserve.bench.report import Report
 from trtserve.errors import UsageError
 
+DRIFT = 0.05
+"""How far the means of two runs of one server may differ, as a part of the mean, where it was not measured."""
 _LEVEL = 0.95
-_MEASURES: dict[str, Callable[[Record], float | None]] = {
+_Measure = Callable[[Record], float | None]
+_MEASURES: dict[str, _Measure] = {
     "time to first token (ms)": first_token_ms,
     "time per output token (ms)": per_token_ms,
     "request latency (ms)": latency_ms,
 }
+# Several intervals are looked at together (Bonferroni).
+_EACH = 1 - (1 - _LEVEL) / len(_MEASURES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +44,11 @@ class Difference:
     interval: Interval | None
     """Of `relative`; None: not enough data. The intervals of all figures hold together with 95 %."""
     paired: bool
-    """Whether the same requests were compared one by one."""
+    """Whether the same requests, or runs that took turns, were compared one by one."""
     pairs: int
+    """Of runs where there are several, else of requests; without pairs the smaller number of both sides."""
+    runs: tuple[int, int]
+    """Runs before and after."""
 
     def worse_than(self, allowed: float) -> bool:
         """Return whether the result is worse by more than `allowed`, beyond the uncertainty."""
@@ -45,67 +60,122 @@ class Difference:
         return self.interval is not None and self.interval[1] < 0
 
 
-def compare(before: Report, after: Report) -> list[Difference]:
-    """Return the differences of the mean times, request by request if both runs sent the same requests.
+def compare(before: Sequence[Report], after: Sequence[Report], *, drift: float = DRIFT) -> list[Difference]:
+    """Return the differences of the mean times between the runs of two servers.
 
-    Raises UsageError if nothing can be compared.
+    `drift` is used when both sides have one run. Raises UsageError if nothing can be compared.
     """
-    found = [
-        difference
-        for name, measure in _MEASURES.items()
-        if (difference := _difference(name, measure, before, after)) is not None
-    ]
+    if len(before) == len(after) == 1:
+        differences = [_of_requests(name, measure, before[0], after[0], drift) for name, measure in _MEASURES.items()]
+    elif min(len(before), len(after)) > 1:
+        sides = sorted(before, key=_start), sorted(after, key=_start)
+        differences = [_of_runs(name, measure, *sides) for name, measure in _MEASURES.items()]
+    else:
+        raise UsageError(
+            f"{len(before)} runs before and {len(after)} after: one run cannot tell how far runs differ.",
+            hint="Give one run on each side, or at least two on each.",
+        )
+    found = [difference for difference in differences if difference is not None]
     if not found:
-        raise UsageError("The two results have no completed answers in common to compare.")
+        raise UsageError("The results have no completed answers in common to compare.")
     return found
 
 
-def _difference(
-    name: str, measure: Callable[[Record], float | None], before: Report, after: Report
-) -> Difference | None:
+def take_turns(before: Sequence[Report], after: Sequence[Report]) -> bool:
+    """Return whether the i-th runs of both sides were measured before the next ones, in whatever order."""
+    first, second = sorted(map(_start, before)), sorted(map(_start, after))
+    turns = [sorted(pair) for pair in zip(first, second, strict=False)]
+    return len(first) == len(second) and all(one[1] < next_one[0] for one, next_one in pairwise(turns))
+
+
+def _start(report: Report) -> str:
+    return report.started
+
+
+def _of_requests(name: str, measure: _Measure, before: Report, after: Report, drift: float) -> Difference | None:
+    """Compare two runs, request by request if both sent the same ones."""
     first, second = _values(before, measure), _values(after, measure)
     if not first or not second:
         return None
-    # Several intervals are looked at together (Bonferroni).
-    level = 1 - (1 - _LEVEL) / len(_MEASURES)
     shared = sorted(first.keys() & second.keys(), key=lambda index: first[index][0])
     paired = before.prompts_sha256 == after.prompts_sha256 and len(shared) >= min(FEWEST, len(first), len(second))
     if paired:
-        base = _mean([first[index][1] for index in shared])
+        base = fmean(first[index][1] for index in shared)
         changes = [second[index][1] - first[index][1] for index in shared]
-        interval = mean_interval(changes, level=level)
-        other = base + _mean(changes)
+        change, interval = fmean(changes), mean_interval(changes, level=_EACH)
     else:
         ordered = [[value for _, value in sorted(each.values())] for each in (first, second)]
-        base, other = _mean(ordered[0]), _mean(ordered[1])
-        interval = _unpaired(ordered[0], ordered[1], level)
+        base, change, interval = fmean(ordered[0]), fmean(ordered[1]) - fmean(ordered[0]), _unpaired(*ordered)
+    return _difference(
+        name,
+        base,
+        change,
+        None if interval is None else (interval[0] - drift * base, interval[1] + drift * base),
+        paired=paired,
+        pairs=len(shared) if paired else min(len(first), len(second)),
+        runs=(1, 1),
+    )
+
+
+def _of_runs(name: str, measure: _Measure, before: Sequence[Report], after: Sequence[Report]) -> Difference | None:
+    """Compare the means of the runs of two sides, which are in order of time."""
+    sides = [[_mean(each, measure) for each in side] for side in (before, after)]
+    first, second = ([mean for mean in side if mean is not None] for side in sides)
+    if len(first) < len(before) or len(second) < len(after):
+        return None
+    base, change, paired = fmean(first), fmean(second) - fmean(first), take_turns(before, after)
+    if paired:
+        changes = [new - old for old, new in zip(first, second, strict=True)]
+        error, degrees = math.sqrt(variance(changes) / len(changes)), len(changes) - 1
+    else:
+        parts = [(variance(side) / len(side), len(side) - 1) for side in (first, second)]
+        error = math.sqrt(sum(part for part, _ in parts))
+        spread = sum(part**2 / number for part, number in parts)
+        degrees = int(error**4 / spread) if spread else min(number for _, number in parts)
+    half = t_quantile((1 + _EACH) / 2, degrees) * error
+    return _difference(
+        name,
+        base,
+        change,
+        (change - half, change + half),
+        paired=paired,
+        pairs=min(len(first), len(second)),
+        runs=(len(first), len(second)),
+    )
+
+
+def _difference(
+    name: str, base: float, change: float, interval: Interval | None, *, paired: bool, pairs: int, runs: tuple[int, int]
+) -> Difference | None:
     if base <= 0:
         return None
     return Difference(
         name=name,
         before=base,
-        after=other,
-        relative=(other - base) / base,
+        after=base + change,
+        relative=change / base,
         interval=None if interval is None else (interval[0] / base, interval[1] / base),
         paired=paired,
-        pairs=len(shared) if paired else min(len(first), len(second)),
+        pairs=pairs,
+        runs=runs,
     )
 
 
-def _values(report: Report, measure: Callable[[Record], float | None]) -> dict[int, tuple[int, float]]:
+def _mean(report: Report, measure: _Measure) -> float | None:
+    values = [value for _, value in _values(report, measure).values()]
+    return fmean(values) if values else None
+
+
+def _values(report: Report, measure: _Measure) -> dict[int, tuple[int, float]]:
     """Return index → time of the schedule and value, for completed answers."""
     found = ((each, measure(each)) for each in report.records if each.status == "completed")
     return {each.index: (each.intended_ns, value) for each, value in found if value is not None}
 
 
-def _unpaired(before: Sequence[float], after: Sequence[float], level: float) -> Interval | None:
-    first, second = mean_interval(before, level=level), mean_interval(after, level=level)
+def _unpaired(before: Sequence[float], after: Sequence[float]) -> Interval | None:
+    first, second = mean_interval(before, level=_EACH), mean_interval(after, level=_EACH)
     if first is None or second is None:
         return None
     difference = sum(second) / 2 - sum(first) / 2
     half = math.hypot((first[1] - first[0]) / 2, (second[1] - second[0]) / 2)
     return difference - half, difference + half
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

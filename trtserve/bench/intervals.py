@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,15 +29,26 @@ _CORRELATED = 0.1
 _MSER_BATCH = 5
 
 
+@cache
 def t_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile of Student's t distribution (Cornish-Fisher expansion; error below 0.002 from 7 degrees)."""
-    z = NormalDist().inv_cdf(probability)
-    return (
-        z
-        + (z**3 + z) / (4 * degrees)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
-    )
+    """Return a quantile of at least 0.5 of Student's t distribution, by bisection of its distribution function."""
+    low, high = 0.0, 1.0
+    while _t_probability(high, degrees) < probability:
+        high *= 2
+    while (middle := (low + high) / 2) not in (low, high):
+        low, high = (middle, high) if _t_probability(middle, degrees) < probability else (low, middle)
+    return high
+
+
+def _t_probability(value: float, degrees: int) -> float:
+    """Return the probability of a value up to this one, as a finite sum (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    angle = math.atan(value / math.sqrt(degrees))
+    term, total = (math.cos(angle) if degrees % 2 else 1.0), 0.0
+    for number in range(1 + degrees % 2, degrees, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * number / (number + 1)
+    inside = math.sin(angle) * total
+    return 0.5 + (inside / 2 if degrees % 2 == 0 else (angle + inside) / math.pi)
 
 
 @dataclass(frozen=True)

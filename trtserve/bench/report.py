@@ -256,6 +256,31 @@ def read_report(path: Path) -> Report:
     )
 
 
+def read_runs(path: Path) -> list[Report]:
+    """Read one result, or all results in the folders of a folder: the runs of one benchmark, made several times.
+
+    Raises UsageError when one cannot be read, or when they were asked for different things (other than the seed).
+    """
+    inner = sorted(each.parent for each in path.glob(f"*/{FILE_NAME}"))
+    if not inner or (path / FILE_NAME).exists():
+        return [read_report(path)]
+    reports = [read_report(each) for each in inner]
+    first = _asked(reports[0])
+    for folder, report in zip(inner, reports, strict=True):
+        other = _asked(report)
+        differing = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        if differing:
+            raise UsageError(
+                f"{inner[0]} and {folder} are not runs of one benchmark: they differ in {', '.join(differing)}.",
+                hint="Give a folder whose results were made by the same command, or one result.",
+            )
+    return reports
+
+
+def _asked(report: Report) -> dict[str, Any]:
+    return {"model": report.model, **{name: value for name, value in report.spec.items() if name != "seed"}}
+
+
 def upstream_rows(statistics: Statistics) -> list[Row]:
     """Return the table of benchmark_core_model.py, except that `Avg. InFlight requests` is measured (there 0.00)."""
     latency, counts = statistics.latency_ms, statistics.counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -66,50 +67,77 @@ def report(
         raise DoubtfulResultError(f"The verdict is {found.verdict}")
 
 
+RunsArgument = typer.Argument(
+    help="Folder of --out, or a folder with one such folder for each run.", autocompletion=paths
+)
+
+
 def compare(
     *,
-    before: Annotated[Path, typer.Argument(metavar="BEFORE", help="Result to compare with.", autocompletion=paths)],
-    after: Annotated[Path, typer.Argument(metavar="AFTER", help="Result to judge.", autocompletion=paths)],
+    before: Annotated[Path, RunsArgument],
+    after: Annotated[Path, RunsArgument],
     max_regression: Annotated[
         str, typer.Option("--max-regression", metavar="5%", help="How much worse a mean time may be.")
     ] = "0%",
+    drift: Annotated[
+        str,
+        typer.Option(
+            "--drift",
+            metavar="5%",
+            help="How far two runs of one server differ by themselves; several runs on each side tell it instead.",
+        ),
+    ] = "5%",
     json: JsonOption = False,
 ) -> None:
-    """Compare two results; ends with code 52 if AFTER is worse than allowed, beyond the uncertainty.
+    """Compare results of two servers; ends with code 52 if AFTER is worse than allowed, beyond the uncertainty.
 
-    Results of the same requests (same traffic and --seed) are compared request by request.
+    One run on each side cannot tell a change from drift: its interval is wider by --drift. With several runs, best
+    measured in turn, the interval comes from the differences between runs. Results of the same requests (same traffic
+    and --seed) are compared request by request.
 
     Examples:
         trtserve bench compare monday tuesday
-        trtserve bench compare monday tuesday --max-regression 5%
+        trtserve bench compare old-runs new-runs --max-regression 5%
     """
     from trtserve.bench.compare import compare as compare_reports
-    from trtserve.bench.report import read_report
+    from trtserve.bench.compare import take_turns
+    from trtserve.bench.report import read_runs
 
-    allowed = _percentage(max_regression)
-    differences = compare_reports(read_report(before), read_report(after))
+    allowed, between = _percentage("--max-regression", max_regression), _percentage("--drift", drift)
+    sides = read_runs(before), read_runs(after)
+    differences = compare_reports(*sides, drift=between)
     if json:
         rows = [{**asdict(each), "regression": each.worse_than(allowed)} for each in differences]
-        output.print_json("bench compare", {"max_regression": allowed, "differences": rows})
+        output.print_json("bench compare", {"max_regression": allowed, "drift": between, "differences": rows})
     else:
         output.print_table(
             ("Mean", "Before", "After", "Change", "95 % interval", "Judgement"),
             [_row(each, allowed) for each in differences],
         )
+    single = len(sides[0]) == 1
+    if single:
+        output.say(
+            f"note: one run on each side cannot tell a change from drift; the intervals allow {between:.0%} for it."
+        )
+    elif not take_turns(*sides):
+        output.say("note: the runs of both sides did not take turns, so that slow drift looks like a change.")
     worse = [each for each in differences if each.worse_than(allowed)]
     if worse:
         found = "; ".join(f"{each.name} by {each.relative:+.1%}" for each in worse)
         raise RegressionError(
             f"{after} is worse than {before} by more than {allowed:.1%}: {found}.",
-            hint="Measure both again in turn before you believe it: a machine changes between two runs.",
+            hint="Measure each several times, in turn, before you believe it." if single else None,
         )
 
 
-def _percentage(text: str) -> float:
+def _percentage(flag: str, text: str) -> float:
     try:
-        return float(text.removesuffix("%")) / 100
+        value = float(text.removesuffix("%"))
     except ValueError:
-        raise UsageError(f"--max-regression is {text!r}; expected a percentage such as 5%.") from None
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{flag} is {text!r}; expected a percentage such as 5%.")
+    return value / 100
 
 
 def _row(each: Difference, allowed: float) -> tuple[str, ...]:
@@ -118,8 +146,18 @@ def _row(each: Difference, allowed: float) -> tuple[str, ...]:
         interval, judgement = "not enough data", "unknown"
     else:
         interval = f"{each.interval[0]:+.1%} – {each.interval[1]:+.1%}"
-    pairs = f"{each.name}, {each.pairs} {'pairs' if each.paired else 'answers'}"
-    return pairs, f"{each.before:.2f}", f"{each.after:.2f}", f"{each.relative:+.1%}", interval, judgement
+    if each.runs == (1, 1):
+        compared = f"{each.pairs} {'pairs of requests' if each.paired else 'answers'}"
+    else:
+        compared = f"{each.pairs} pairs of runs" if each.paired else "{} and {} runs".format(*each.runs)
+    return (
+        f"{each.name}, {compared}",
+        f"{each.before:.2f}",
+        f"{each.after:.2f}",
+        f"{each.relative:+.1%}",
+        interval,
+        judgement,
+    )
 
 
 def print_report(found: Report, *, table: Table) -> None:
