@@ -22,6 +22,7 @@ from ..shared.periodic import repeat
 from ..shared.run_folder import Heartbeat
 from .executor_module import load_executor_module
 from .guides import guided_decoding_config
+from .joining import joined
 from .metrics import MetricsReporter
 from .pending import Pending, PendingTable, client_id, error_response, response
 from .request import RequestFactory, vocabulary_to_wrap
@@ -194,10 +195,10 @@ class TritonPythonModel:
                     self._beat()
                 return
             self._answers += len(answers)
-            for answer in answers:
-                self._forward(answer)
+            for answer, earlier in joined(answers):
+                self._forward(answer, earlier)
 
-    def _forward(self, answer: Any) -> None:
+    def _forward(self, answer: Any, earlier: Sequence[int]) -> None:
         pending = self._pending.find(answer.request_id)
         if pending is None:
             return
@@ -210,18 +211,20 @@ class TritonPythonModel:
             if failed:
                 pending.fail(answer.error_msg)
             else:
-                self._send_result(pending, wanted, answer, final=final)
+                self._send_result(pending, wanted, answer, earlier, final=final)
         except Exception as error:  # noqa: BLE001 - one failed response must not end the thread that serves all
             pb_utils.Logger.log_error(f"A response of request {pending.request_id!r} could not be sent: {error}")
 
-    def _send_result(self, pending: Pending, wanted: Wanted, answer: Any, *, final: bool) -> None:
+    def _send_result(
+        self, pending: Pending, wanted: Wanted, answer: Any, earlier: Sequence[int], *, final: bool
+    ) -> None:
         result = answer.result
-        outputs = output_arrays(self._module, result, wanted)
+        outputs = output_arrays(self._module, result, wanted, earlier)
         if not self._module.since("0.14"):
             outputs = zero_filled(outputs, wanted)
         outputs = {name: value for name, value in outputs.items() if name in self._outputs}
         sequence = answer.request_id, getattr(result, "sequence_index", 0)  # 0.12 and 0.13 have one sequence
-        tokens = generated_tokens(result, wanted)
+        tokens = generated_tokens(result, wanted) + len(earlier)
         self._metrics.add_tokens(
             # A request that is refused has no result, so its prompt does not count.
             prompt=wanted.prompt_length if pending.begins(answer.request_id) else 0,

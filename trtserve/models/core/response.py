@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +37,10 @@ class Wanted:
     count_output: bool = False
 
 
-def output_arrays(module: ExecutorModule, result: Any, wanted: Wanted) -> Outputs:
-    """Return output name → array with a leading batch axis of 1."""
-    outputs = _tokens(result.output_token_ids)
+def output_arrays(module: ExecutorModule, result: Any, wanted: Wanted, earlier: Sequence[int] = ()) -> Outputs:
+    """Return output name → array with a leading batch axis of 1; tokens `earlier` in the stream come first."""
+    beams = result.output_token_ids
+    outputs = _tokens([[*earlier, *beams[0]]] if earlier else beams)
     if result.cum_log_probs is not None:
         outputs["cum_log_probs"] = np.asarray([result.cum_log_probs], dtype=np.float32)
     if result.log_probs is not None:
@@ -53,7 +55,7 @@ def output_arrays(module: ExecutorModule, result: Any, wanted: Wanted) -> Output
         outputs["sequence_index"] = _number(result.sequence_index)
     if wanted.finish_reason and (words := finish_words(result)):
         outputs["finish_reason"] = np.array([[word.encode() for word in words]], dtype=np.object_)
-    _add_counts(outputs, result, wanted)
+    _add_counts(outputs, wanted, generated_tokens(result, wanted) + len(earlier))
     if getattr(result, "request_perf_metrics", None) is not None:
         outputs.update(_performance(result.request_perf_metrics))
     return outputs
@@ -126,11 +128,11 @@ def generated_tokens(result: Any, wanted: Wanted) -> int:
     return max(0, sum(map(len, beams)) - wanted.output_prompt_length * len(beams))
 
 
-def _add_counts(outputs: Outputs, result: Any, wanted: Wanted) -> None:
+def _add_counts(outputs: Outputs, wanted: Wanted, generated: int) -> None:
     if wanted.count_input:
         outputs["num_input_tokens"] = _number(wanted.prompt_length)
     if wanted.count_output:
-        outputs["num_output_tokens"] = _number(generated_tokens(result, wanted))
+        outputs["num_output_tokens"] = _number(generated)
 
 
 def _performance(metrics: Any) -> Outputs:
