@@ -6,12 +6,14 @@ ARGS="--only client"` measures the rest.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +25,8 @@ from tests.support.tiny_models import write_byte_tokenizer
 from trtserve.bench.calibration import calibrate
 from trtserve.bench.echo_server import Echo, Spoken, running_echo
 from trtserve.bench.processes import Outcome, run_load
+from trtserve.bench.protocols.base import Chunk, Pressure
+from trtserve.bench.protocols.http import HttpPool, post
 from trtserve.bench.records import Record
 from trtserve.bench.statistics import compute, percentile
 from trtserve.bench.worker import Load
@@ -152,6 +156,43 @@ def test_turns_of_a_conversation_carry_what_was_said_before() -> None:
     assert [record.input_tokens for record in records] == [20, 44, 68] * 2
     for first, second in ((0, 1), (1, 2), (3, 4), (4, 5)):
         assert records[first].ended_ns <= (records[second].sent_ns or 0)
+
+
+def test_sockets_that_hold_up_the_client_are_noticed() -> None:
+    """A request larger than the buffers of a socket, and 40 KiB of events that were all there at the first look."""
+    event = b"data: {}\n\n"
+    answer = event * (40 * 1024 // len(event))
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n".encode()
+    received: list[Chunk] = []
+
+    async def exchange() -> Pressure:
+        ended = asyncio.Event()
+
+        async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            start = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(start.partition(b"Content-Length: ")[2].split(b"\r\n")[0]))
+            writer.write(head + answer)
+            await writer.drain()
+            with suppress(ConnectionError):
+                await reader.read()  # until the client closes
+            writer.transport.abort()
+            ended.set()
+
+        server = await asyncio.start_server(reply, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        pool = HttpPool("127.0.0.1", port, tls=None, timeout=60, connect_timeout=60)
+        await pool.open(1)
+        await pool.send(post("127.0.0.1", "/", b"x" * 2**25), received, events=True, limit=None)
+        await pool.close()
+        await ended.wait()
+        server.close()
+        await server.wait_closed()
+        return pool.pressure
+
+    pressure = asyncio.run(exchange())
+    assert len(received) == len(answer) // len(event)
+    assert pressure.write_blocked_max_ns > 0
+    assert pressure.crowded_reads > 0
 
 
 def test_the_client_calibrates_itself() -> None:

@@ -45,12 +45,20 @@ def test_a_steady_run_is_valid() -> None:
         ({"health": (Health(seconds=20, cpu=0.97),)}, "used 97% of a core"),
         ({"health": (Health(seconds=20, gc_pause_max_ms=80),)}, "garbage collector"),
         ({"health": (Health(seconds=20, run_queue_ms=9000),)}, "waited 9.0 s of 20.0 s for a CPU"),
+        ({"health": (Health(seconds=20, loop_lag_p99_ms=40),)}, "event loop was 40.0 ms late"),
+        ({"health": (Health(seconds=20, write_blocked_max_ms=40),)}, "could not send for 40.0 ms"),
+        ({"health": (Health(seconds=20, crowded_reads=3),)}, "waiting in 3 reads"),
     ],
 )
 def test_a_client_at_its_limit_is_named(more: dict[str, object], reason: str) -> None:
     verdict = report_of(STEADY, **more).verdict
     assert verdict.judgement == "client-limited"
     assert reason in str(verdict)
+
+
+def test_an_engine_in_this_process_may_use_it_all() -> None:
+    busy = (Health(seconds=20, cpu=1.9, loop_lag_p99_ms=40),)
+    assert report_of(STEADY, health=busy, protocol="in-process").verdict.valid
 
 
 def test_late_sends_without_a_limit_are_the_clients_fault() -> None:

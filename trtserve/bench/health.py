@@ -26,6 +26,10 @@ class Health:
     gc_pause_max_ms: float = 0.0
     run_queue_ms: float = 0.0
     """Time in which the process could run and the kernel ran others."""
+    write_blocked_max_ms: float = 0.0
+    """Longest time for which a socket took no more of a request (HTTP; gRPC hides its sockets)."""
+    crowded_reads: int = 0
+    """Reads of events that found 32 KiB or more waiting, so that all of them got one time (HTTP)."""
     late_connections: int = 0
     """Connections opened inside the window."""
     clock_offset_ns: int = 0

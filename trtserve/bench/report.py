@@ -82,7 +82,7 @@ class Report:
         verdict = judge(
             statistics,
             self.records,
-            self.health,
+            () if self.protocol == "in-process" else self.health,  # there the engine is in the same process
             concurrency=self.spec.get("concurrency"),
             capacity=capacity,
             implausible=implausible(

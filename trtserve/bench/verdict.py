@@ -71,6 +71,8 @@ def _client_limits(
             f"{statistics.requests_per_second:.0f} answers/s are {statistics.requests_per_second / capacity:.0%} of "
             f"the {capacity:.0f}/s that this client reaches on the echo server; use more --workers or machines."
         )
+    latency = statistics.latency_from_send_ms.p50 or 0.0
+    late_ms = max(LATE_MS, LATE_SHARE * min(latency, 1e6))
     for each in health:
         who = f"Worker {each.worker}"
         if each.cpu > BUSY:
@@ -79,10 +81,18 @@ def _client_limits(
             found.append(f"{who} was stopped for {each.gc_pause_max_ms:.0f} ms by its garbage collector.")
         if each.run_queue_ms / 1e3 > STARVED * each.seconds:
             found.append(f"{who} waited {each.run_queue_ms / 1e3:.1f} s of {each.seconds:.1f} s for a CPU.")
+        if each.loop_lag_p99_ms > late_ms:
+            found.append(f"{who}'s event loop was {each.loop_lag_p99_ms:.1f} ms late (p99), and so are its times.")
+        if each.write_blocked_max_ms > late_ms:
+            found.append(f"{who} could not send for {each.write_blocked_max_ms:.1f} ms: a socket took no more.")
+        if each.crowded_reads:
+            found.append(
+                f"{who} found 32 KiB or more waiting in {each.crowded_reads} reads: it fell behind, or a proxy holds "
+                "answers back."
+            )
     delay = statistics.dispatch_delay_ms.p99
-    latency = statistics.latency_from_send_ms.p50 or 0.0
     # Behind a limit on concurrency the wait is the server's.
-    if concurrency is None and delay is not None and delay > max(LATE_MS, LATE_SHARE * min(latency, 1e6)):
+    if concurrency is None and delay is not None and delay > late_ms:
         found.append(f"Requests were sent late: p99 {delay:.1f} ms after their time.")
     return found
 

@@ -118,12 +118,16 @@ class Worker:
         """Send the requests; time 0 of the schedule is `start_ns` of the monotonic clock."""
         monitor, timed_out = HealthMonitor(self._share.worker), False
         monitor.begin()
-        opened = self._transport.opened
+        opened, crowded = self._transport.opened, self._transport.pressure.crowded_reads
+        self._transport.pressure.write_blocked_max_ns = 0
         if not self._stop.is_set():
             window = self._closed if self._share.offsets is None else self._open
             timed_out = await self._bounded(window(self._share.conversations, self._records, start_ns))
         health = monitor.end()
         health.late_connections = self._transport.opened - opened
+        pressure = self._transport.pressure
+        health.write_blocked_max_ms = pressure.write_blocked_max_ns / 1e6
+        health.crowded_reads = pressure.crowded_reads - crowded
         await self._transport.close()
         self._decode(self._records.values())
         return Sent(records=list(self._records.values()), health=health, timed_out=timed_out)

@@ -53,6 +53,19 @@ class Target:
         return self.endpoint.grpc if self.protocol == "grpc" else self.endpoint.http
 
 
+@dataclass(kw_only=True)
+class Pressure:
+    """What the sockets of a transport held up; it stays zero where a library hides them (gRPC)."""
+
+    write_blocked_max_ns: int = 0
+    """Longest time for which a socket took no more of a request."""
+    crowded_reads: int = 0
+    """Reads of events that found `CROWDED` bytes or more waiting."""
+
+
+CROWDED = 32768
+
+
 class RefusedError(Exception):
     """The server or the connection failed one request."""
 
@@ -63,6 +76,10 @@ class Transport(Protocol):
     @property
     def opened(self) -> int:
         """Number of connections made so far."""
+
+    @property
+    def pressure(self) -> Pressure:
+        """What its sockets held up so far."""
 
     async def open(self, connections: int) -> None:
         """Connect before the measured window. Raises ServerUnreachableError."""

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trtserve.bench.messages import read_values, request_tensors
-from trtserve.bench.protocols.base import Chunk, Target
+from trtserve.bench.protocols.base import Chunk, Pressure, Target
 from trtserve.bench.protocols.http import HttpPool, post
 from trtserve.bench.records import Response
 from trtserve.bench.requests import TrafficRequest
@@ -37,6 +37,10 @@ class GenerateTransport:
     @property
     def opened(self) -> int:
         return self._pool.opened
+
+    @property
+    def pressure(self) -> Pressure:
+        return self._pool.pressure
 
     async def open(self, connections: int) -> None:
         await self._pool.open(connections)

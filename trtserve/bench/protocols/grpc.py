@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from trtserve.bench.messages import read_response, request_message
-from trtserve.bench.protocols.base import Chunk, RefusedError, Target
+from trtserve.bench.protocols.base import Chunk, Pressure, RefusedError, Target
 from trtserve.bench.records import Response
 from trtserve.bench.requests import TrafficRequest
 from trtserve.triton.call_errors import explain_rpc_error, plain, silent
@@ -32,6 +32,10 @@ class GrpcTransport:
     @property
     def opened(self) -> int:
         return 1  # all calls share it
+
+    @property
+    def pressure(self) -> Pressure:
+        return Pressure()
 
     async def open(self, connections: int) -> None:
         import grpc

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from trtserve.bench.protocols.base import Chunk, RefusedError
+from trtserve.bench.protocols.base import CROWDED, Chunk, Pressure, RefusedError
 from trtserve.triton.call_errors import silent, unreachable
 
 _OK = 200
@@ -30,6 +30,7 @@ class HttpPool:
         self._timeout, self._connect_timeout = timeout, connect_timeout
         self._idle: deque[_Connection] = deque()
         self.opened = 0
+        self.pressure = Pressure()
 
     async def open(self, connections: int) -> None:
         """Connect; more connections are made when all of these are busy."""
@@ -40,7 +41,7 @@ class HttpPool:
         loop = asyncio.get_running_loop()
         self.opened += 1
         try:
-            making = loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+            making = loop.create_connection(lambda: _Connection(self.pressure), self._host, self._port, ssl=self._tls)
             _, connection = await asyncio.wait_for(making, self._connect_timeout)
         except asyncio.TimeoutError:
             raise silent(where, self._connect_timeout) from None
@@ -73,7 +74,9 @@ class HttpPool:
 class _Connection(asyncio.Protocol):
     """One connection; httptools calls the `on_…` methods."""
 
-    def __init__(self) -> None:
+    def __init__(self, pressure: Pressure) -> None:
+        self._pressure = pressure
+        self._blocked_ns = 0
         self._transport: Any = None
         self._ended: asyncio.Future[None] | None = None
         self._received: list[Chunk] = []
@@ -83,7 +86,16 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        # `pause_writing` is called as soon as the socket takes no more.
+        self._transport.set_write_buffer_limits(high=0)
         self.usable = True
+
+    def pause_writing(self) -> None:
+        self._blocked_ns = time.monotonic_ns()
+
+    def resume_writing(self) -> None:
+        blocked = time.monotonic_ns() - self._blocked_ns
+        self._pressure.write_blocked_max_ns = max(self._pressure.write_blocked_max_ns, blocked)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost, self.usable = True, False
@@ -105,6 +117,8 @@ class _Connection(asyncio.Protocol):
         self._now = time.monotonic_ns()
         if self._ended is None or self._ended.done():
             return
+        if self._events and len(data) >= CROWDED:
+            self._pressure.crowded_reads += 1
         try:
             self._parser.feed_data(data)
         except Exception as error:  # noqa: BLE001 - httptools' errors have no base class of their own

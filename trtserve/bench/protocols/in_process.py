@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from trtserve.bench.messages import read_values, request_tensors
-from trtserve.bench.protocols.base import Chunk, RefusedError, Target
+from trtserve.bench.protocols.base import Chunk, Pressure, RefusedError, Target
 from trtserve.bench.records import Response
 from trtserve.bench.requests import TrafficRequest
 from trtserve.errors import RequestError, UsageError
@@ -29,6 +29,10 @@ class InProcessTransport:
     @property
     def opened(self) -> int:
         return 0
+
+    @property
+    def pressure(self) -> Pressure:
+        return Pressure()
 
     async def open(self, connections: int) -> None:
         engine = find_local_engine(str(self._target.engine), self._target.tokenizer)

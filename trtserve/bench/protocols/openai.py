@@ -8,7 +8,7 @@ import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
-from trtserve.bench.protocols.base import Chunk, Target
+from trtserve.bench.protocols.base import Chunk, Pressure, Target
 from trtserve.bench.protocols.generate import parse_event
 from trtserve.bench.protocols.http import HttpPool, post
 from trtserve.bench.records import Response
@@ -43,6 +43,10 @@ class OpenAiTransport:
     @property
     def opened(self) -> int:
         return self._pool.opened
+
+    @property
+    def pressure(self) -> Pressure:
+        return self._pool.pressure
 
     async def open(self, connections: int) -> None:
         await self._pool.open(connections)
