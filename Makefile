@@ -26,12 +26,13 @@ demo: $(READY) ## a real model from import to a measured answer, on a real Trito
 	@printf '\nTo use trtserve in this shell: source $(BIN)/activate\n'
 
 # Tests of real servers on a shared machine: docs/decisions/0016-tests-run-again.md.
-AGAIN := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
+AGAIN := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks --rerun-exclude-path tests/unit
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(AGAIN)
 
 test: $(READY) ## all tests that this machine can run; needs nothing but Python
 	$(PYTEST) $(ARGS)
 
+test-fast: JOBS := 2# nothing here waits for a server
 test-fast: $(READY) ## unit tests: no server, no subprocess
 	$(PYTEST) tests/unit $(ARGS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 IN_EVERY_CONTAINER = {"numpy", "transformers", "triton_python_backend_utils", "yaml", *sys.stdlib_module_names}
 
 
-def _imports(path: Path) -> Iterator[str]:
+@functools.cache
+def _imports(path: Path) -> list[str]:
+    return list(_imported_names(path))
+
+
+def _imported_names(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -100,26 +106,29 @@ def test_every_package_has_a_floor_of_its_own() -> None:
     assert sorted(FLOORS) == sorted(packages | modules)
 
 
-# `import trtserve` offers the library by names that it loads later (test_lazy_imports.py).
-BELOW = [path for path in MODULES if path != PACKAGE / "__init__.py"]
+@pytest.mark.parametrize("part", [part for part in FLOORS if part != "__init__"])
+def test_imports_go_down(part: str) -> None:
+    # `import trtserve` offers the library by names that it loads later (test_lazy_imports.py).
+    above = FLOORS[: FLOORS.index(part)]
+    found = [
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in MODULES
+        if _part(path) == part
+        for name in _imports(path)
+        if name.startswith("trtserve.") and name.split(".")[1] in above
+    ]
+    assert not found, "on a floor above"
 
 
-@pytest.mark.parametrize("path", BELOW, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down(path: Path) -> None:
-    own = FLOORS.index(_part(path))
-    for name in _imports(path):
-        part = name.split(".")[1] if name.startswith("trtserve.") else "__init__"
-        if part in FLOORS and part not in ("__init__", _part(path)):
-            assert FLOORS.index(part) > own, f"{path.relative_to(PACKAGE)} imports {name}, which is on a floor above"
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_confined_modules(path: Path) -> None:
-    relative = str(path.relative_to(PACKAGE))
-    for name in _imports(path):
-        allowed = CONFINED.get(name.split(".")[0])
-        if allowed is not None:
-            assert relative.startswith(allowed), f"{relative} imports {name}, which belongs to {allowed}"
+@pytest.mark.parametrize("module", CONFINED)
+def test_confined_modules(module: str) -> None:
+    found = {
+        relative
+        for path in MODULES
+        if not (relative := str(path.relative_to(PACKAGE))).startswith(CONFINED[module])
+        and module in {name.split(".")[0] for name in _imports(path)}
+    }
+    assert not found, f"{module} belongs to {CONFINED[module]}"
 
 
 def test_architectures_holds_nothing_but_families() -> None:
