@@ -21,6 +21,7 @@ BENCHMARKS = (
     "lora",
     "serving",
     "text",
+    "protocols",
     "convert",
     "plan",
     "demo",

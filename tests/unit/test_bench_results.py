@@ -60,6 +60,13 @@ def test_exports_have_the_layouts_of_nvidias_tools(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "profile_export.jsonl").read_text().splitlines()]
     assert lines[0]["metrics"]["time_to_first_token"] == {"unit": "ms", "value": pytest.approx(firsts[0], abs=1e-3)}
     assert lines[0]["metadata"]["was_cancelled"] is False
+    (experiment,) = json.loads((tmp_path / "profile_export.json").read_text())["experiments"]
+    assert experiment["experiment"] == {"mode": "concurrency", "value": 8}
+    assert len(experiment["requests"]) == 300
+    first = experiment["requests"][0]
+    assert first["response_timestamps"][0] - first["timestamp"] == pytest.approx(firsts[0] * 1e6, abs=1)
+    assert len(first["response_timestamps"]) == len(first["response_outputs"]) == 8
+    assert experiment["window_boundaries"][0] == first["timestamp"]
 
 
 def repeated(side: int, *, runs: int = 6, factor: float = 1.0, turns: bool = True, drift: float = 0.1) -> list[Report]:

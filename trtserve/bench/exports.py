@@ -40,11 +40,12 @@ _TOKENS = ("output_sequence_length", "input_sequence_length")
 
 
 def write_exports(report: Report, folder: Path) -> None:
-    """Write `profile_export_genai_perf.*`, `profile_export_aiperf.*` and AIPerf's `profile_export.jsonl`."""
+    """Write each tool's figures as JSON and CSV, and its file of single requests, `profile_export.json` or `.jsonl`."""
     completed = [record for record in report.records if record.status == "completed"]
     values = {name: found for name, found in _values(completed, streaming=report.streaming).items() if found[1]}
     totals = _totals(report)
     write_json(folder / "profile_export_genai_perf.json", _genai_perf(values, totals, report))
+    write_json(folder / "profile_export.json", _raw_profile(report))
     write_json(folder / "profile_export_aiperf.json", _aiperf(values, totals, report))
     _write_genai_perf_csv(folder / "profile_export_genai_perf.csv", values, totals)
     _write_aiperf_csv(folder / "profile_export_aiperf.csv", values, totals)
@@ -97,6 +98,29 @@ def _figures(values: Sequence[float], percentiles: Sequence[int], *, sample: boo
     found |= {f"p{each}": float(np.percentile(array, each)) for each in percentiles}
     deviation = float(array.std(ddof=1)) if sample and len(array) > 1 else float(array.std())
     return {**found, "std": 0.0 if math.isnan(deviation) else deviation}
+
+
+def _raw_profile(report: Report) -> dict[str, Any]:
+    """Return Perf Analyzer's profile, from which genai-perf computes its figures; records keep no texts.
+
+    Times are nanoseconds, and a request's own time is that of its send, as there.
+    """
+    rate, sent = report.spec.get("request_rate"), [each for each in report.records if each.sent_ns is not None]
+    requests = [
+        {
+            "timestamp": each.sent_ns,
+            "response_timestamps": [time for time, _ in each.arrivals],
+            "response_outputs": [{"output_tokens": tokens} for _, tokens in each.arrivals],
+        }
+        for each in sent
+        if each.status == "completed"
+    ]
+    mode, value = ("concurrency", report.spec.get("concurrency")) if rate is None else ("request_rate", rate)
+    window = [min(each.sent_ns or 0 for each in sent), max(each.ended_ns for each in sent)] if sent else []
+    experiment = {"experiment": {"mode": mode, "value": value}, "requests": requests, "window_boundaries": window}
+    service = "openai" if report.protocol == "openai" else "triton"
+    version = f"trtserve {report.versions.get('trtserve', '')}".rstrip()
+    return {"experiments": [experiment], "version": version, "service_kind": service, "endpoint": ""}
 
 
 def _genai_perf(values: Values, totals: Totals, report: Report) -> dict[str, Any]:

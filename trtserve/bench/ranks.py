@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 _EXCHANGES = 50
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+# Containers of one machine can have clocks of their own (time_namespaces(7)).
+_TIME_NAMESPACE = Path("/proc/self/ns/time")
 
 
 class Ranks:
@@ -53,8 +55,7 @@ class MpiRanks(Ranks):
     def __init__(self, communicator: Any) -> None:
         self._world = communicator
         self.number, self.count = communicator.Get_rank(), communicator.Get_size()
-        boots = communicator.allgather(_BOOT.read_text() if _BOOT.exists() else str(self.number))
-        self._same_clock = len(set(boots)) == 1
+        self._same_clock = len(set(communicator.allgather(_clock() or str(self.number)))) == 1
 
     def compare_clocks(self) -> int:
         """Return the offset of the exchange with the shortest round trip; processes of one machine have one clock."""
@@ -106,6 +107,14 @@ class MpiRanks(Ranks):
     def gather(self, parts: list[Sent]) -> list[Sent] | None:
         gathered = self._world.gather(parts, root=0)
         return None if gathered is None else [part for rank in gathered for part in rank]
+
+
+def _clock() -> str | None:
+    """Return a name of the clock that this process reads, or None if it is not known."""
+    try:
+        return f"{_BOOT.read_text()}{_TIME_NAMESPACE.readlink() if _TIME_NAMESPACE.is_symlink() else ''}"
+    except OSError:
+        return None
 
 
 def find_ranks() -> Ranks:
