@@ -36,6 +36,7 @@ CALIBRATION = Calibration(
 def test_a_steady_run_is_valid() -> None:
     report = report_of(STEADY, calibration=CALIBRATION, health=(Health(seconds=20, cpu=0.2),))
     assert report.verdict.judgement == "valid"
+    assert dict(report.rows())["Rate / the client's highest"] == f"{report.statistics.requests_per_second / 1000:.3f}"
 
 
 @pytest.mark.parametrize(

@@ -74,17 +74,12 @@ class Report:
 
     def __post_init__(self) -> None:
         statistics = compute(self.records, self.goals)
-        capacity = None
-        if self.calibration is not None:
-            completed = [record for record in self.records if record.status == "completed"]
-            responses = sum(len(record.arrivals) for record in completed) / max(1, len(completed))
-            capacity = self.calibration.capacity(responses)
         verdict = judge(
             statistics,
             self.records,
             () if self.protocol == "in-process" else self.health,  # there the engine is in the same process
             concurrency=self.spec.get("concurrency"),
-            capacity=capacity,
+            capacity=self.capacity,
             implausible=implausible(
                 self.records,
                 machine=self.bounds,
@@ -100,6 +95,15 @@ class Report:
     def goals(self) -> Goals:
         """The limits of --slo."""
         return read_goals(self.spec.get("slo") or {})
+
+    @property
+    def capacity(self) -> float | None:
+        """The highest rate at which the client received such answers from the echo server; None: not calibrated."""
+        if self.calibration is None:
+            return None
+        completed = [record for record in self.records if record.status == "completed"]
+        responses = sum(len(record.arrivals) for record in completed) / max(1, len(completed))
+        return self.calibration.capacity(responses)
 
     @property
     def open_loop(self) -> bool:
@@ -120,6 +124,7 @@ class Report:
             "verdict": {"judgement": self.verdict.judgement, "reasons": self.verdict.reasons},
             "statistics": asdict(self.statistics),
             "calibration": None if self.calibration is None else asdict(self.calibration),
+            "capacity_per_second": self.capacity,
             "workers": [asdict(each) for each in self.health],
             "bounds": asdict(self.bounds),
             "server": {"counters": self.samples.server, "tokens": self.samples.tokens},
@@ -165,6 +170,9 @@ class Report:
             ]
         if self.goals:
             rows.append((f"Good requests/sec ({self.goals})", _number(statistics.goodput_per_second)))
+        if self.capacity is not None:
+            rate = self.spec.get("request_rate") or statistics.requests_per_second
+            rows.append(("Rate / the client's highest", f"{rate / self.capacity:.3f}"))
         if self.queue_wait_ms is not None:
             rows.append(("Avg. wait in the server's queue (ms)", _number(self.queue_wait_ms)))
         return rows
@@ -242,8 +250,9 @@ def read_report(path: Path) -> Report:
         )
     server = content["server"]
     calibration = content["calibration"]
-    computed = ("schema", "partial", "verdict", "statistics", "workers", "server", "notes", "bounds", "calibration")
-    known = {key: value for key, value in content.items() if key not in computed}
+    computed = ("schema", "partial", "verdict", "statistics", "workers", "server", "notes", "bounds")
+    made_again = (*computed, "calibration", "capacity_per_second")
+    known = {key: value for key, value in content.items() if key not in made_again}
     recomputed = notes_on(compute(records, read_goals(content["spec"].get("slo") or {})))
     return Report(
         **known,
