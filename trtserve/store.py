@@ -45,7 +45,7 @@ from trtserve.progress import SILENT, Progress
 
 A = TypeVar("A", bound=Artifact)
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 # Suffixes of hidden folders: an artefact that is being made, and the one that it replaces.
 _STAGED = ".partial"
@@ -220,7 +220,7 @@ def require_name(name: str) -> None:
     """Raise UsageError for a text that cannot name an artefact."""
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} cannot name an artefact.", hint="Use letters, digits, '.', '_' and '-': --name NAME"
+            f"{name!r} cannot name an artefact.", hint="Use at most 100 letters, digits, '.', '_' and '-': --name NAME"
         )
 
 

@@ -11,7 +11,7 @@ import typer
 
 from trtserve.cli.endpoint import require_port, split_address
 from trtserve.cli.options import JsonOption, ServerArgument, ServerOption, one_name
-from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table
+from trtserve.cli.output import TerminalProgress, print_data, print_json, print_table, say
 from trtserve.errors import UsageError
 from trtserve.host.machine import format_bytes
 
@@ -106,6 +106,7 @@ def _print(reading: Reading) -> None:
         # With the model above the table, it fits into 80 columns.
         print_table(_CORE_COLUMNS[1:], [row[1:] for row in _core_rows(each)], title=each.model)
     print_table(_MODEL_COLUMNS, [_model_row(each) for each in reading.models])
+    say("Triton counts the time of a streaming model only until the model has taken the request.")
     if reading.gpus:
         print_table(("GPU", "busy", "memory used", "of"), [_gpu_row(each) for each in reading.gpus])
 

@@ -60,7 +60,7 @@ ALIASES: dict[str, str] = {
 }
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_SERVED_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_SERVED_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def served_name(text: str) -> str:
         raise UsageError(f"{text!r} is the name of a Triton model in every repository.", hint="Choose one with --name.")
     if not _SERVED_NAME.fullmatch(text):
         raise UsageError(
-            f"{text!r} cannot be the name of a model; expected letters, digits, '.', '_' and '-'.",
+            f"{text!r} cannot be the name of a model; expected at most 100 letters, digits, '.', '_' and '-'.",
             hint="Choose one with --name.",
         )
     return text

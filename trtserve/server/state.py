@@ -245,7 +245,9 @@ def server_name(repository: ModelRepository, spec: ServerSpec) -> str:
     """Return the server's name. Raises UsageError for a name that cannot be part of file names."""
     name = repository.name if spec.name is None else spec.name
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} cannot name a server.", hint="Use letters, digits, '.', '_' and '-': --name NAME")
+        raise UsageError(
+            f"{name!r} cannot name a server.", hint="Use at most 100 letters, digits, '.', '_' and '-': --name NAME"
+        )
     return name
 
 

@@ -46,7 +46,7 @@ _NOT_IN_FILES = {"name", "api_key", "world_size"}
 # A benchmark of the file measures a server of the file.
 _OTHER_TARGETS = {"openai", "chat", "in_process"}
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,9 @@ class _Document:
             if name in found:
                 raise self.error(key, f"{what} has {name!r} twice.")
             if what in ("models", "servers", "benchmarks") and not _NAME.fullmatch(name):
-                raise self.error(key, f"{name!r} is no name.", hint="Use letters, digits, '.', '_' and '-'.")
+                raise self.error(
+                    key, f"{name!r} is no name.", hint="Use at most 100 letters, digits, '.', '_' and '-'."
+                )
             found[name] = value
         return found
 

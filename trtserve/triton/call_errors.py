@@ -52,7 +52,7 @@ _HINTS = (
     ),
     (
         re.compile("exceeds maximum input length", re.IGNORECASE),
-        "Shorten the prompt, or build with a larger --max-input-len.",
+        "Shorten the prompt, or build with a larger --max-input-len if the model allows it.",
     ),
     (
         re.compile("larger than configured max beam width"),

@@ -55,7 +55,8 @@ async def chat_prompt(served: Served, body: ChatBody) -> Prompt:
     tokens = files.special_tokens()
     variables = {**body.chat_template_kwargs, **({"tools": tools, "tool_choice": body.tool_choice} if tools else {})}
     try:
-        text = render(template, body.messages, tokens, **variables)
+        # A template may compute for seconds, up to its limit, while others are answered.
+        text = await asyncio.to_thread(render, template, body.messages, tokens, **variables)
     except UsageError as error:
         raise ApiError(error.message, param="messages") from None
     except (TypeError, KeyError, AttributeError, ValueError) as error:
