@@ -27,7 +27,7 @@ demo: $(READY) ## a real model from import to a measured answer, on a real Trito
 
 # Tests of real servers on a shared machine: docs/decisions/0016-tests-run-again.md.
 AGAIN := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks --rerun-exclude-path tests/unit
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(AGAIN)
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(AGAIN)
 
 test: $(READY) ## all tests that this machine can run; needs nothing but Python
 	$(PYTEST) $(ARGS)
