@@ -10,9 +10,12 @@ import typer
 from trtserve.cli.completion import models, paths, servers
 from trtserve.errors import UsageError
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON (versioned envelope).")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, with every external command.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+JSON_HELP = "Print the result as JSON (versioned envelope)."
+DRY_RUN_HELP = "Print what would be done, with every external command."
+QUIET_HELP = "No progress on stderr."
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_HELP)]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)]
 OutOption = Annotated[
     Path | None,
     typer.Option(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.bench import metrics_url, require_complete, say_notes
 from trtserve.cli.bench_results import print_report
+from trtserve.cli.bench_runs import metrics_url, require_complete, say_notes
 from trtserve.cli.completion import paths
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption

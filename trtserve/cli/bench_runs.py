@@ -1,0 +1,263 @@
+"""Run the stages of a benchmark, print what they found, and judge it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trtserve.cli import output
+from trtserve.cli.bench_results import print_report, print_stages, say_course
+from trtserve.cli.endpoint import Connection, find_endpoint
+from trtserve.cli.options import DRY_RUN_HELP, JSON_HELP, QUIET_HELP
+from trtserve.errors import BenchmarkError, DoubtfulResultError, UsageError
+from trtserve.specs import BenchRuns, BenchSpec
+from trtserve.specs.options import Spec, option
+
+if TYPE_CHECKING:
+    from trtserve.bench import Report
+    from trtserve.progress import Progress
+    from trtserve.triton.client import Endpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results(Spec):
+    """Where the results of a benchmark go; every kind of traffic has these options."""
+
+    out: Path | None = option(
+        None, metavar="DIR", help="Write report.json, requests.jsonl and more to this folder.", common=True
+    )
+    json: bool = option(False, help=JSON_HELP, common=True)
+    dry_run: bool = option(False, help=DRY_RUN_HELP, common=True)
+    quiet: bool = option(False, "--quiet", "-q", help=QUIET_HELP, common=True)
+
+
+def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, results: Results) -> None:
+    """Run all stages of a benchmark, and print and write what it found.
+
+    Raises BenchmarkError for failed requests, and DoubtfulResultError if --strict was given.
+    """
+    _check_combination(spec, runs, connection)
+    served = spec.openai is None and spec.in_process is None
+    endpoint = find_endpoint(connection) if served else _no_endpoint(connection)
+    if results.dry_run:
+        _describe(spec, endpoint, json=results.json)
+        return
+    # Fail before the benchmark rather than after it.
+    if results.out is not None:
+        _make_folder(results.out, "--out")
+    if runs.html is not None:
+        _make_folder(runs.html.absolute().parent, "--html")
+    progress = output.TerminalProgress(quiet=results.quiet)
+    metrics = runs.metrics_url or (metrics_url(connection) if served else None)
+    reports = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress).all(spec, runs)
+    if not reports:
+        return  # a rank of an MPI run other than the first
+    _print(spec, runs, reports, json=results.json)
+    for report in reports:
+        say_notes(report, progress)
+    if runs.diagnose:
+        _diagnose(spec, endpoint, reports[-1], metrics=metrics, progress=progress)
+    if runs.html is not None:
+        from trtserve.bench.plots import write_plots
+
+        write_plots(reports, runs.html)
+        progress.step(f"Written: {runs.html}")
+    if any(report.interrupted for report in reports):
+        raise KeyboardInterrupt
+    for report in reports:
+        require_complete(report, strict=runs.strict and not runs.several)
+
+
+def _make_folder(folder: Path, flag: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag} is {folder}; the folder cannot be created: {error.strerror}.") from None
+
+
+def _print(spec: BenchSpec, runs: BenchRuns, reports: list[Report], *, json: bool) -> None:
+    if json:
+        whole = [report.to_json() for report in reports]
+        output.print_json(f"bench {spec.traffic}", {"stages": whole} if runs.several else whole[0])
+    elif runs.several:
+        print_stages(reports)
+    else:
+        print_report(reports[0], table=runs.table)
+
+
+def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection) -> None:
+    if spec.protocol == "http" and connection.url is not None:
+        raise UsageError(
+            "--url is the gRPC address, which also describes the model; --protocol http needs both ports.",
+            hint="Give --host HOST --http-port 8000 --grpc-port 8001.",
+        )
+    if sum(map(bool, (runs.sweep_rate, runs.sweep_concurrency, runs.find_rate))) > 1:
+        raise UsageError("Give one of --sweep-rate, --sweep-concurrency and --find-rate.")
+    if runs.find_rate and not spec.slo:
+        raise UsageError("--find-rate searches the rate at which --slo is met; give --slo, such as ttft=200ms.")
+    if spec.ramp_to is not None and spec.request_rate is None:
+        raise UsageError("--ramp-to changes the rate of --request-rate; give both.")
+
+
+def _no_endpoint(connection: Connection) -> Endpoint:
+    from trtserve.triton.client import Endpoint
+
+    return Endpoint(connect_timeout=connection.connect_timeout)
+
+
+def metrics_url(connection: Connection) -> str | None:
+    """Return the metrics page of a server that was started here."""
+    if connection.explicit:
+        return None
+    from trtserve.server.metrics import find_source
+    from trtserve.triton.tritonserver import client_host
+
+    address = find_source(connection.server).address
+    return f"http://{client_host(address.host)}:{address.metrics_port}/metrics" if address.metrics_port else None
+
+
+class _Stages:
+    """Runs a benchmark, or every stage of a sweep or a search; an interrupt ends the stages."""
+
+    def __init__(self, endpoint: Endpoint, *, metrics: str | None, out: Path | None, progress: Progress) -> None:
+        from trtserve.bench.ranks import find_ranks
+
+        self._endpoint, self._metrics, self._out, self._progress = endpoint, metrics, out, progress
+        self._ranks = find_ranks()
+        self._reports: list[Report] = []
+
+    def all(self, spec: BenchSpec, runs: BenchRuns) -> list[Report]:
+        """Return the reports of all stages, or none on ranks of an MPI run other than the first."""
+        if not runs.several:
+            self._run(spec)
+            return self._reports
+        stages = [(replace(spec, request_rate=rate), f"rate-{rate:g}") for rate in runs.sweep_rate]
+        stages += [(replace(spec, concurrency=number), f"concurrency-{number}") for number in runs.sweep_concurrency]
+        for stage, name in stages:
+            report = self._run(stage, name)
+            if report is not None and report.interrupted:
+                return self._reports
+        if runs.find_rate:
+            self._search(spec)
+        return self._reports
+
+    def _run(self, stage: BenchSpec, name: str | None = None) -> Report | None:
+        from trtserve.bench import plan_benchmark, run_benchmark, send_share
+
+        # One calibration tells about all stages.
+        stage = replace(stage, calibrate=stage.calibrate and not self._reports)
+        plan = plan_benchmark(stage, self._endpoint)
+        if self._ranks.number != 0:
+            send_share(plan, self._ranks)
+            return None
+        report = run_benchmark(plan, progress=self._progress, metrics=self._metrics, ranks=self._ranks)
+        self._reports.append(report)
+        if self._out is not None:
+            folder = self._out if name is None else self._out / name
+            report.write(folder)
+            self._progress.step(f"Written: {folder / 'report.json'}, {folder / 'requests.jsonl'} and more")
+        return report
+
+    def _search(self, spec: BenchSpec) -> None:
+        from trtserve.bench.search import highest_rate, meets_goals
+
+        if self._ranks.count > 1:
+            raise UsageError("--find-rate runs in one process of mpirun; use --sweep-rate for several.")
+
+        def meets(rate: float) -> bool:
+            report = self._run(replace(spec, request_rate=rate), f"rate-{rate:g}")
+            if report is None or report.interrupted:
+                raise KeyboardInterrupt
+            met = meets_goals(report)
+            counts = report.statistics.counts
+            good = f"{report.statistics.good_answers} of {counts.sent} answers good"
+            told = f"{rate:.3g} requests/s {'meet' if met else 'miss'} the goals: {good}; {report.verdict}"
+            self._progress.step(told)
+            return met
+
+        try:
+            found = highest_rate(meets, first=spec.request_rate or 1.0)
+        except KeyboardInterrupt:
+            return
+        told = "No rate meets --slo." if found is None else f"Highest rate that meets --slo: {found:.3g} requests/s"
+        self._progress.step(told)
+
+
+def say_notes(report: Report, progress: Progress) -> None:
+    """Tell what a reader of the figures must know."""
+    say_course(report, progress.step)
+    for note in report.notes:
+        progress.step(f"note: {note}")
+    progress.step(f"Verdict: {report.verdict}")
+    if report.interrupted:
+        progress.step("Interrupted: the figures cover what had been sent.")
+
+
+def require_complete(report: Report, *, strict: bool) -> None:
+    """Raise BenchmarkError for failed requests, and with `strict` DoubtfulResultError for a verdict but `valid`."""
+    failed = [record for record in report.records if record.status == "failed"]
+    if report.timed_out:
+        counts = report.statistics.counts
+        ended = f"--timeout {report.spec['timeout_s']:g} was over before all {counts.planned} requests were answered"
+        raise BenchmarkError(
+            f"{ended}: {counts.completed} completed, {counts.failed} failed, {counts.unsent} never sent.",
+            hint="Raise --timeout, or send fewer or shorter requests: --num-requests, --output-mean.",
+        )
+    if failed:
+        reasons = {record.error: None for record in failed}
+        raise BenchmarkError(
+            f"{len(failed)} of {len(report.records)} requests failed: {'; '.join(map(str, list(reasons)[:3]))}",
+            hint="The figures above include them as infinitely slow; `trtserve logs` shows the server's side.",
+        )
+    if strict and not report.verdict.valid:
+        raise DoubtfulResultError(
+            f"The verdict is {report.verdict}", hint="Change the load or the machine, or leave --strict out."
+        )
+
+
+def _diagnose(
+    spec: BenchSpec, endpoint: Endpoint, measured: Report, *, metrics: str | None, progress: Progress
+) -> None:
+    """Measure the engine in this process and the core model with the same spec, and print the gaps."""
+    from trtserve.bench import plan_benchmark, run_benchmark
+    from trtserve.bench.diagnose import diagnose
+    from trtserve.triton.client import CORE_MODEL
+
+    if endpoint.repository is None:
+        raise UsageError(
+            "--diagnose needs the server's repository on this machine, whose engine it runs.",
+            hint="Run it where the server was started, without --url.",
+        )
+    quiet = replace(spec, calibrate=False)
+    own = replace(quiet, in_process=str(endpoint.repository), model=None)
+    asked = (own, replace(quiet, model=CORE_MODEL))
+    alone, core = (run_benchmark(plan_benchmark(each, endpoint), progress=progress, metrics=metrics) for each in asked)
+    gaps = diagnose(alone, core, measured, endpoint.repository)
+    for gap in gaps:
+        first = "" if gap.first_token_ms is None else f" {gap.first_token_ms:+.2f} ms to the first token,"
+        rate = "" if gap.throughput is None else f" tokens/s × {gap.throughput:.2f},"
+        progress.step(f"gap: {gap.name}:{first}{rate} {gap.reason}")
+
+
+def _describe(spec: BenchSpec, endpoint: Endpoint, *, json: bool) -> None:
+    """Print what would be sent, without sending it."""
+    from trtserve.bench import plan_benchmark
+
+    plan = plan_benchmark(spec, endpoint, offline=True)
+    requests = plan.traffic.requests
+    tokens = sum(len(request.token_ids) for request in requests), sum(request.output_len for request in requests)
+    target = plan.measured.target
+    where = endpoint.grpc if target is None else target.address
+    if json:
+        described = {"model": plan.measured.name, "endpoint": where, "requests": len(requests)}
+        described |= {"input_tokens": tokens[0], "output_tokens": tokens[1], "concurrency": plan.concurrency}
+        described |= {"request_rate": spec.request_rate, "notes": plan.notes, "dry_run": True}
+        output.print_json(f"bench {spec.traffic}", described)
+        return
+    output.print_data(
+        f"Would send {len(requests)} requests to {plan.measured.name!r} at {where} ({plan.pace}): "
+        f"{tokens[0]} prompt tokens, {tokens[1]} tokens to generate."
+    )
+    for note in plan.notes:
+        output.say(f"note: {note}")
