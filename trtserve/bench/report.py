@@ -268,7 +268,7 @@ def read_report(path: Path) -> Report:
 def read_runs(path: Path) -> list[Report]:
     """Read one result, or all results in the folders of a folder: the runs of one benchmark, made several times.
 
-    Raises UsageError when one cannot be read, or when they were asked for different things (other than the seed).
+    Raises UsageError when one cannot be read, or when they differ in what was asked for (but the seed).
     """
     inner = sorted(each.parent for each in path.glob(f"*/{FILE_NAME}"))
     if not inner or (path / FILE_NAME).exists():
@@ -287,7 +287,8 @@ def read_runs(path: Path) -> list[Report]:
 
 
 def _asked(report: Report) -> dict[str, Any]:
-    return {"model": report.model, **{name: value for name, value in report.spec.items() if name != "seed"}}
+    asked = {name: value for name, value in report.spec.items() if name not in ("seed", "calibrate")}
+    return {"model": report.model, **asked}
 
 
 def upstream_rows(statistics: Statistics) -> list[Row]:
