@@ -123,10 +123,13 @@ def test_an_input_that_contradicts_itself_is_refused(entry: Any) -> None:
         infer_body(tensor(), id=[1]),
         infer_body(tensor(), outputs={"name": "b"}),
         infer_body(tensor(), outputs=[{"name": "b", "parameters": {"classification": 10**12}}]),
+        infer_body(tensor(), outputs=[{"name": "b", "parameters": {"binary_data": 1}}]),
+        infer_body(tensor(), parameters={"binary_data_output": "true"}),
+        infer_body(tensor(), parameters={"priority": True}),
         infer_body(*[tensor()] * 300),
         infer_body(tensor([1, 1, 1], [[[[1]]]]) | {"data": json.loads("[" * 30 + "1" + "]" * 30)}),
     ],
-    ids=range(19),
+    ids=range(22),
 )
 def test_a_body_that_is_no_infer_request_is_refused(body: bytes) -> None:
     assert status_of(lambda: check_infer(body, None, LIMITS)) == 400

@@ -22,6 +22,16 @@ from trtserve.query.spec import DEFAULT_MAX_TOKENS
 
 INT64 = 1 << 63
 _MAX_NAME = 1024
+# The protocol's own parameters: Triton answers 500 to another type.
+_TYPES: dict[str, type] = {
+    "binary_data": bool,
+    "binary_data_output": bool,
+    "sequence_start": bool,
+    "sequence_end": bool,
+    "priority": int,
+    "timeout": int,
+    "shared_memory_region": str,
+}
 _MAX_RANK = 16
 _MAX_DIM = (1 << 31) - 1
 _MAX_TENSORS = 256
@@ -324,6 +334,10 @@ def _check_parameters(holder: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(parameters) > _MAX_PARAMETERS:
         raise RefusedError(400, f"at most {_MAX_PARAMETERS} parameters are allowed")
     _check_range("parameters", "INT64", list(parameters.values()))
+    for name in _TYPES.keys() & parameters.keys():
+        if type(parameters[name]) is not _TYPES[name]:
+            expected = {bool: "true or false", int: "a whole number", str: "a text"}[_TYPES[name]]
+            raise RefusedError(400, f"the parameter {name!r} must be {expected}")
     return parameters
 
 
