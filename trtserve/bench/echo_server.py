@@ -44,8 +44,6 @@ class Echo:
     """Seconds for which it is frozen: neither reads nor answers."""
     text: bool = False
     """Whether the answers are text instead of token ids."""
-    exact: bool = False
-    """Poll instead of sleeping: the times are kept within microseconds, and a whole core is used."""
 
 
 @contextmanager
@@ -79,15 +77,9 @@ async def _listen(echo: Echo, pipe: Connection) -> None:
     ended = loop.create_future()
     # The pipe ends with the process that started this one.
     loop.add_reader(pipe.fileno(), ended.cancel)
-    if echo.exact:
-        _poll(loop)
     pipe.send(server.sockets[0].getsockname()[1])
     with suppress(asyncio.CancelledError):
         await ended
-
-
-def _poll(loop: asyncio.AbstractEventLoop) -> None:
-    loop.call_soon(_poll, loop)
 
 
 class _Answers:
