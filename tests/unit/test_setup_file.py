@@ -232,3 +232,22 @@ def test_a_draft_model_is_built_first_and_served_with_its_target(tmp_path: Path)
     assert [model.repository is not None for model in again] == [True, True]
     assert again[1].plan.spec.draft is not None
     assert again[1].differences == []
+
+
+def test_the_record_of_an_import_is_a_setup_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "setup.yaml"
+    imported = ["import", "demo", "--name", "small", "--max-batch-size", "3", "--no-streaming", "--quiet"]
+    assert run([*imported, "--set", "max_queue_size=9"]) == 0
+    assert run(["init", str(file), "--from", "small"]) == 0
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert content["models"]["small"] == {
+        "source": "demo",
+        "max_batch_size": 3,
+        "streaming": False,
+        "settings": {"max_queue_size": "9"},
+    }
+    (model,) = plan_setup(read_setup(file)).models
+    assert {stage["action"] for stage in model.stages()} == {"reuse"}
+    assert model.differences == []
+    assert run(["init", str(tmp_path / "other.yaml"), "--from", "unknown"]) == 23
+    assert "Imports: small." in capsys.readouterr().err

@@ -9,7 +9,7 @@ import typer
 
 from trtserve.cli.bench_results import print_report
 from trtserve.cli.bench_runs import metrics_url, require_complete, say_notes
-from trtserve.cli.completion import paths
+from trtserve.cli.completion import imports, paths
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
@@ -26,20 +26,30 @@ FileArgument = Annotated[
 _DEFAULT = Path("trtserve.yaml")
 
 
-def init(file: FileArgument = _DEFAULT, json: JsonOption = False) -> None:
-    """Write a setup file with comments, which serves the demo model.
+def init(
+    file: FileArgument = _DEFAULT,
+    imported: Annotated[
+        str | None,
+        typer.Option("--from", metavar="NAME", help="Describe this import, with its options.", autocompletion=imports),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a setup file: with comments, for the demo model, or the record of an import.
 
     Examples:
         trtserve init
-        trtserve init chat.yaml
+        trtserve init chat.yaml --from llama-2-7b
     """
     from trtserve.files import writing
+    from trtserve.setup_file.imported import setup_of_import
     from trtserve.setup_file.reading import template
+    from trtserve.store import Store
 
     if file.exists():
         raise UsageError(f"{file} exists already.", hint="Edit it, or give another name.")
+    text = template() if imported is None else setup_of_import(imported, Store())
     with writing(file), file.open("x", encoding="utf-8") as handle:
-        handle.write(template())
+        handle.write(text)
     if json:
         print_json("init", {"file": str(file)})
     else:
