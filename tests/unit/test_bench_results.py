@@ -174,6 +174,16 @@ def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith("Stat\tValue\nRequests/Sec\t")
 
 
+def test_a_result_names_its_load() -> None:
+    loads: list[tuple[dict[str, object], str]] = [
+        ({"concurrency": 8, "request_rate": None}, "8 in flight"),
+        ({"concurrency": None, "request_rate": 2.5}, "2.5/s"),
+        ({}, ""),
+    ]
+    for spec, load in loads:
+        assert made(1, count=5, spec=spec).load == load
+
+
 def test_sparklines() -> None:
     line = sparkline([(moment, float(moment)) for moment in range(80)])
     assert (len(line), line[0], line[-1]) == (40, "▁", "█")
@@ -198,3 +208,4 @@ def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> Non
     if ending == "html":
         assert text.rstrip().endswith("</html>")
         assert "<td>Requests/Sec</td>" in text
+        assert "<h2>demo, 16 in flight</h2>" in text

@@ -83,7 +83,8 @@ def _throughput_curve(reports: Sequence[Report]) -> Spec:
         {
             "throughput": each.statistics.output_tokens_per_second,
             "ttft": each.statistics.time_to_first_token_ms.p99,
-            "stage": f"{each.spec.get('request_rate') or each.spec.get('concurrency'):g}",
+            "stage": each.load,
+            "offered": each.spec.get("request_rate") or each.spec.get("concurrency") or 0,
             "met": "meets --slo" if not each.goals or each.statistics.good_answers else "misses --slo",
             "judgement": each.verdict.judgement,
         }
@@ -95,7 +96,7 @@ def _throughput_curve(reports: Sequence[Report]) -> Spec:
         "y": _field("ttft", "quantitative", "p99 time to first token (ms)"),
     }
     layers: list[Spec] = [
-        {"mark": {"type": "line", "color": "#888"}, "encoding": {**encoding, "order": {"field": "throughput"}}},
+        {"mark": {"type": "line", "color": "#888"}, "encoding": {**encoding, "order": {"field": "offered"}}},
         {
             "mark": {"type": "point", "filled": True, "size": 80},
             "encoding": {
@@ -222,8 +223,8 @@ def _with_figures(page: str, reports: Sequence[Report]) -> str:
     """Add the tables, the notes and where the result comes from to the page."""
     parts = []
     for report in reports:
-        stage = report.spec.get("request_rate") or report.spec.get("concurrency")
-        parts.append(f"<h2>{html.escape(report.model)}, {stage:g}</h2>" if stage else f"<h2>{report.model}</h2>")
+        title = ", ".join(filter(None, (report.model, report.load)))
+        parts.append(f"<h2>{html.escape(title)}</h2>")
         parts.append(f"<p><b>{html.escape(str(report.verdict))}</b></p>")
         parts.append(
             _table(("Statistic", "avg", "min", "max", *("p50", "p75", "p90", "p95", "p99")), report.interval_rows())

@@ -106,6 +106,14 @@ class Report:
         return self.calibration.capacity(responses)
 
     @property
+    def load(self) -> str:
+        """The offered load, for people: `4/s` or `8 in flight`; empty for a trace."""
+        rate, number = self.spec.get("request_rate"), self.spec.get("concurrency")
+        if rate is not None:
+            return f"{rate:g}/s"
+        return "" if number is None else f"{number} in flight"
+
+    @property
     def open_loop(self) -> bool:
         """Whether requests had a schedule; their latencies count from the intended send then."""
         return any(record.scheduled for record in self.records)

@@ -186,7 +186,7 @@ def print_stages(reports: Sequence[Report]) -> None:
     columns = ("Load", "Requests/s", "Tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "Latency p90", "Good/s", "Verdict")
     rows = []
     for each in reports:
-        rate, figures = each.spec.get("request_rate"), each.statistics
+        figures = each.statistics
         cells = (
             figures.time_to_first_token_ms.p50,
             figures.time_to_first_token_ms.p99,
@@ -196,7 +196,7 @@ def print_stages(reports: Sequence[Report]) -> None:
         )
         rows.append(
             (
-                f"{rate:g}/s" if rate is not None else f"{each.spec.get('concurrency')} in flight",
+                each.load,
                 f"{figures.requests_per_second:.2f}",
                 f"{figures.output_tokens_per_second:.1f}",
                 *("n/a" if cell is None else f"{cell:.2f}" for cell in cells),
