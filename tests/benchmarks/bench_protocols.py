@@ -22,7 +22,7 @@ from tests.benchmarks.results import finish
 from trtserve.bench.compare import Difference, compare
 from trtserve.bench.report import read_report, read_runs
 
-TOKENS, REQUESTS, ROUNDS = 32, 60, 4
+TOKENS, REQUESTS, ROUNDS = 32, 40, 4
 LOAD = (
     *("--num-requests", str(REQUESTS), "--concurrency", "1", "--input-mean", "64", "--input-stdev", "0"),
     *("--output-mean", str(TOKENS), "--output-stdev", "0"),
