@@ -178,6 +178,8 @@ def test_a_result_names_its_load() -> None:
     loads: list[tuple[dict[str, object], str]] = [
         ({"concurrency": 8, "request_rate": None}, "8 in flight"),
         ({"concurrency": None, "request_rate": 2.5}, "2.5/s"),
+        ({"concurrency": 4, "request_rate": 5.94604}, "5.946/s"),
+        ({"concurrency": 4, "request_rate": 1000.0}, "1000/s"),
         ({}, ""),
     ]
     for spec, load in loads:

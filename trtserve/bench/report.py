@@ -110,7 +110,7 @@ class Report:
         """The offered load, for people: `4/s` or `8 in flight`; empty for a trace."""
         rate, number = self.spec.get("request_rate"), self.spec.get("concurrency")
         if rate is not None:
-            return f"{rate:.3g}/s"
+            return f"{round(rate, 3):g}/s"
         return "" if number is None else f"{number} in flight"
 
     @property
