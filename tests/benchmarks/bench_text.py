@@ -93,7 +93,7 @@ def milliseconds(ready: ModelServer, model: str, streams: int) -> float:
     with ThreadPoolExecutor(streams) as pool:
         responses = sum(pool.map(one, range(streams)))
     taken = time.perf_counter() - begin
-    assert responses > streams * NEW / 2  # BLS joins the responses of half characters
+    assert responses > streams  # streamed; how many responses depends on what waits together
     return 1000 * taken / (streams * NEW)
 
 

@@ -194,7 +194,7 @@ def test_prompt_from_stdin(server: Endpoint) -> None:
 
 
 def _wait_for(trace: Path, *lines: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     seen: set[str] = set()
     while time.monotonic() < deadline and not seen.issuperset(lines):
         seen = set(trace.read_text().splitlines()) if trace.exists() else set()
@@ -204,13 +204,13 @@ def _wait_for(trace: Path, *lines: str) -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_interrupt_stops_the_request(server: Endpoint, folder: Path, protocol: str) -> None:
-    request_id = f"interrupted-{protocol}"
+    request_id = f"interrupted-{protocol}-{time.time_ns()}"  # another one if the test runs again
     command = _command("forever", "--stream", "--model", "echo", "--request-id", request_id, *address(server, protocol))
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.read(2) == "la"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
     # The call itself was cancelled, and the core model got a stop request for the id.
@@ -218,13 +218,14 @@ def test_interrupt_stops_the_request(server: Endpoint, folder: Path, protocol: s
 
 
 def test_interrupt_of_a_unary_call(server: Endpoint, folder: Path) -> None:
-    command = _command("forever", "--model", "text_plain", "--request-id", "unary", *address(server))
+    number = f"unary-{time.time_ns()}"  # another one if the test runs again
+    command = _command("forever", "--model", "text_plain", "--request-id", number, *address(server))
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    _wait_for(folder / "trace", "began unary")
+    _wait_for(folder / "trace", f"began {number}")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert process.returncode == 130
-    _wait_for(folder / "trace", "cancelled unary", "stop unary")
+    _wait_for(folder / "trace", f"cancelled {number}", f"stop {number}")
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -172,7 +172,7 @@ class _Stages:
             met = meets_goals(report)
             counts = report.statistics.counts
             good = f"{report.statistics.good_answers} of {counts.sent} answers good"
-            told = f"{rate:.3g} requests/s {'meet' if met else 'miss'} the goals: {good}; {report.verdict}"
+            told = f"{rate:.3g} requests/s {'accepted' if met else 'rejected'}: {good}; {report.verdict}"
             self._progress.step(told)
             return met
 

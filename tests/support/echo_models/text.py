@@ -1,7 +1,7 @@
 """Triton model with the tensors of `tensorrt_llm_bls` and no model behind it; the prompt decides what happens.
 
 `inputs` is answered with the JSON of all inputs, `fail` with an error, `forever` with a piece every 20 ms until the
-request is cancelled (4 s at most), anything else with "Echo: " and the prompt, one word per response. Parameters:
+request is cancelled (60 s at most), anything else with "Echo: " and the prompt, one word per response. Parameters:
 `accumulate_tokens` as in the BLS model, `trace` (file that receives a line per endless request that began or was
 cancelled).
 """
@@ -30,6 +30,7 @@ class TritonPythonModel:
         values = {key: entry["string_value"] for key, entry in config["parameters"].items()}
         self.accumulate = values.get("accumulate_tokens") == "true"
         self.trace = values["trace"]
+        self.ending = threading.Event()
         self.threads: list[threading.Thread] = []
 
     def execute(self, requests: list[Any]) -> None:
@@ -73,11 +74,10 @@ class TritonPythonModel:
 
     def babble(self, request: Any, sender: Any) -> None:
         self.note(f"began {request.request_id()}")
-        deadline = time.monotonic() + 4
-        while time.monotonic() < deadline and not sender.is_cancelled():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not self.ending.wait(0.02) and not sender.is_cancelled():
             if self.decoupled:
                 sender.send(self.response(" la"))
-            time.sleep(0.02)
         if sender.is_cancelled():
             self.note(f"cancelled {request.request_id()}")
         if not self.decoupled:
@@ -93,5 +93,6 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor("text_output", np.array([text.encode()], np.object_))])
 
     def finalize(self) -> None:
+        self.ending.set()
         for thread in self.threads:
             thread.join(timeout=5)
