@@ -289,6 +289,7 @@ def test_a_wrong_completion(
     got = error(complete(client, **body))
     assert (got[0], got[2]) == (status, param)
     assert words in got[1]
+    assert "None" not in got[1]
 
 
 @pytest.mark.parametrize(

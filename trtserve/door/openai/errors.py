@@ -114,6 +114,8 @@ def _of_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if first["type"] == "missing":
         return ApiError(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     message = str(first["msg"]).removeprefix("Value error, ")
+    if param is None:  # values that do not go together
+        return ApiError(f"{message}.", code="invalid_value")
     return ApiError(f"Invalid value for '{param}': {message}.", param=param, code="invalid_value")
 
 
