@@ -259,9 +259,10 @@ def stub_of(server: Server, model: str) -> ProcessId:
 def test_a_dead_stub_makes_its_model_not_ready_and_ends_its_requests(server: Server) -> None:
     with connected(server) as connection:
         connection.request("POST", "/v2/models/echo/generate_stream", json.dumps({**FOREVER, "id": "lost"}), JSON)
-        wait_until(lambda: "began lost" in trace(server))
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data:")
         os.kill(stub_of(server, "echo").pid, signal.SIGKILL)
-        events = connection.getresponse().read().decode()
+        events = response.read().decode()
     assert "has ended" in events.splitlines()[-2]
     assert ask(server, "GET", "/v2/models/echo/ready")[0] == 503
     assert ask(server, "GET", "/v2/health/ready")[0] == 503

@@ -75,9 +75,10 @@ class TritonPythonModel:
     def babble(self, request: Any, sender: Any) -> None:
         self.note(f"began {request.request_id()}")
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not self.ending.wait(0.02) and not sender.is_cancelled():
+        while time.monotonic() < deadline and not self.ending.is_set() and not sender.is_cancelled():
             if self.decoupled:
                 sender.send(self.response(" la"))
+            self.ending.wait(0.02)
         if sender.is_cancelled():
             self.note(f"cancelled {request.request_id()}")
         if not self.decoupled:
