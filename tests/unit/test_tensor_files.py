@@ -60,6 +60,8 @@ def test_our_header_is_read_by_the_safetensors_library(tmp_path: Path) -> None:
         ({"a": entry(0, 8, [2])}, b"\0" * 12, "its header describes"),
         ({"a": entry(0, 4, [-1, -2], "F16")}, b"\0" * 4, "its header is not valid"),
         ({"a": entry(0, 4, ["1"])}, b"\0" * 4, "its header is not valid"),
+        (b'{"a": 1, "b": 2, "a": 1}', b"\0" * 4, r"its header is not valid \(it names 'a' twice\)"),
+        (b'{"a": {"dtype": "F32", "dtype": "I32"}}', b"\0" * 4, "it names 'dtype' twice"),
         ({"a": entry(0, 4, [True])}, b"\0" * 4, "its header is not valid"),
         ({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4, "its header is not valid"),
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}}, b"\0" * 4, "its header is not valid"),

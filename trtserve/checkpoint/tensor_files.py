@@ -136,13 +136,23 @@ def _read_header(path: Path) -> dict[str, Entry]:
             raise _corrupt(path, f"its header claims {length} bytes, but the file has {size}")
         text = handle.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         entries = {name: _entry(value, 8 + length) for name, value in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _corrupt(path, f"its header is not valid ({error})") from error
     _check(path, entries, 8 + length, size)
     return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the header. Raises ValueError for a name used twice: readers differ in which counts."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it names {name!r} twice")
+        found[name] = value
+    return found
 
 
 def _entry(value: Mapping[str, Any], data: int) -> Entry:
