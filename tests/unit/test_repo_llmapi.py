@@ -20,8 +20,9 @@ from trtserve.check import check_repository
 from trtserve.cli import run
 from trtserve.errors import CorruptFileError, RepositoryError, UsageError
 from trtserve.models.llmapi import engine, requests
+from trtserve.parity.prompts import Vocabulary, prompt_set
 from trtserve.releases import NEWEST
-from trtserve.repo import assemble_repository
+from trtserve.repo import assemble_repository, check_tokenizer
 from trtserve.repo.llmapi import plan_llmapi_repository
 from trtserve.specs import RepositorySpec
 from trtserve.triton.config import parse_config
@@ -208,6 +209,36 @@ def test_lora_inputs_need_each_other() -> None:
     assert found.lora == {"lora_int_id": 1, "lora_name": "poet", "lora_path": "poet", "lora_ckpt_source": "hf"}
     with pytest.raises(ValueError, match="decoupled mode"):
         requests.read_request({**text, "streaming": np.array([True])}, decoupled=False)
+
+
+def test_code_of_a_model_runs_only_when_asked_for_and_the_manifest_records_it(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, folder = tmp_path / "ran", tmp_path / "model"
+    shutil.copytree(model.path, folder)
+    (folder / "own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast as Own\n"
+    )
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda _: "y")  # transformers asks when nobody has decided
+    with pytest.raises(RepositoryError, match="contains custom code"):
+        check_tokenizer(folder, None)
+    (tmp_path / "prompts.txt").write_text("Hi\n")
+    with pytest.raises(UsageError, match="contains custom code"):
+        prompt_set(folder, Vocabulary(size=256, longest=8), tmp_path / "prompts.txt")
+    plan = plan_llmapi_repository(Model(path=folder), SPEC, out=tmp_path / "out")
+    with pytest.raises(RepositoryError, match="contains custom code") as caught:
+        assemble_repository(plan)
+    assert "--set trust_remote_code=true" in str(caught.value.hint)
+    assert not plan.path.exists()
+    asked = replace(SPEC, settings={"trust_remote_code": "true"})
+    made = assemble_repository(plan_llmapi_repository(Model(path=folder), asked, out=tmp_path / "asked"))
+    assert made.manifest is not None
+    assert made.manifest.facts["model_yaml"]["trust_remote_code"] is True
+    assert settings(made.path)["trust_remote_code"] is True
+    assert not ran.exists()
 
 
 def test_a_broken_tokenizer_is_refused(model: Model, tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def _load(folder: Path) -> Any:
     try:
         with _quiet():
             if quantization is None:
-                model, report = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **settings)
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    folder, trust_remote_code=False, local_files_only=True, **settings
+                )
             else:
                 model, report = _dequantized(folder, architecture_of(hf), quantization, settings)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -162,7 +164,8 @@ def _dequantized(
     import transformers
     from torch import from_numpy
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = config.get_text_config()
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     floats = dequantized(read_source(folder, family(architecture).BASE_PREFIX), quantization)

@@ -118,7 +118,7 @@ def _tokenizer(model: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise UsageError(
             f"The tokenizer of {model} cannot be loaded: {' '.join(str(error).split())}.",

@@ -40,7 +40,9 @@ def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = S
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), legacy=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), legacy=False, trust_remote_code=False, local_files_only=True
+        )
         ids = tokenizer.encode(_PROBE)
         text = tokenizer.decode(ids, skip_special_tokens=True)
     except Exception as error:
