@@ -132,3 +132,8 @@ def test_a_bar_leaves_its_text_whole(
     lines = capsys.readouterr().err.splitlines()
     assert " ".join(line.strip() for line in lines if line.strip()).endswith(text)
     assert all(len(line) <= 80 for line in lines)
+
+
+def test_control_characters_in_a_message_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
+    output.say("tensor \x1b[2K\rerror: forged")
+    assert capsys.readouterr().err == "tensor \\x1b[2K\\rerror: forged\n"

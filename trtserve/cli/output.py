@@ -31,6 +31,7 @@ _MOST_LINES = 3  # of a table cell; a table with taller cells is printed without
 # Sizes such as 3 GiB are not broken after the number.
 _SIZE = re.compile(r"(?<=\d) (?=[KMGT]i?B\b)")
 _NO_BREAK = "\N{NO-BREAK SPACE}"
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 # A short label, two spaces or more, a text; and the label of a command, which is copied and never broken.
 _LABELLED = re.compile(r"\S(?: ?\S){0,14} {2,}(?=\S)")
 _COPIED = "command "
@@ -210,9 +211,14 @@ def _bare_widths(columns: Sequence[str], rows: Sequence[Sequence[object]], room:
     return widths if sum(widths) + len(widths) - 1 <= room else None
 
 
+def _visible(text: str) -> str:
+    """Return `text` with control characters spelled out: names in a model's files must not command the terminal."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def say(text: str) -> None:
     """Write a message to stderr, wrapped and indented on a terminal."""
-    console = _stderr()
+    console, text = _stderr(), _visible(text)
     if console.is_terminal:
         text = "\n".join(_folded(text.splitlines() or [""], console.width, hang=2))
     console.print(text, markup=False)
@@ -231,7 +237,7 @@ def _say_labelled(label: str, style: str, text: str) -> None:
     """Write a label and its text, aligned and wrapped between words on a terminal."""
     from rich.text import Text
 
-    console = _stderr()
+    console, text = _stderr(), _visible(text)
     if console.is_terminal:
         room = max(_NARROWEST, console.width - _LABEL)
         lines = [part for line in text.splitlines() for part in wrapped(line, room)]

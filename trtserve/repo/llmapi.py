@@ -172,9 +172,11 @@ def _require_tokenizer(model: Path, settings: Mapping[str, Any], progress: Progr
         size = read_json_object(model / "config.json", CorruptFileError).get("vocab_size")
         check_tokenizer(model, size if isinstance(size, int) else None, progress)
     except RepositoryError as error:
-        hint = "Correct the files of the tokenizer, or name another folder: --set tokenizer=FOLDER. If it takes code "
-        hint += "of the model, which you have read and trust: --set trust_remote_code=true"
-        raise RepositoryError(error.message, hint=hint) from error
+        raise RepositoryError(
+            error.message,
+            hint="Correct the files of the tokenizer, or name another folder: --set tokenizer=FOLDER. If it needs the "
+            "model's own code, read that first; --set trust_remote_code=true runs it.",
+        ) from error
 
 
 def _write_core(folder: Path, plan: LlmapiRepositoryPlan) -> None:
