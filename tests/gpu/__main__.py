@@ -82,7 +82,7 @@ PARTS: dict[str, dict[str, Part]] = {
     "bench": {
         "decode": Part(command=(sys.executable, "-m", "tests.gpu.bench_decode"), seconds=420),
         "serving": Part(command=(sys.executable, "-m", "tests.gpu.bench_serving"), seconds=300, environment=ON_GPU),
-        "ranks": Part(command=(sys.executable, "-m", "tests.gpu.bench_ranks"), seconds=240, gpus=2, environment=ON_GPU),
+        "ranks": Part(command=(sys.executable, "-m", "tests.gpu.bench_ranks"), seconds=480, gpus=2, environment=ON_GPU),
     },
 }
 

@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,8 +134,8 @@ def prefill(name: str, model: Any, tokens: int, sequences: int) -> None:
     figure(f"{name}, prompts of {tokens} tokens in {sequences}: TFLOP/s", round(rate, 1))
 
 
-def idle(name: str, model: Any, executor: api.Executor, streams: int) -> None:
-    """Part of the time in which the GPU runs no kernel, in steady decoding."""
+def idle(name: str, model: Any, executor: api.Executor, streams: int, traces: Path | None) -> None:
+    """Part of the time in which the GPU runs no kernel, in steady decoding; the trace is kept in `traces`."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]):  # the first one takes seconds to start
@@ -145,6 +146,9 @@ def idle(name: str, model: Any, executor: api.Executor, streams: int) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         time.sleep(0.15)
     thread.join()
+    if traces:
+        traces.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(traces / f"{name}-{streams}.json.gz"))
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
@@ -233,7 +237,7 @@ def peer(name: str) -> None:
     figure(f"transformers {name}, generate_batch with CUDA graphs, 64 streams: tokens/s", round(rate, 1))
 
 
-def measure(name: str, streams_of: list[int], parts: list[str]) -> None:
+def measure(name: str, streams_of: list[int], parts: list[str], traces: Path | None) -> None:
     """Measure the parts of one model that run in its executor."""
     begin = time.perf_counter()
     model = random_model(name, batch=max(streams_of), seq_len=SEQ_LEN)
@@ -253,7 +257,7 @@ def measure(name: str, streams_of: list[int], parts: list[str]) -> None:
             decode(name, model, executor, 64, ", top-p", sampling_config=sampling(top_p=0.95, temperature=0.8))
         if "idle" in parts:
             for streams in streams_of:
-                idle(name, model, executor, streams)
+                idle(name, model, executor, streams, traces)
     if "mixed" in parts:
         mixed(name, model, rate=8, seconds=6, tokens=192)
 
@@ -264,10 +268,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(HF_SIZES))
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--traces", type=Path, help="where the part idle keeps the profiler's traces")
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for name in options.models:
-        measure(name, options.streams, options.parts)
+        measure(name, options.streams, options.parts, options.traces)
         torch.cuda.empty_cache()
     for name in options.models if "peer" in options.parts else ():
         peer(name)
