@@ -12,8 +12,9 @@ import yaml
 
 from trtserve.cli import run
 from trtserve.errors import UsageError
+from trtserve.setup_file.content import Setup
 from trtserve.setup_file.plan import bring_up, plan_setup
-from trtserve.setup_file.reading import Setup, read_setup, template
+from trtserve.setup_file.reading import read_setup, template
 from trtserve.setup_file.schema import json_schema
 from trtserve.store import Store
 

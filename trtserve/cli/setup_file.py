@@ -18,7 +18,7 @@ from trtserve.errors import MissedLimitError, UsageError
 if TYPE_CHECKING:
     from trtserve.progress import Progress
     from trtserve.setup_file.benchmarks import Result
-    from trtserve.setup_file.plan import SetupPlan
+    from trtserve.setup_file.plan import Brought, SetupPlan
 
 FileArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="YAML file with models and servers.", autocompletion=paths)
@@ -63,7 +63,8 @@ def up(
     """Import the models of a file, start its servers in the background, and run its benchmarks when they are ready.
 
     What exists is reused, so an interrupted `up` continues where it was. A running server restarts only if its model
-    or its options changed. Ends with code 53 if a benchmark misses its limits.
+    or its options changed. For a server on a cluster it writes the Slurm job or the Kubernetes manifest. Ends with code
+    53 if a benchmark misses its limits.
 
     Examples:
         trtserve up
@@ -77,6 +78,36 @@ def up(
     if dry_run:
         _print_plan("up", plan, json=json)
         return
+    _announce(plan, progress)
+    brought = bring_up(plan, progress=progress)
+    servers, jobs = brought.servers, brought.jobs
+    if not json:
+        for server in servers:
+            print_data(f"{server.name}  {server.url}")
+        for each in jobs:
+            print_data(f"{each.server}  {each.job.script}")
+    results = _measure(plan, progress, json=json)
+    if json:
+        ready = [{"name": each.name, "model": each.model, "url": each.url} for each in servers]
+        benchmarks = [each.to_json() for each in results]
+        models = [model.setup.name for model in plan.models]
+        written = [each.to_json() for each in jobs]
+        print_json("up", {"models": models, "servers": ready, "jobs": written, "benchmarks": benchmarks})
+    _require_limits(results)
+    if not quiet and not json:
+        _print_next(brought, file)
+
+
+def _print_next(brought: Brought, file: Path) -> None:
+    for step in (step for each in brought.jobs for step in each.next_steps):
+        say(step)
+    if brought.servers:
+        which = "" if len(brought.servers) == 1 else f" --server {brought.servers[0].name}"
+        say(f'Try: trtserve query "What is ML?"{which}')
+        say(f"Stop: trtserve down {file}")
+
+
+def _announce(plan: SetupPlan, progress: Progress) -> None:
     for model in plan.models:
         made = [stage["stage"] for stage in model.stages() if stage["action"] == "make"]
         progress.step(f"Plan: model {model.setup.name}: {', '.join(made) or 'reuse'}")
@@ -84,21 +115,6 @@ def up(
         progress.step(f"Plan: server {planned.setup.name}: {planned.action}")
     for benchmark in plan.benchmarks:
         progress.step(f"Plan: benchmark {benchmark.name}")
-    servers = bring_up(plan, progress=progress)
-    if not json:
-        for server in servers:
-            print_data(f"{server.name}  {server.url}")
-    results = _measure(plan, progress, json=json)
-    if json:
-        ready = [{"name": each.name, "model": each.model, "url": each.url} for each in servers]
-        benchmarks = [each.to_json() for each in results]
-        models = [model.setup.name for model in plan.models]
-        print_json("up", {"models": models, "servers": ready, "benchmarks": benchmarks})
-    _require_limits(results)
-    if servers and not quiet and not json:
-        which = "" if len(servers) == 1 else f" --server {servers[0].name}"
-        say(f'Try: trtserve query "What is ML?"{which}')
-        say(f"Stop: trtserve down {file}")
 
 
 def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[Result]:
@@ -130,7 +146,7 @@ def _require_limits(results: list[Result]) -> None:
 
 
 def diff(file: FileArgument = _DEFAULT, json: JsonOption = False, quiet: QuietOption = False) -> None:
-    """Print what `up` would build and restart, and which options changed since the last import.
+    """Print what `up` would build, restart or write, and which options changed since the last import.
 
     Examples:
         trtserve diff
@@ -152,7 +168,7 @@ def diff(file: FileArgument = _DEFAULT, json: JsonOption = False, quiet: QuietOp
     if lines:
         print_data("\n".join(lines))
     elif not quiet:
-        say("Nothing to do: all models are built and all servers run.")
+        say("Nothing to do: all models are built, and all servers run or have their files.")
 
 
 def down(
@@ -164,17 +180,21 @@ def down(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Stop the servers of a file; models and engines are kept.
+    """Stop the servers of a file on this machine; models, engines and files for clusters are kept.
 
     Examples:
         trtserve down
         trtserve down chat.yaml --drain 30
     """
+    from trtserve.setup_file.clusters import stop_command
     from trtserve.setup_file.plan import bring_down
     from trtserve.setup_file.reading import read_setup
 
-    progress = TerminalProgress(quiet=quiet)
-    stopped = [server.name for server in bring_down(read_setup(file), drain=drain, progress=progress)]
+    progress, setup = TerminalProgress(quiet=quiet), read_setup(file)
+    stopped = [server.name for server in bring_down(setup, drain=drain, progress=progress)]
+    for server in setup.servers:
+        if server.cluster is not None:
+            progress.step(f"Server {server.name} is stopped on its cluster: {stop_command(server.cluster)}")
     if json:
         print_json("down", {"stopped": stopped})
     elif stopped:

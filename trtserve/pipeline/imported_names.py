@@ -46,7 +46,7 @@ def record_of(
         engine=_text(engine) or "",
         repository=str(repository.path.absolute()),
         imported=datetime.datetime.now(datetime.timezone.utc).isoformat(),
-        spec={**as_json(spec), "source": _pinned(plan)},
+        spec={**as_json(spec), "source": pinned_source(plan)},
     )
 
 
@@ -106,7 +106,7 @@ def recorded_spec(record: NameRecord) -> ImportSpec | None:
     return None
 
 
-def _pinned(model: ModelPlan) -> str:
+def pinned_source(model: ModelPlan) -> str:
     """Return a source that always refers to these files."""
     source = model.source
     if source.kind == "demo":

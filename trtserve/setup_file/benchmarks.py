@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trtserve.progress import SILENT, Progress
-from trtserve.setup_file.reading import BenchmarkSetup
+from trtserve.setup_file.content import BenchmarkSetup
 
 if TYPE_CHECKING:
     from trtserve.bench import Report

@@ -23,7 +23,7 @@ from trtserve.pipeline import (
     require_resources,
     run_import,
 )
-from trtserve.pipeline.imported_names import as_json
+from trtserve.pipeline.imported_names import as_json, pinned_source
 from trtserve.process import arguments
 from trtserve.progress import SILENT, Progress
 from trtserve.runtimes import choose_runtime
@@ -32,11 +32,12 @@ from trtserve.server.background import start_in_background
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, recorded_server
 from trtserve.server.systemd import start_arguments
-from trtserve.setup_file.reading import BenchmarkSetup, ModelSetup, ServerSetup, Setup
+from trtserve.setup_file.clusters import WrittenJob, has_files, require_cluster, write
+from trtserve.setup_file.content import BenchmarkSetup, ModelSetup, ServerSetup, Setup
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
-Action = Literal["start", "restart", "keep"]
+Action = Literal["start", "restart", "keep", "write"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class PlannedModel:
         last = next((each for each in self.plan.store.recorded() if each.name == self.setup.name), None)
         if last is None or not last.spec:
             return []
-        old, new = _flat(last.spec), _flat(as_json(self.plan.spec))
+        old, new = _flat(last.spec), _flat({**as_json(self.plan.spec), "source": pinned_source(self.plan.model)})
         return [f"{key}: {old.get(key)} → {value}" for key, value in new.items() if key in old and old[key] != value]
 
 
@@ -75,6 +76,7 @@ class PlannedServer:
 
     setup: ServerSetup
     action: Action
+    """`write` is for the files of a cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +90,33 @@ class SetupPlan:
     store: Store
 
 
+@dataclass(frozen=True, kw_only=True)
+class Brought:
+    """What `up` has brought up."""
+
+    servers: tuple[Server, ...]
+    """Ready servers on this machine."""
+    jobs: tuple[WrittenJob, ...]
+    """Servers that a cluster starts."""
+
+
 def plan_setup(setup: Setup, *, store: Store | None = None, progress: Progress = SILENT) -> SetupPlan:
     """Plan all imports and compare the running servers. Raises what `plan_import` raises; nothing is changed."""
     store = store or Store()
     models: dict[str, PlannedModel] = {}
     for model in setup.models:
         models[model.name] = _plan_model(model, models, store, progress)
-    servers = [
-        PlannedServer(setup=server, action=_action(server, models[server.model].repository, store))
-        for server in setup.servers
-    ]
+    servers = []
+    for server in setup.servers:
+        served = models[server.model]
+        if server.cluster is not None:
+            require_cluster(server, server.cluster, served.plan.runtime)
+        servers.append(PlannedServer(setup=server, action=_action(server, served.repository, store)))
     return SetupPlan(models=tuple(models.values()), servers=tuple(servers), benchmarks=setup.benchmarks, store=store)
 
 
-def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> list[Server]:
-    """Run the imports that are missing, start the servers in the background, and return them when they are ready.
+def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> Brought:
+    """Run the imports that are missing, start the servers in the background, and return when they are ready.
 
     An interrupted run leaves only complete artefacts and ready servers; the next one continues after them. A server
     whose options or model changed is stopped when all models are there.
@@ -123,9 +137,13 @@ def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> list[Server]:
         progress.step(f"Model {name}")
         with plan.store.in_use(name):
             made[name] = run_import(imported, progress=progress)
-    servers = []
+    servers, jobs = [], []
     for server in plan.servers:
         setup, repository = server.setup, made[server.setup.model]
+        if setup.cluster is not None:
+            progress.step(f"Files of server {setup.name} for {setup.cluster.kind}")
+            jobs.append(write(setup, setup.cluster, repository, progress))
+            continue
         running = recorded_server(setup.name, plan.store)
         action = _action(setup, repository, plan.store)
         if running is not None and action == "keep":
@@ -136,7 +154,7 @@ def bring_up(plan: SetupPlan, *, progress: Progress = SILENT) -> list[Server]:
             stop_server(setup.name, store=plan.store, progress=progress)
         spec = with_free_ports(setup.spec) if setup.spec.auto_ports else setup.spec
         servers.append(start_in_background(repository, spec, store=plan.store, progress=progress))
-    return servers
+    return Brought(servers=tuple(servers), jobs=tuple(jobs))
 
 
 def bring_down(
@@ -190,6 +208,8 @@ def _with_draft(spec: ImportSpec, drafting: ImportPlan) -> ImportSpec:
 
 
 def _action(server: ServerSetup, repository: ModelRepository | None, store: Store) -> Action:
+    if server.cluster is not None:
+        return "write" if repository is None or not has_files(server, server.cluster, repository) else "keep"
     running = recorded_server(server.name, store)
     if running is None or not running.alive():
         return "start"

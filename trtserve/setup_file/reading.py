@@ -5,7 +5,6 @@ Its keys are the fields of the specs, so their declarations (`specs/options.py`)
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,105 +18,27 @@ import yaml
 from trtserve.bench.requirements import Requirements, read_requirements
 from trtserve.errors import UsageError
 from trtserve.files import read_text
-from trtserve.specs import BenchRuns, BenchSpec, BuildSpec, ConvertSpec, RepositorySpec, ServerSpec
+from trtserve.setup_file.content import (
+    BENCHMARK_KEYS,
+    MODEL_SPECS,
+    ON_THIS_MACHINE,
+    SCALARS,
+    BenchmarkSetup,
+    ClusterSetup,
+    ModelSetup,
+    ServerSetup,
+    Setup,
+    benchmark_options,
+    cluster_options,
+    model_options,
+    server_options,
+)
+from trtserve.specs import BenchSpec, ServerSpec
 from trtserve.specs.bench import FILE_DEFAULTS, RANDOM
-from trtserve.specs.options import Option, Spec, options_of, read_value
-
-SCALARS = {
-    "source": "demo, an alias (`trtserve models`), org/name or org/name@revision of the hub, or a folder.",
-    "tokenizer": "Hugging Face folder with the tokenizer, or the name of an imported model.",
-    "draft": "Another model of this file, which drafts tokens for this one.",
-}
-"""Keys of a model that are no fields of a spec, with their meaning."""
-SERVED_MODEL = "The model of this file that it serves."
-BENCHMARK_KEYS = {
-    "server": "The server of this file that it measures.",
-    "traffic": f"Random prompts: {', '.join(RANDOM)}.",
-    "dataset": "File with prompts, as `trtserve bench dataset` takes it.",
-    "trace": "File with times and lengths, as `trtserve bench replay` takes it.",
-    "out": "Folder for report.json, requests.jsonl and more.",
-    "limits": "What the figures must reach; otherwise `up` ends with code 53.",
-}
-"""Keys of a benchmark that are no fields of a spec, with their meaning."""
-_MODEL_SPECS: tuple[type[Spec], ...] = (ConvertSpec, BuildSpec, RepositorySpec)
-# The name is the key of the mapping. A key of an API is no text for a file that is shared: api_key_file names its file.
-# The number of ranks follows from the model's tp_size and pp_size.
-_NOT_IN_FILES = {"name", "api_key", "world_size"}
-# A benchmark of the file measures a server of the file.
-_OTHER_TARGETS = {"openai", "chat", "in_process"}
+from trtserve.specs.cluster import OPTIONS, ClusterSpec
+from trtserve.specs.options import Option, options_of, read_value
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSetup:
-    """A model of the file: its source and the options of all stages."""
-
-    name: str
-    source: str
-    tokenizer: str | None
-    draft: str | None
-    """Name of another model of the file."""
-    convert: ConvertSpec
-    build: BuildSpec
-    repository: RepositorySpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSetup:
-    """A server of the file."""
-
-    model: str
-    spec: ServerSpec
-
-    @property
-    def name(self) -> str:
-        """Name of the server, which the file always gives."""
-        return str(self.spec.name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchmarkSetup:
-    """A benchmark of the file, which `up` runs when all servers are ready."""
-
-    name: str
-    server: str
-    spec: BenchSpec
-    strict: bool
-    """Whether a verdict other than `valid` is an error."""
-    requirements: Requirements
-    out: Path | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a setup file asks for."""
-
-    path: Path
-    models: tuple[ModelSetup, ...]
-    """Each after the model that drafts for it."""
-    servers: tuple[ServerSetup, ...]
-    benchmarks: tuple[BenchmarkSetup, ...] = ()
-
-
-@functools.cache
-def model_options() -> Mapping[str, Option]:
-    """Return key → option of a model: those of `trtserve import`."""
-    found = {name: option for spec in reversed(_MODEL_SPECS) for name, option in options_of(spec).items()}
-    return {name: option for name, option in found.items() if name not in _NOT_IN_FILES}
-
-
-@functools.cache
-def server_options() -> Mapping[str, Option]:
-    """Return key → option of a server: those of `trtserve start`."""
-    return {name: option for name, option in options_of(ServerSpec).items() if name not in _NOT_IN_FILES}
-
-
-@functools.cache
-def benchmark_options() -> Mapping[str, Option]:
-    """Return key → option of a benchmark: those of `trtserve bench`, and `strict`."""
-    found = {name: option for name, option in options_of(BenchSpec).items() if name not in _OTHER_TARGETS}
-    return {**found, "strict": options_of(BenchRuns)["strict"]}
 
 
 def template() -> str:
@@ -169,7 +90,7 @@ class _Document:
             path=self.path,
             models=self.in_order(models),
             servers=tuple(made),
-            benchmarks=tuple(self.benchmark(name, node, servers) for name, node in benchmarks.items()),
+            benchmarks=tuple(self.benchmark(name, node, made) for name, node in benchmarks.items()),
         )
 
     def mapping(self, node: yaml.Node, what: str, known: Collection[str] = ()) -> dict[str, yaml.Node]:
@@ -200,7 +121,7 @@ class _Document:
         if "source" not in own:
             raise self.error(node, f"{what} has no source.", hint=f"Say where it comes from: {SCALARS['source']}")
         values = {key: self.value(each, options[key], what) for key, each in given.items() if key in options}
-        convert, build, repository = (self.spec(spec, values, node, what) for spec in _MODEL_SPECS)
+        convert, build, repository = (self.spec(spec, values, node, what) for spec in MODEL_SPECS)
         return ModelSetup(
             name=name,
             source=self.beside(own["source"]),
@@ -213,16 +134,41 @@ class _Document:
 
     def server(self, name: str, node: yaml.Node, models: Collection[str]) -> ServerSetup:
         what, options = f"servers.{name}", server_options()
-        given = self.mapping(node, what, ["model", *options])
+        given = self.mapping(node, what, ["model", *OPTIONS, *options])
         if "model" not in given:
             raise self.error(node, f"{what} has no model.", hint=f"Name one of the file: {', '.join(models)}.")
         model = self.text(given["model"], f"{what}.model")
         self.require_known(model, models, given["model"], f"{what}.model", "model")
         values = {key: self.value(each, options[key], what) for key, each in given.items() if key in options}
-        return ServerSetup(model=model, spec=self.spec(ServerSpec, {**values, "name": name}, node, what))
+        return ServerSetup(
+            model=model,
+            spec=self.spec(ServerSpec, {**values, "name": name}, node, what),
+            cluster=self.cluster(name, given, node, what),
+        )
 
-    def benchmark(self, name: str, node: yaml.Node, servers: Collection[str]) -> BenchmarkSetup:
-        what, options = f"benchmarks.{name}", benchmark_options()
+    def cluster(self, name: str, given: Mapping[str, yaml.Node], node: yaml.Node, what: str) -> ClusterSetup | None:
+        """Return the cluster of a server, whose files go beside this one unless `out` says otherwise."""
+        kinds = [kind for kind in OPTIONS if kind in given]
+        if not kinds:
+            return None
+        if len(kinds) > 1:
+            raise self.error(node, f"{what} has {' and '.join(kinds)}.", hint="Give one of them.")
+        (kind,) = kinds
+        here = next((key for key in ON_THIS_MACHINE if key in given), None)
+        if here is not None:
+            raise self.error(given[here], f"{what}.{here} is for a server on this machine, and this one has {kind}.")
+        where, options = f"{what}.{kind}", cluster_options(kind)
+        own = self.mapping(given[kind], where, options)
+        values = {key: self.value(each, options[key], where) for key, each in own.items()}
+        return ClusterSetup(
+            kind=kind,
+            spec=self.spec(ClusterSpec, {**values, kind: True}, given[kind], where),
+            options=self.spec(OPTIONS[kind], values, given[kind], where),
+            place=values.get("out", self.path_beside(f"{name}{OPTIONS[kind].SUFFIX}")),
+        )
+
+    def benchmark(self, name: str, node: yaml.Node, made: Collection[ServerSetup]) -> BenchmarkSetup:
+        what, options, servers = f"benchmarks.{name}", benchmark_options(), [server.name for server in made]
         given = self.mapping(node, what, [*BENCHMARK_KEYS, *options])
         if "server" not in given:
             known = (
@@ -231,6 +177,12 @@ class _Document:
             raise self.error(node, f"{what} has no server.", hint=known)
         server = self.text(given["server"], f"{what}.server")
         self.require_known(server, servers, given["server"], f"{what}.server", "server")
+        if any(each.name == server and each.cluster is not None for each in made):
+            raise self.error(
+                given["server"],
+                f"{what} measures {server}, which a cluster runs: `up` only writes its files.",
+                hint="When it runs: trtserve bench token-norm-dist --url HOST:PORT",
+            )
         values = {key: self.value(each, options[key], what) for key, each in given.items() if key in options}
         strict = values.pop("strict", False)
         traffic = self.traffic(given, node, what)
@@ -341,7 +293,7 @@ class _Document:
         """Refuse two servers on one port."""
         owners: dict[int, str] = {}
         for server in servers:
-            if server.spec.auto_ports:
+            if server.spec.auto_ports or server.cluster is not None:
                 continue
             for port in (server.spec.http_port, server.spec.grpc_port, server.spec.metrics_port):
                 other = owners.setdefault(port, server.name)

@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from trtserve.bench.requirements import RATES, TIMES
-from trtserve.setup_file.reading import (
+from trtserve.setup_file.content import (
     BENCHMARK_KEYS,
     SCALARS,
     SERVED_MODEL,
     benchmark_options,
+    cluster_options,
     model_options,
     server_options,
 )
 from trtserve.specs.bench import RANDOM
-from trtserve.specs.options import Option
+from trtserve.specs.cluster import OPTIONS, ClusterSpec
+from trtserve.specs.options import Option, options_of
 
 _TYPES = {int: "integer", float: "number", bool: "boolean"}
 _TEXT = {"type": "string", "minLength": 1}
@@ -35,6 +37,15 @@ def json_schema() -> dict[str, Any]:
     """Return the schema (draft 2020-12)."""
     texts = {name: {"type": "string", "minLength": 1, "description": text} for name, text in SCALARS.items()}
     served = {"type": "string", "description": SERVED_MODEL}
+    clusters = {
+        kind: {
+            "type": "object",
+            "description": options_of(ClusterSpec)[kind].declared.help,
+            "properties": _properties(cluster_options(kind)),
+            "additionalProperties": False,
+        }
+        for kind in OPTIONS
+    }
     measured = {
         name: {"description": text, **_BENCHMARK_TYPES.get(name, _TEXT)} for name, text in BENCHMARK_KEYS.items()
     }
@@ -44,7 +55,9 @@ def json_schema() -> dict[str, Any]:
         "type": "object",
         "properties": {
             "models": _named("Models, by name.", {**texts, **_properties(model_options())}, "source"),
-            "servers": _named("Servers, by name.", {"model": served, **_properties(server_options())}, "model"),
+            "servers": _named(
+                "Servers, by name.", {"model": served, **clusters, **_properties(server_options())}, "model"
+            ),
             "benchmarks": _named("Benchmarks, by name.", {**measured, **_properties(benchmark_options())}, "server"),
         },
         "required": ["models"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from trtserve.specs.cluster import ClusterSpec
 from trtserve.specs.options import given_flags
 from trtserve.triton.preflight import Served, inspect_repository, require_loadable
 
+# The random part of `unique_prefix`.
+_TOKEN = re.compile(r"(?<=_)[0-9a-f]{8}(?![0-9A-Za-z])")
 # The start of a line in every file that is written for a cluster.
 _MARK = "Written by `trtserve start --"
 
@@ -75,6 +78,9 @@ class Cluster(Protocol):
     def next_steps(self, job: ClusterJob, number: str | None) -> Sequence[str]:
         """Return lines that say how to start the job, or how to follow the submitted one."""
 
+    def stop_command(self, place: Path) -> str:
+        """Return what stops the server whose files were written to `place`."""
+
 
 def inspect_for_cluster(
     repository: ModelRepository, spec: ServerSpec, flag: str, progress: Progress
@@ -114,6 +120,18 @@ def place_engines(
         return ()
     require_node_devices(served.core_models, nodes, gpus, shared=not spec.multi_model)
     return fit_engines(repository.path, served.core_models, progress, nodes=max(nodes) + 1, gpus=gpus)
+
+
+def is_written(job: ClusterJob) -> bool:
+    """Return whether the files are there as `write_job` would write them, but for a name of the shared memory."""
+    return (
+        not job.engines
+        and (job.logs is None or job.logs.is_dir())
+        and all(
+            path.is_file() and _TOKEN.sub("", path.read_text(encoding="utf-8")) == _TOKEN.sub("", text)
+            for path, text in job.files.items()
+        )
+    )
 
 
 def write_job(job: ClusterJob) -> None:

@@ -93,6 +93,11 @@ def next_steps(job: ClusterJob, number: str | None) -> Sequence[str]:
     return (f"Start it: {job.command}",)
 
 
+def stop_command(place: Path) -> str:
+    """Return what removes the objects of a manifest."""
+    return f"kubectl delete -f {place}"
+
+
 def object_name(name: str) -> str:
     """Return a server's name as Kubernetes takes it: lower-case letters, digits and '-'."""
     found = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_LONGEST_NAME].strip("-")

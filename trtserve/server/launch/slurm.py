@@ -221,6 +221,12 @@ def next_steps(job: ClusterJob, number: str | None) -> Sequence[str]:
     )
 
 
+def stop_command(place: Path) -> str:
+    """Return what ends a job, whose number sbatch printed."""
+    del place
+    return "scancel NUMBER"
+
+
 def submit(job: ClusterJob) -> str:
     """Hand the job to sbatch and return its number.
 
