@@ -15,6 +15,7 @@ from tests.support.peft_adapters import write_adapter
 from tests.support.tiny_models import write_tiny_model
 from trtserve.cli import run
 from trtserve.convert.lora import convert_adapter
+from trtserve.runtimes import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "setups"
 WITH_TORCH = "two-gpus"
@@ -49,7 +50,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_an_example_is_planned(path: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_is_planned(
+    path: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "count_gpus", lambda: 2)
     file = Path(shutil.copy(path, tmp_path))
     for name in ("poet", "lawyer"):
         convert_adapter(write_adapter(tmp_path / "adapters" / name, modules={"self_attn.q_proj": (64, 64)}))
