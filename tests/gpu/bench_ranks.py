@@ -1,15 +1,31 @@
-"""Measure an 8 B model on two GPUs against one, behind Triton: `python -m tests.gpu.bench_ranks`."""
+"""Measure an 8 B model on two GPUs against one, in process and behind Triton: `python -m tests.gpu.bench_ranks`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.gpu.random_engines import LLAMA_8B, core_repository, write_engine
 from tests.gpu.served_bench import behind_triton, measured, print_figures, served
 from tests.support.devices import DEVICE
 from trtserve.specs import BuildSpec
+
+
+def decoded_in_process(engine: Path, ranks: int, streams: list[int]) -> dict[int, float]:
+    """Return the tokens per second of steps in which all streams decode."""
+    mpirun = ("mpirun", "--allow-run-as-root", "--bind-to", "none", "-n", str(ranks))
+    measure = (sys.executable, "-m", "tests.gpu.ranked_decode", str(engine), "--streams", *map(str, streams))
+    done = subprocess.run((*mpirun, *measure), stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    figures: dict[str, float] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("figure:"):
+            figures |= json.loads(line.removeprefix("figure:"))
+    print_figures(**figures)
+    return {each: figures[f"tp{ranks}, {each} streams: tokens/s"] for each in streams}
 
 
 def main() -> None:
@@ -25,8 +41,10 @@ def main() -> None:
     shutil.rmtree(options.work, ignore_errors=True)
     try:
         found: dict[int, dict[int, float]] = {}
+        in_process: dict[int, dict[int, float]] = {}
         for tp_size in (1, 2):
             engine = write_engine(options.work / f"engine-{tp_size}", hf, build, tp_size=tp_size)
+            in_process[tp_size] = decoded_in_process(engine.path, tp_size, options.streams)
             repository = core_repository(options.work / f"served-{tp_size}", engine)
             with served(repository, options.work / "home") as server:
                 found[tp_size] = {}
@@ -52,7 +70,9 @@ def main() -> None:
             shutil.rmtree(engine.path)
             shutil.rmtree(repository.path)
         for streams in options.streams:
-            print_figures(**{f"tp2_over_tp1_{streams}_streams": round(found[2][streams] / found[1][streams], 3)})
+            for where, rates in (("in_process", in_process), ("through_triton", found)):
+                ratio = rates[2][streams] / rates[1][streams]
+                print_figures(**{f"tp2_over_tp1_{where}_{streams}_streams": round(ratio, 3)})
     finally:
         shutil.rmtree(options.work, ignore_errors=True)
 

@@ -1,0 +1,40 @@
+"""Measure an engine in process, one process for each rank: `mpirun -n N python -m tests.gpu.ranked_decode ENGINE`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from tests.gpu.bench_decode import SEQ_LEN, decode, figure, requests, run
+from trtserve.executor import api
+from trtserve.executor.limits import resolve_limits
+from trtserve.executor.loaders import load_model, read_engine_config
+from trtserve.executor.model import Follower
+
+
+def main() -> None:
+    """Measure what the options ask for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 64])
+    options = parser.parse_args()
+    cache = api.KvCacheConfig(enable_block_reuse=False, max_tokens=max(options.streams) * SEQ_LEN)
+    config = api.ExecutorConfig(enable_chunked_context=True, iter_stats_max_iterations=1_000_000, kv_cache_config=cache)
+    content = read_engine_config(options.engine)
+    model = load_model(options.engine, config)
+    if isinstance(model, Follower):
+        model.follow()
+        return
+    name = f"tp{content['pretrained_config']['mapping']['tp_size']}"
+    with api.Executor.from_model(model, resolve_limits(content, config), config) as executor:
+        for streams in options.streams:
+            decode(name, model, executor, streams)
+            begin = time.perf_counter()
+            run(executor, requests(streams, model.vocab_size))
+            whole = time.perf_counter() - begin
+            figure(f"{name}, {streams} streams with their prompts: tokens/s", round(streams * 128 / whole))
+
+
+if __name__ == "__main__":
+    main()
