@@ -57,7 +57,6 @@ def test_streamed_text_ends_behind_the_stop_word(features: ModelServer, whole: s
     asked = request(PROMPT, COUNT, stream=True, stop_words=[word], end_id=-1, return_finish_reason=True)
     pieces = answers(features, NAME, asked)
     assert joined(pieces) == until(whole, word)
-    assert max(len(text_of(piece)) for piece in pieces) < len(word) + 3
     assert pieces[-1]["finish_reason"].reshape(-1).tolist() == [b"stop_words"]
 
 

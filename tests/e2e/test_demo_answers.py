@@ -93,7 +93,7 @@ def test_streamed_pieces_join_to_the_answer(endpoint: Endpoint, protocol: str, m
         protocol=protocol,  # type: ignore[arg-type]
     )
     answer = generate(spec, endpoint, on_text=pieces.append)
-    assert len(pieces) > 5
+    assert len(pieces) > 1
     assert "".join(pieces) == answer.text == _corpus()[REQUIRED[0]]
 
 

@@ -62,7 +62,8 @@ def test_a_stream_ends_with_an_empty_response(features: ModelServer, model: str)
     found = responses(features, model, asked(model, 5, streaming=True))
     assert found[-1] == (False, True)
     assert found[:-1] == [(True, False)] * (len(found) - 1)
-    assert len(found) > 4
+    # What waits for the BLS model comes to it together.
+    assert len(found) > (4 if model == "tensorrt_llm" else 1)
 
 
 def test_every_row_answers_once(features: ModelServer) -> None:

@@ -82,7 +82,7 @@ def test_a_stream_has_the_text_of_the_answer(server: Server) -> None:
     client = trtserve.Client(server)
     stream = client.stream(QUESTION, max_tokens=20)
     pieces = [next(stream), *stream]
-    assert len(pieces) > 5
+    assert len(pieces) > 1
     assert "".join(pieces) == stream.answer.text == client.ask(QUESTION, max_tokens=20).text
     assert stream.answer.time_to_first_token is not None
 

@@ -93,7 +93,7 @@ def test_the_guides_request_bodies(server: ModelServer, name: str, expected: Any
 def test_streams(server: ModelServer, name: str, expected: Any) -> None:
     events = server.generate_stream(name, {**BODY, "stream": True})
     assert PROMPT + "".join(str(event["text_output"]) for event in events) == expected(6)
-    assert len(events) >= 3
+    assert len(events) > 1
 
 
 def test_many_streams_at_once(server: ModelServer, expected: Any) -> None:

@@ -9,8 +9,32 @@ from typing import Any
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 InferenceRequest: Any = None
-InferenceResponse: Any = None
-Tensor: Any = None
+
+
+class Tensor:
+    """A named array."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._value = name, value
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Any:
+        return self._value
+
+
+class InferenceResponse:
+    """The outputs of a model, or an error, without response parameters as in 24.10."""
+
+    def __init__(self, output_tensors: list[Tensor], error: TritonError | None = None) -> None:
+        self._tensors, self._error = output_tensors, error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
 
 
 class Logger:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import triton_python_backend_utils as pb_utils
 
 from trtserve.executor.results import Response, Result
 from trtserve.models.core import joining
-from trtserve.models.core.joining import joined
+from trtserve.models.core.joining import joined, joined_responses
+from trtserve.models.core.pending import error_response, response
 from trtserve.models.core.response import Wanted, output_arrays
 
 
@@ -59,3 +62,35 @@ def test_counts_include_the_tokens_that_came_before() -> None:
     found = output_arrays(Any, Result(output_token_ids=[[12]]), wanted, [10, 11])  # type: ignore[arg-type]
     assert found["output_ids"].tolist() == [[[10, 11, 12]]]
     assert found["sequence_length"].tolist() == found["num_output_tokens"].tolist() == [[3]]
+
+
+def of_tokens(*ids: int, **others: Any) -> Any:
+    """A response with tokens of one sequence."""
+    arrays = {"output_ids": np.array([[ids]], np.int32), "sequence_length": np.array([[len(ids)]], np.int32), **others}
+    return response([pb_utils.Tensor(name, value) for name, value in arrays.items()])
+
+
+def arrays_of(answer: Any) -> dict[str, Any]:
+    return {tensor.name(): tensor.as_numpy().tolist() for tensor in answer.output_tensors()}
+
+
+def test_responses_that_wait_to_be_fetched_are_joined() -> None:
+    row = {"batch_index": np.array([[1]], np.int32)}
+    both = joined_responses(of_tokens(5, 6, **row), of_tokens(7, **row))
+    assert arrays_of(both) == {"output_ids": [[[5, 6, 7]]], "sequence_length": [[3]], "batch_index": [[1]]}
+    assert arrays_of(joined_responses(of_tokens(5), of_tokens())) == {"output_ids": [[[5]]], "sequence_length": [[1]]}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"batch_index": np.array([[1]], np.int32)}, {"output_log_probs": np.zeros((1, 1, 1), np.float32)}],
+    ids=["row", "log-probs"],
+)
+def test_responses_with_more_than_tokens_of_the_sequence_stay_apart(others: dict[str, Any]) -> None:
+    assert joined_responses(of_tokens(5), of_tokens(6, **others)) is None
+    assert joined_responses(of_tokens(5, **others), of_tokens(6)) is None
+
+
+def test_errors_and_the_end_stay_apart() -> None:
+    assert joined_responses(of_tokens(5), None) is None
+    assert joined_responses(of_tokens(5), error_response("failed")) is None

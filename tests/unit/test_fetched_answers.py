@@ -57,6 +57,15 @@ def test_answers_wait_until_they_are_fetched() -> None:
     assert [fetch(fetched).answers, fetch(fetched).answers] == [["2"], [None]]
 
 
+def test_answers_that_wait_are_joined() -> None:
+    fetched, first = pulls.FetchedAnswers(lambda one, two: two and Answer(one.text + two.text)), Call()
+    fetched.add("mine", sender := fetched.sender("mine", first))
+    for text in "012":
+        sender.send(Answer(text), final=False)
+    sender.send(Answer("3"), final=True)
+    assert [first.answers, *(fetch(fetched).answers for _ in range(2))] == [["0"], ["123"], [None]]
+
+
 def test_calls_wait_for_their_answer() -> None:
     fetched, sender, first = opened()
     assert first.answers == []

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
 # So many answers at once show that Triton is behind.
 MOST_WAITING = 32
 
@@ -41,3 +45,30 @@ def _sequence_of_tokens(answer: Any) -> int | None:
     if len(result.output_token_ids) != 1 or any(other is not None for other in others):
         return None
     return int(getattr(result, "sequence_index", 0))  # 0.12 and 0.13 have one sequence
+
+
+def joined_responses(first: Any, second: Any) -> Any:
+    """Return one response with the tokens of two, or None unless both hold only tokens, and of the same sequence."""
+    before, after = _tokens(first), _tokens(second)
+    if before is None or after is None or before.keys() != after.keys():
+        return None
+    joined = {
+        "output_ids": np.concatenate([before["output_ids"], after["output_ids"]], axis=2),
+        "sequence_length": before["sequence_length"] + after["sequence_length"],
+    }
+    if any(before[name] != after[name] for name in before.keys() - joined.keys()):
+        return None
+    return pb_utils.InferenceResponse(
+        output_tensors=[pb_utils.Tensor(name, value) for name, value in (before | joined).items()]
+    )
+
+
+def _tokens(response: Any) -> dict[str, NDArray[Any]] | None:
+    """Return the arrays of a response that holds only the tokens of one sequence and which it is, or None."""
+    if response is None or response.has_error():
+        return None
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+    others = arrays.keys() - {"output_ids", "sequence_length", "batch_index", "sequence_index"}
+    if hasattr(response, "parameters") and response.parameters() not in ("", "{}"):  # 24.10 has none
+        return None
+    return None if others or arrays["sequence_length"].size > 1 else arrays

@@ -22,7 +22,7 @@ from ..shared.periodic import repeat
 from ..shared.run_folder import Heartbeat
 from .executor_module import load_executor_module
 from .guides import guided_decoding_config
-from .joining import joined
+from .joining import joined, joined_responses
 from .metrics import MetricsReporter
 from .pending import Pending, PendingTable, client_id, error_response, response
 from .request import RequestFactory, vocabulary_to_wrap
@@ -53,7 +53,7 @@ class TritonPythonModel:
         # The inputs of a repository for all releases have old and new names. Clients of 0.12 and 0.13 need the index.
         self._always_indexed = {"random_seed", "seed"} <= {each["name"] for each in config["input"]}
         self._pending = PendingTable()
-        self._fetched = FetchedAnswers()
+        self._fetched = FetchedAnswers(joined_responses)
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         try:

@@ -1,9 +1,9 @@
-"""Answers that the calling model fetches one by one: how the BLS model streams.
+"""Answers that the calling model fetches: how the BLS model streams.
 
 In Triton 2.51 a model that calls another one from several threads can deadlock when a call gets more than one answer
 (`inner_models.py` explains how). Calls with a single answer are safe. So a request with the parameter `answers` =
-`first` gets only its first answer, and each further one is fetched by a request of the same id with `answers` = `next`.
-An answer without tensors, or an error, is the last one.
+`first` gets only its first answer, and what came since is fetched by requests of the same id with `answers` = `next`:
+one answer each, with the tokens of all that wait. An answer without tensors, or an error, is the last one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .guarded_sender import GuardedSender
+
+Join = Callable[[Any, Any], Any]
+"""Makes one answer of two, or returns None when they must stay two; None is also the answer after the last."""
 
 FIRST, NEXT = "first", "next"
 _MOST = 4096
@@ -34,8 +37,9 @@ def wanted_answers(parameters: str) -> str | None:
 class FetchedSender:
     """A response sender that keeps the answers of one request and hands out one per call."""
 
-    def __init__(self, sender: GuardedSender, ended: Callable[[], None]) -> None:
+    def __init__(self, sender: GuardedSender, join: Join, ended: Callable[[], None]) -> None:
         """`sender` gets the first answer; `ended` is called before the last one is sent."""
+        self._join = join
         self._lock = threading.Lock()
         self._answers: deque[Any] = deque()
         self._waiting: GuardedSender | None = sender
@@ -65,6 +69,9 @@ class FetchedSender:
                 return
             sender, self._waiting = self._waiting, None
             answer = self._answers.popleft()
+            while self._answers and (both := self._join(answer, self._answers[0])) is not None:
+                answer = both
+                self._answers.popleft()
         if answer is None or answer.has_error():
             self._ended()
         sender.send(answer, final=True)  # outside the lock, because it waits for the other model
@@ -73,13 +80,14 @@ class FetchedSender:
 class FetchedAnswers:
     """The open requests whose answers are fetched, by request id."""
 
-    def __init__(self) -> None:
+    def __init__(self, join: Join = lambda _first, _second: None) -> None:
+        self._join = join
         self._lock = threading.Lock()
         self._open: OrderedDict[str, FetchedSender] = OrderedDict()
 
     def sender(self, request_id: str, first: GuardedSender) -> FetchedSender:
         """Return a sender for the answers of a request; `first` gets the first one."""
-        return FetchedSender(first, lambda: self._forget(request_id))
+        return FetchedSender(first, self._join, lambda: self._forget(request_id))
 
     def add(self, request_id: str, sender: FetchedSender) -> None:
         """Make the further answers of a request available. Only the newest requests are kept."""

@@ -36,7 +36,7 @@ def call_streamed(
     """Call a core model and yield each answer that has tensors; works with either transaction policy.
 
     With `pushed` the core model sends several answers to one call, as NVIDIA's C++ backend does; no other thread of
-    this process may call a model until the last answer has arrived. Otherwise the answers are fetched one by one
+    this process may call a model until the last answer has arrived. Otherwise the answers are fetched
     (`fetched_answers.py`), because several answers to calls from several threads can deadlock Triton 2.51: a thread
     that waits for the next answer holds its call's mutex while it waits for the GIL; the thread that delivers answers
     waits for that mutex while it holds the mutex of all calls; and a thread whose new call returns waits for the
