@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import deserialize
 
 from tests.support.tiny_models import read_safetensors, write_tiny_model
 from trtserve.checkpoint.source import read_source
@@ -53,7 +54,7 @@ def test_our_header_is_read_by_the_safetensors_library(tmp_path: Path) -> None:
         (b"x" * 20, b"", "header is not valid"),
         (b"[1, 2]", b"", "header is not valid"),
         ({"a": {"dtype": "F32"}}, b"", "header is not valid"),
-        ({"a": entry(0, 8, [3])}, b"\0" * 8, r"tensor a has 8 bytes; F32 \[3\] needs 12"),
+        ({"a": entry(0, 8, [3])}, b"\0" * 8, r"tensor a has 64 bits; F32 \[3\] needs 96"),
         ({"a": entry(0, 16, [4])}, b"\0" * 8, "tensor a ends at byte"),
         ({"a": entry(4, 8, [1])}, b"\0" * 8, "tensor a begins at byte"),
         ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"\0" * 12, "tensor b begins at byte"),
@@ -63,6 +64,11 @@ def test_our_header_is_read_by_the_safetensors_library(tmp_path: Path) -> None:
         (b'{"a": 1, "b": 2, "a": 1}', b"\0" * 4, r"its header is not valid \(it names 'a' twice\)"),
         (b'{"a": {"dtype": "F32", "dtype": "I32"}}', b"\0" * 4, "it names 'dtype' twice"),
         ({"a": entry(0, 4, [True])}, b"\0" * 4, "its header is not valid"),
+        ({"a": entry(0, 4, [4], "INT8")}, b"\0" * 4, "its header is not valid .*'INT8'"),
+        ({"a": entry(0, 4, [7], "F4")}, b"\0" * 4, r"tensor a has 32 bits; F4 \[7\] needs 28"),
+        ({"a": entry(0, 4, [(1 << 63) - 1] * 64)}, b"\0" * 4, "tensor a has 32 bits"),
+        ({"a": entry(0, 4, [1 << 63, 0])}, b"\0" * 4, "its header is not valid"),
+        ({"a": entry(0, 4, [1] * 100_000)}, b"\0" * 4, "a tensor of 100000 dimensions"),
         ({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, b"\0" * 4, "its header is not valid"),
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}}, b"\0" * 4, "its header is not valid"),
     ],
@@ -77,6 +83,18 @@ def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, content: bytes
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(CorruptFileError, match=r"x\.safetensors is damaged: its header claims"):
         TensorFile(tmp_path / "x.safetensors")
+
+
+def test_a_header_that_takes_long_to_parse_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="has 10000001 bytes; at most 10000000 are read"):
+        TensorFile(write(tmp_path / "x.safetensors", b" " * 10_000_001, b""))
+
+
+@pytest.mark.parametrize(("code", "count", "size"), [("F4", 8, 4), ("F6_E2M3", 4, 3), ("F8_E8M0", 4, 4), ("C64", 1, 8)])
+def test_every_type_of_the_format_is_known(tmp_path: Path, code: str, count: int, size: int) -> None:
+    path = write(tmp_path / "x.safetensors", {"a": entry(0, size, [count], code)}, b"\0" * size)
+    assert TensorFile(path).entries["a"].size == size
+    deserialize(path.read_bytes())  # type: ignore[no-untyped-call]  # raises what it refuses
 
 
 def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,16 +23,23 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# safetensors type → TensorRT-LLM config type. Sizes are checked with the widths of the other types.
+# safetensors type → TensorRT-LLM config type.
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 CODES = {name: code for code, name in DTYPES.items()} | {"float8_e4m3": "F8_E4M3"}
 # NumPy types of quantised tensors; FP8 values are read as their bits.
 _STORED = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "F8_E4M3": "uint8"}
-_WIDTHS = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
-    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+# All types of the format, with the bits of a value, by which sizes are checked.
+_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "BOOL": 8,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-_MAX_HEADER = 100_000_000
+# About 90,000 tensors in one file. The format allows 100 MB, the client of the hub reads 25 MB.
+_MAX_HEADER = 10_000_000
+# As NumPy has them. The product of more or larger numbers would take minutes.
+_MAX_DIMENSIONS = 64
+_MAX_NUMBER = 1 << 63
 _ALIGNMENT = 8
 
 
@@ -46,8 +54,8 @@ class Entry:
 
 
 def item_size(code: str) -> int:
-    """Return the bytes per value of a safetensors type."""
-    return _WIDTHS[code]
+    """Return the bytes per value of a safetensors type that is stored in whole bytes."""
+    return _BITS[code] // 8
 
 
 def numpy_dtype(code: str) -> np.dtype[Any]:
@@ -132,8 +140,13 @@ def _read_header(path: Path) -> dict[str, Entry]:
         if start.startswith(b"version "):
             raise _corrupt(path, "it is a Git LFS pointer, not the file itself")
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+        if not 2 <= length <= size - 8:
             raise _corrupt(path, f"its header claims {length} bytes, but the file has {size}")
+        if length > _MAX_HEADER:
+            raise UnsupportedModelError(
+                f"The header of {path} has {length} bytes; at most {_MAX_HEADER} are read.",
+                hint="No known model has so many tensors in one file. Divide it into several files.",
+            )
         text = handle.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_unique)
@@ -147,20 +160,22 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of the header. Raises ValueError for a name used twice: readers differ in which counts."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"it names {name!r} twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it names {twice!r:.100} twice")
     return found
 
 
 def _entry(value: Mapping[str, Any], data: int) -> Entry:
     code, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(code, str) or not isinstance(shape, list):
-        raise TypeError(f"a tensor of type {code!r} and shape {shape!r}")
-    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-        raise ValueError(f"a tensor of shape {shape} from {begin!r} to {end!r}")
+    if code not in _BITS or not isinstance(shape, list):
+        raise TypeError(f"a tensor of type {code!r:.40} and shape {shape!r:.100}")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions")
+    for number in (*shape, begin, end):
+        if type(number) is not int or not 0 <= number < _MAX_NUMBER:
+            raise ValueError(f"a tensor of shape {shape!r:.100} from {begin!r:.40} to {end!r:.40}")
     return Entry(code=code, shape=tuple(shape), begin=data + begin, size=end - begin)
 
 
@@ -170,15 +185,15 @@ def _check(path: Path, entries: Mapping[str, Entry], data: int, size: int) -> No
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].size)):
         if entry.begin + entry.size > size:
             raise _corrupt(
-                path, f"tensor {name} ends at byte {entry.begin + entry.size}, but the file has {size} bytes"
+                path, f"tensor {name:.100} ends at byte {entry.begin + entry.size}, but the file has {size} bytes"
             )
-        needed = math.prod(entry.shape) * _WIDTHS.get(entry.code, 0)
-        if entry.code in _WIDTHS and needed != entry.size:
+        bits = math.prod(entry.shape) * _BITS[entry.code]
+        if bits != 8 * entry.size:
             raise _corrupt(
-                path, f"tensor {name} has {entry.size} bytes; {entry.code} {list(entry.shape)} needs {needed}"
+                path, f"tensor {name:.100} has {8 * entry.size} bits; {entry.code} {list(entry.shape)} needs {bits}"
             )
         if entry.begin != expected:
-            raise _corrupt(path, f"tensor {name} begins at byte {entry.begin}; expected {expected}")
+            raise _corrupt(path, f"tensor {name:.100} begins at byte {entry.begin}; expected {expected}")
         expected += entry.size
     if expected != size:
         raise _corrupt(path, f"it has {size} bytes; its header describes {expected}")
@@ -199,7 +214,7 @@ def layout(
     offset = 0
     for name, shape in shapes.items():
         code = CODES[(own or {}).get(name, dtype)]
-        size = math.prod(shape) * _WIDTHS[code]
+        size = math.prod(shape) * item_size(code)
         described[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(described, separators=(",", ":")).encode()

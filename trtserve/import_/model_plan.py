@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from trtserve import hub
 from trtserve.artifacts import Manifest, Model, fingerprint, load_artifact
+from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
 from trtserve.files import read_json_object
 from trtserve.hub import RemoteFile, Revision
@@ -263,29 +262,11 @@ def _require_own(folder: Path, name: str) -> None:
 def _local_file(path: Path, hashed: bool) -> RemoteFile:
     stat = path.stat()
     if path.suffix == ".safetensors":
-        require_whole(path)
+        TensorFile(path)
     digest = f"time:{stat.st_mtime_ns}:{stat.st_size}"
     if hashed or not is_weights(path.name):
         digest = hub.digest_of(path, "sha256")
     return RemoteFile(name=path.name, size=stat.st_size, digest=digest)
-
-
-def require_whole(path: Path) -> None:
-    """Raise CorruptFileError when a safetensors file is shorter or longer than its header says.
-
-    Layout: 8 bytes little-endian length of the header, the header in JSON with `data_offsets` relative to its end.
-    """
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length)) if length <= size else None
-        ends = [entry["data_offsets"][1] for key, entry in (header or {}).items() if key != "__metadata__"]
-    except (struct.error, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptFileError(f"{path} is not a safetensors file: {error}.", hint=_AGAIN) from error
-    expected = 8 + length + max(ends, default=0)
-    if header is None or size != expected:
-        raise CorruptFileError(f"{path} has {size} bytes; its header says {expected}.", hint=_AGAIN)
 
 
 def stored_files(source: Source, store: Store, *, offline: bool) -> ModelFiles | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from trtserve.artifacts import MANIFEST, Manifest, Model, ModelRepository, fingerprint
 from trtserve.checkpoint.source import weight_map
+from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import CorruptFileError, RepositoryError, UsageError
 from trtserve.files import read_json_object
-from trtserve.import_.model_plan import INDEX, require_whole
+from trtserve.import_.model_plan import INDEX
 from trtserve.import_.sources import served_name
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order, release_of
@@ -220,7 +221,7 @@ def require_weights(folder: Path) -> None:
             hint="Import one with `trtserve import NAME --download-only`, or give a hub id.",
         )
     for path in sorted(folder.glob("*.safetensors")):
-        require_whole(path)
+        TensorFile(path)
     if (index := folder / INDEX).is_file():
         lacking = sorted(name for name in set(weight_map(index).values()) if not (folder / name).is_file())
         if lacking:
