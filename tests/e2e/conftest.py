@@ -12,6 +12,7 @@ import pytest
 from tests.support.devices import DEVICE
 from tests.support.in_process import InProcess
 from tests.support.model_server import ModelServer, serving
+from tests.support.openai_endpoint import openai_endpoint
 from tests.support.peft_adapters import write_adapter
 from tests.support.text_requests import MAX_SEQ_LEN
 from tests.support.tiny_models import write_tiny_model
@@ -21,6 +22,7 @@ from trtserve.convert import convert_model
 from trtserve.convert.lora import convert_adapter
 from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+from trtserve.triton.client import Endpoint
 
 NAME = "tiny"
 # `make gpu-test` runs the tests of request features on the torch runtime.
@@ -110,3 +112,17 @@ def oracle(features_engine: Engine) -> Iterator[InProcess]:
     executor = InProcess(features_engine.path, max_beam_width=4)
     yield executor
     executor.close()
+
+
+@pytest.fixture(scope="session")
+def endpoint(features: ModelServer, features_root: Path) -> Endpoint:
+    """The server for `trtserve query`."""
+    address, repository = features.address, features_root / "repository"
+    return Endpoint(http_port=address.http_port, grpc_port=address.grpc_port, model="tiny", repository=repository)
+
+
+@pytest.fixture(scope="session")
+def url(features: ModelServer, features_root: Path) -> Iterator[str]:
+    """Its door with the OpenAI API and the page."""
+    with openai_endpoint(features, repository=features_root / "repository", ui=True) as url:
+        yield url

@@ -26,18 +26,6 @@ MODELS = ("tiny", "ensemble", "tensorrt_llm")
 PROMPT = "What is machine learning?"
 
 
-@pytest.fixture(scope="module")
-def endpoint(features: ModelServer, features_root: Path) -> Endpoint:
-    """The server as `trtserve start` would have recorded it."""
-    address = features.address
-    return Endpoint(
-        http_port=address.http_port,
-        grpc_port=address.grpc_port,
-        model="tiny",
-        repository=features_root / "repository",
-    )
-
-
 @pytest.fixture
 def flags(endpoint: Endpoint, features_model: Path) -> list[str]:
     """Flags that name the server, which is not recorded."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -14,6 +15,16 @@ from tests.support.model_server import ModelServer
 from tests.support.waiting import wait_until
 from trtserve.door.app import Door
 from trtserve.door.settings import DoorSettings
+from trtserve.query import QuerySpec, generate
+from trtserve.triton.client import Endpoint
+
+PROMPTS = ("What is machine learning?", "é–字", "x")
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
+}
 
 
 @contextmanager
@@ -45,3 +56,10 @@ def openai_endpoint(server: ModelServer, *, repository: Path | None = None, ui: 
             door.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+def expected(endpoint: Endpoint, prompt: str, count: int = 24, **options: Any) -> tuple[str, int | None, str | None]:
+    """Text without leading spaces, number of tokens and reason of `trtserve query` on the core model."""
+    spec = QuerySpec(prompts=(prompt,), model="tensorrt_llm", options={"max_tokens": count, **options})
+    answer = generate(spec, endpoint)
+    return answer.text, answer.output_tokens, answer.sequences[0].finish_reason

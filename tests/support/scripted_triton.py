@@ -23,7 +23,9 @@ NAME = "scripted"
 class ScriptedTriton(Backend):
     """A server with one core model. `script` is the text of every answer; an error in it is raised at its place."""
 
-    def __init__(self, folder: Path, *, decoupled: bool = True, text: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, decoupled: bool = True, text: bool = False, context_logits: bool | None = None
+    ) -> None:
         self._lock, self._tasks, self.timeout = asyncio.Lock(), set(), 5.0
         self._endpoint = Endpoint()
         self.client = self  # type: ignore[assignment]  # it answers itself
@@ -42,6 +44,7 @@ class ScriptedTriton(Backend):
                 vocab_size=len(files.tokenizer),
                 max_seq_len=512,
                 adapters=None,
+                context_logits=context_logits,
             ),
         )
         self.script: Sequence[str | Exception] = ("Hello",)
@@ -50,6 +53,8 @@ class ScriptedTriton(Backend):
         self.finish_reason = "end_id"
         self.lowest = 0.0
         """Logit of all tokens but the script's."""
+        self.returns_context = True
+        """Whether it returns logits of prompts."""
         self.requests: list[dict[str, Any]] = []
         self.stops: list[str] = []
 
@@ -107,6 +112,12 @@ class ScriptedTriton(Backend):
             for place, token in enumerate(step):
                 logits[0, place, 0, token] = 9.0
             outputs["generation_logits"] = logits
+        if inputs.get("return_context_logits", [False])[0] and self.returns_context:
+            ids = inputs["input_ids"]
+            logits = np.zeros((1, len(ids), len(self.files.tokenizer)), dtype=np.float32)
+            for place, token in enumerate(ids[1:]):
+                logits[0, place, token] = 9.0
+            outputs["context_logits"] = logits
         return Reply(outputs=outputs, parameters={"finish_reason": self.finish_reason} if last else {})
 
 

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from tests.support.scripted_triton import NAME, ScriptedTriton, refused
-from tests.support.tiny_models import write_tiny_model
+from tests.support.scripted_endpoint import (
+    WEATHER,
+    chat,
+    complete,
+    endpoint_of,
+    error,
+    events,
+    write_chat_model,
+)
+from tests.support.scripted_triton import NAME, ScriptedTriton
 from tests.support.waiting import wait_until
 from trtserve.door.openai.measures import Measures
-from trtserve.door.openai.router import openai_router
-from trtserve.door.refusals import RefusedError
-
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-)
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_tiny_model(tmp_path_factory.mktemp("openai") / "model")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return folder
+    return write_chat_model(tmp_path_factory.mktemp("openai") / "model")
 
 
 @pytest.fixture
@@ -42,32 +39,8 @@ def triton(folder: Path) -> ScriptedTriton:
 
 @pytest.fixture
 def client(triton: ScriptedTriton) -> Iterator[TestClient]:
-    app = FastAPI()
-    app.include_router(openai_router(triton, Measures()))
-    with TestClient(app) as client:
+    with endpoint_of(triton) as client:
         yield client
-
-
-def complete(client: TestClient, **body: Any) -> Any:
-    return client.post("/v1/completions", json={"model": NAME, "prompt": "Hi", **body})
-
-
-def chat(client: TestClient, content: Any = "Hi", **body: Any) -> Any:
-    messages = body.pop("messages", [{"role": "user", "content": content}])
-    return client.post("/v1/chat/completions", json={"model": NAME, "messages": messages, **body})
-
-
-def events(response: Any) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def error(response: Any) -> tuple[int, str, str | None]:
-    """Status, message and parameter of an error in OpenAI's shape."""
-    content = response.json()["error"]
-    assert content.keys() == {"message", "type", "param", "code"}
-    return response.status_code, content["message"], content["param"]
 
 
 def test_a_completion(client: TestClient, triton: ScriptedTriton) -> None:
@@ -194,6 +167,31 @@ def test_log_probs_of_a_chat(client: TestClient) -> None:
     assert len(content) == 5
 
 
+@pytest.mark.parametrize("tops", [0, 2])
+def test_log_probs_of_an_echoed_prompt(client: TestClient, triton: ScriptedTriton, tops: int) -> None:
+    choice = complete(client, prompt="Hi", echo=True, logprobs=tops).json()["choices"][0]
+    found = choice["logprobs"]
+    assert choice["text"] == "HiHello"
+    assert found["tokens"] == ["<s>", *"HiHello"]  # the tokenizer's own token is not in the text
+    assert found["text_offset"] == [0, *range(7)]
+    assert found["token_logprobs"][0] is None
+    likely = 9 - math.log(math.exp(9) + len(triton.files.tokenizer) - 1)
+    assert found["token_logprobs"][1:3] == pytest.approx([likely] * 2)
+    assert all(value < 0 for value in found["token_logprobs"][1:])
+    if tops:
+        assert found["top_logprobs"][0] is None
+        assert [next(iter(top)) for top in found["top_logprobs"][1:]] == list("HiHello")
+        assert all(len(top) == tops for top in found["top_logprobs"][1:])
+    else:
+        assert found["top_logprobs"] is None
+    assert triton.requests[0]["return_context_logits"] == [True]
+
+
+def test_an_echoed_prompt_does_not_count_for_the_best_answer(client: TestClient) -> None:
+    answer = complete(client, prompt=[[5, 6], [7]], echo=True, logprobs=0, n=1, best_of=2).json()
+    assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [2 + 5, 1 + 5]
+
+
 def test_guides(client: TestClient, triton: ScriptedTriton) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     chat(client, response_format={"type": "json_object"})
@@ -256,118 +254,15 @@ def test_a_conversation_with_parts_and_earlier_calls(client: TestClient, triton:
     assert triton.files.decode(triton.requests[0]["input_ids"]) == "[system]S[user]ab[assistant][tool]rain>"
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "words", "param"),
-    [
-        ({"model": "other"}, 404, "`other` does not exist", "model"),
-        ({"temperatur": 1}, 400, "Unrecognized request argument supplied: temperatur", "temperatur"),
-        ({"temperature": 3}, 400, "less than or equal to 2", "temperature"),
-        ({"temperature": "hot"}, 400, "number", "temperature"),
-        ({"n": 0}, 400, "greater than or equal to 1", "n"),
-        ({"suffix": "x"}, 400, "does not fill gaps", "suffix"),
-        ({"min_p": 0.1}, 400, "no such input", "min_p"),
-        ({"prompt": ""}, 400, "must not be empty", None),
-        ({"prompt": []}, 400, "must not be empty", None),
-        ({"prompt": [1, "a"]}, 400, "", "prompt"),
-        ({"best_of": 1, "n": 2}, 400, "best_of must be at least n", None),
-        ({"prompt": ["a"] * 21, "n": 100}, 400, "must be at most 2048", None),
-        ({"stop": ["a"] * 65}, 400, "at most 64 stop strings", "stop"),
-        ({"best_of": 2, "stream": True}, 400, "best_of must equal n", None),
-        ({"stop": ""}, 400, "must not be empty", "stop"),
-        ({"logit_bias": {"cat": 1}}, 400, "not a token id", "logit_bias"),
-        ({"logit_bias": {"99999": 1}}, 400, "the vocabulary has", "logit_bias"),
-        ({"logit_bias": {"5": 101}}, 400, "from -100 to 100", "logit_bias"),
-        ({"stream_options": {"include_usage": True}}, 400, "only allowed when stream is true", None),
-        ({"guided_json": {}, "guided_regex": "a"}, 400, "only one of", None),
-        ({"guided_choice": []}, 400, "at least 1 item", "guided_choice"),
-        ({"echo": True, "logprobs": 1}, 400, "not available", None),
-    ],
-)
-def test_a_wrong_completion(
-    client: TestClient, body: dict[str, Any], status: int, words: str, param: str | None
-) -> None:
-    got = error(complete(client, **body))
-    assert (got[0], got[2]) == (status, param)
-    assert words in got[1]
-    assert "None" not in got[1]
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"messages": []}, "at least 1 item"),
-        ({"messages": [{"content": "x"}]}, "message 0 has no role"),
-        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "reads text only"),
-        ({"content": 5}, "must be a text"),
-        ({"top_logprobs": 3}, "needs logprobs"),
-        ({"tool_choice": "required"}, "there are no tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the tools"),
-        ({"tools": [{"type": "web_search"}]}, "'function'"),
-        ({"response_format": {"type": "json_schema"}}, "needs it"),
-        ({"response_format": {"type": "xml"}}, "json_object"),
-        ({"functions": []}, "replaced by tools"),
-        ({"audio": {"voice": "x"}}, "text only"),
-        ({"modalities": ["audio"]}, "'text'"),
-    ],
-)
-def test_a_wrong_chat(client: TestClient, body: dict[str, Any], words: str) -> None:
-    status, message, _ = error(chat(client, **body))
-    assert status == 400
-    assert words in message
-
-
-def test_keys_of_openais_own_service_have_no_effect(client: TestClient) -> None:
-    ignored = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "reasoning_effort": "low"}
-    nulls = {"stop": None, "tools": None, "functions": None, "seed": None, "n": None}
-    assert chat(client, **ignored, **nulls, parallel_tool_calls=True).status_code == 200
-
-
-def test_other_paths(client: TestClient) -> None:
-    assert error(client.post("/v1/embeddings", json={"input": "x"}))[:2] == (
-        400,
-        "This server has no embeddings: its models generate text.",
-    )
-    assert error(client.get("/v1/files"))[:2] == (404, "Unknown request URL: GET /v1/files.")
-    json_type = {"Content-Type": "application/json"}
-    assert error(client.post("/v1/completions", content=b"{", headers=json_type))[1] == "The body is not valid JSON."
-    assert "Content-Type" in error(client.post("/v1/completions", content=b"{}"))[1]
-    assert "JSON object" in error(client.post("/v1/completions", json=[]))[1]
-    assert error(client.post("/v1/completions", json={"model": NAME}))[1] == "Missing required parameter: 'prompt'."
-    assert error(client.get("/v1/models/other"))[0] == 404
-
-
 def test_models(client: TestClient) -> None:
     (only,) = client.get("/v1/models").json()["data"]
     assert Model.model_validate(only, strict=True).id == NAME
     assert client.get(f"/v1/models/{NAME}").json() == only
 
 
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [
-        ("Prompt length (600) exceeds maximum input length (511)", 400),
-        ("Maximum queue size is reached", 429),
-        ("Stub process 'tensorrt_llm_0_0' is not healthy.", 503),
-    ],
-)
-@pytest.mark.parametrize("stream", [True, False])
-def test_errors_of_the_engine(client: TestClient, triton: ScriptedTriton, text: str, status: int, stream: bool) -> None:
-    triton.script = (refused(text),)
-    assert error(complete(client, stream=stream))[:2] == (status, text)
-
-
-def test_an_error_within_a_stream_is_an_event(client: TestClient, triton: ScriptedTriton) -> None:
-    triton.script = ("He", refused("the engine failed"))
-    found = events(complete(client, stream=True))
-    assert "".join(each["choices"][0]["text"] for each in found[:-1]) == "He"
-    assert found[-1]["error"]["message"] == "the engine failed"
-
-
 def test_a_repository_that_does_not_stream(folder: Path) -> None:
     triton = ScriptedTriton(folder, decoupled=False)
-    app = FastAPI()
-    app.include_router(openai_router(triton, Measures()))
-    with TestClient(app) as client:
+    with endpoint_of(triton) as client:
         found = events(chat(client, stream=True))
     assert "".join(each["choices"][0]["delta"].get("content") or "" for each in found) == "Hello"
     assert triton.requests[0].get("streaming", [False]) == [False]
@@ -375,34 +270,12 @@ def test_a_repository_that_does_not_stream(folder: Path) -> None:
 
 def test_a_model_that_takes_text(folder: Path) -> None:
     triton = ScriptedTriton(folder, text=True)
-    app = FastAPI()
-    app.include_router(openai_router(triton, Measures()))
-    with TestClient(app) as client:
+    with endpoint_of(triton) as client:
         answer = chat(client, stop="lo").json()
         assert answer["choices"][0]["message"]["content"] == "Hel"
         assert answer["usage"]["prompt_tokens"] == len("[user]Hi>") + 1
         assert error(complete(client, logit_bias={"5": 1}))[2] == "logit_bias"
     assert (triton.requests[0]["text_input"], triton.requests[0]["stop_words"]) == (["[user]Hi>"], ["lo"])
-
-
-def test_an_api_key(triton: ScriptedTriton) -> None:
-    app = FastAPI()
-    app.include_router(openai_router(triton, Measures(), api_keys=["secret"]))
-    with TestClient(app) as client:
-        assert error(complete(client))[:2] == (401, "Incorrect API key provided.")
-        client.headers["Authorization"] = "Bearer secret"
-        assert complete(client).status_code == 200
-
-
-def test_a_model_that_cannot_answer_is_refused(triton: ScriptedTriton) -> None:
-    async def require(_: Request, model: str) -> None:
-        raise RefusedError(503, f"a process of the model {model} has ended")
-
-    app = FastAPI()
-    app.include_router(openai_router(triton, Measures(), require=require))
-    with TestClient(app) as client:
-        assert error(complete(client, stream=True))[:2] == (503, "a process of the model tensorrt_llm has ended")
-    assert not triton.requests
 
 
 def test_improbable_tokens_have_a_number(client: TestClient, triton: ScriptedTriton) -> None:
@@ -413,9 +286,8 @@ def test_improbable_tokens_have_a_number(client: TestClient, triton: ScriptedTri
 
 
 def test_times_of_streams_are_measured(triton: ScriptedTriton) -> None:
-    measures, app = Measures(), FastAPI()
-    app.include_router(openai_router(triton, measures))
-    with TestClient(app) as client:
+    measures = Measures()
+    with endpoint_of(triton, measures=measures) as client:
         pieces = len(events(complete(client, stream=True)))
     page = measures.page().decode()
     assert "trtserve_openai_time_to_first_token_seconds_count 1.0" in page

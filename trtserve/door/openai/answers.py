@@ -43,26 +43,29 @@ class Completion:
     """The prompt, if the answer repeats it."""
     shows_log_probs: bool = False
     text: str = ""
+    prompt: list[TokenLogProb] = field(default_factory=list)
+    """The tokens of the prompt, if the answer has their log-probabilities."""
     tokens: list[TokenLogProb] = field(default_factory=list)
     finish_reason: str | None = None
 
     @property
     def mean_log_prob(self) -> float:
         """Mean log-probability of its tokens, by which the best of several answers is chosen."""
-        return sum(token.log_prob for token in self.tokens) / max(1, len(self.tokens))
+        return sum(token.log_prob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
 
     def add(self, piece: Piece) -> list[Json]:
         """Add a piece and return the choices of the chunks that carry it."""
         text = piece.text if self.text else self.echoed + piece.text
         choice = self._choice(text, piece.tokens, start=len(self.text), finish_reason=piece.finish_reason)
         self.text += text
+        self.prompt += piece.prompt
         self.tokens += piece.tokens
         self.finish_reason = piece.finish_reason
         return [choice]
 
     def whole(self) -> Json:
         """Return the choice of the whole answer."""
-        return self._choice(self.text, self.tokens, start=0, finish_reason=self.finish_reason)
+        return self._choice(self.text, [*self.prompt, *self.tokens], start=0, finish_reason=self.finish_reason)
 
     def _choice(self, text: str, tokens: Sequence[TokenLogProb], *, start: int, finish_reason: str | None) -> Json:
         log_probs = completion_log_probs(tokens, start) if tokens and self.shows_log_probs else None

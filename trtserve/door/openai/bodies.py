@@ -171,9 +171,16 @@ class CompletionBody(Sampling):
             raise ValueError("best_of must equal n when stream is true")
         if len(self.prompts) * (self.best_of or self.n) > _MOST_ANSWERS:
             raise ValueError(f"prompts times n (or best_of) must be at most {_MOST_ANSWERS}")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo cannot be combined with logprobs: log-probabilities of the prompt are not available")
+        if self.echoes_log_probs and self.stream:
+            raise ValueError(
+                "echo with logprobs cannot be streamed: log-probabilities of the prompt come with the whole answer"
+            )
         return self
+
+    @property
+    def echoes_log_probs(self) -> bool:
+        """Whether the answer has the log-probabilities of the prompt."""
+        return self.echo and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:

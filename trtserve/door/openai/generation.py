@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trtserve.door.openai.engine_call import EngineCall
-from trtserve.door.openai.log_probs import TokenLogProb, token_log_probs
+from trtserve.door.openai.log_probs import TokenLogProb, prompt_log_probs, token_log_probs
 from trtserve.door.openai.request import EngineRequest
 from trtserve.door.openai.served import Backend, Served
 from trtserve.door.openai.stop_strings import StoppedText
+from trtserve.errors import RequestError
 from trtserve.models.bls.incremental_text import IncrementalText
 from trtserve.triton.client import Reply
 
@@ -36,6 +38,8 @@ class Piece:
     text: str = ""
     tokens: list[TokenLogProb] = field(default_factory=list)
     """The new tokens, if log-probabilities were requested."""
+    prompt: list[TokenLogProb] = field(default_factory=list)
+    """The tokens of the prompt, if theirs were requested."""
     finish_reason: str | None = None
     """`stop` or `length` with the last piece."""
 
@@ -49,11 +53,14 @@ async def generate(
     """
     call = EngineCall(backend, served, request)
     reader = _IdsReader(served, request, usage) if served.takes_ids else _TextReader(served, request, usage)
-    stopped, begun, ended = StoppedText(request.stops), False, False
+    stopped, begun, ended, echoed = StoppedText(request.stops), False, False, False
     waiting: list[TokenLogProb] = []
     try:
         async for replies in call.replies():
             piece = reader.read(replies)
+            if request.echoes_log_probs and not echoed:
+                echoed = True
+                piece.prompt = await asyncio.to_thread(_prompt_log_probs, served, request, replies)
             ended = piece.finish_reason is not None
             piece.text = stopped.add(piece.text, last=ended)
             if request.prompt.chat and not begun:  # templates end before the space that begins the answer
@@ -151,6 +158,17 @@ class _TextReader:
         elif not self._request.streams and not self._model.has("exclude_input_in_output"):
             text = text.removeprefix(self._request.prompt.text or "")
         return text
+
+
+def _prompt_log_probs(served: Served, request: EngineRequest, replies: Sequence[Reply]) -> list[TokenLogProb]:
+    """Return the tokens of the prompt; each takes a millisecond. Raises RequestError if their logits did not come."""
+    ids, tops = request.prompt.ids, request.tops or 0
+    logits = next((reply.outputs["context_logits"] for reply in replies if "context_logits" in reply.outputs), None)
+    if logits is None or logits.size // logits.shape[-1] < len(ids):
+        raise RequestError("The engine did not return the logits of the prompt, which echo with logprobs needs.")
+    special = set(served.require_tokenizer("echo").tokenizer.all_special_ids)
+    found = prompt_log_probs(logits, ids, tops=tops, text=served.token_text)
+    return [replace(entry, special=token in special) for entry, token in zip(found, ids, strict=True)]
 
 
 def _ids(reply: Reply) -> list[int]:

@@ -20,12 +20,16 @@ class TokenLogProb:
     """One token, its log-probability, and the likeliest tokens in its place."""
 
     text: str
-    log_prob: float
+    log_prob: float | None
+    """None for the first token of a prompt, which nothing precedes."""
     tops: tuple[tuple[str, float], ...] = ()
+    special: bool = False
+    """Whether it is a special token of the prompt, which is not part of the text."""
 
     def chat(self) -> dict[str, Any]:
         """Return the entry of `choices[].logprobs.content`."""
         tops = [_entry(text, log_prob) for text, log_prob in self.tops]
+        assert self.log_prob is not None  # chats have no echo
         return {**_entry(self.text, self.log_prob), "top_logprobs": tops}
 
 
@@ -38,11 +42,11 @@ def completion_log_probs(tokens: Sequence[TokenLogProb], start: int) -> dict[str
     offsets = []
     for token in tokens:
         offsets.append(start)
-        start += len(token.text)
+        start += 0 if token.special else len(token.text)
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.log_prob for token in tokens],
-        "top_logprobs": [dict(token.tops) for token in tokens] if any(token.tops for token in tokens) else None,
+        "top_logprobs": [dict(token.tops) or None for token in tokens] if any(token.tops for token in tokens) else None,
         "text_offset": offsets,
     }
 
@@ -68,10 +72,17 @@ def token_log_probs(
     ]
 
 
+def prompt_log_probs(logits: NDArray[Any], ids: Sequence[int], *, tops: int, text: TokenText) -> list[TokenLogProb]:
+    """Return the entries of a prompt; the row of a token in `logits` [..., token, vocabulary] is for the next one."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    rest = [_with_tops(row.astype(np.float64), token, tops, text) for row, token in zip(rows, ids[1:], strict=False)]
+    return [TokenLogProb(text=text(ids[0]), log_prob=None), *rest]
+
+
 def _with_tops(logits: NDArray[np.float64], token: int, tops: int, text: TokenText) -> TokenLogProb:
     highest = float(logits.max())
     log_probs = np.maximum(logits - highest - np.log(np.exp(logits - highest).sum()), _LOWEST)
-    best = np.argsort(-log_probs, kind="stable")[:tops]
+    best = np.argsort(-log_probs, kind="stable")[:tops] if tops else ()
     return TokenLogProb(
         text=text(token),
         log_prob=float(log_probs[token]),

@@ -24,6 +24,8 @@ from trtserve.triton.tensors import Tensor
 
 _UINT64 = 2**64
 _NO_END = -1
+# Values of 4 bytes in the response of the engine: 256 MiB.
+_MOST_LOGITS = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class EngineRequest:
     adapter: str | None = None
     tops: int | None = None
     """Alternatives to each token whose log-probabilities are wanted, or None without log-probabilities."""
+    echoes_log_probs: bool = False
+    """Whether those of the prompt are wanted too."""
 
     @property
     def streams(self) -> bool:
@@ -53,6 +57,8 @@ class EngineRequest:
         wanted += [name for name in ("finish_reason", "num_input_tokens", "num_output_tokens") if name in model.outputs]
         if self.tops is not None:
             wanted += ["generation_logits" if self.tops else "output_log_probs"]
+        if self.echoes_log_probs:
+            wanted += ["context_logits"]
         return tuple(wanted)
 
 
@@ -65,6 +71,7 @@ def engine_requests(
     max_tokens: int,
     adapter: str | None,
     tops: int | None,
+    echoes_log_probs: bool = False,
     repository: Path | None,
 ) -> list[EngineRequest]:
     """Return `count` requests for the same prompt, which differ in their seeds.
@@ -72,6 +79,9 @@ def engine_requests(
     Raises ApiError and UsageError for what the model cannot do.
     """
     options = _options(served, body, max_tokens, tops)
+    if echoes_log_probs:
+        _require_context_logits(served, len(prompt.ids) * count)
+        options["return_context_logits"] = True
     spec = QuerySpec(
         token_ids=(prompt.ids,) if prompt.ids else (),
         prompts=() if prompt.ids else (prompt.text or "",),
@@ -101,6 +111,7 @@ def engine_requests(
         stops=tuple(body.stops),
         adapter=adapter,
         tops=tops,
+        echoes_log_probs=echoes_log_probs,
     )
     return [request, *(_with_seed(request, options["seed"] + number) for number in range(1, count))]
 
@@ -148,6 +159,22 @@ def _options(served: Served, body: Sampling, max_tokens: int, tops: int | None) 
     if served.model.has("return_num_input_tokens"):
         chosen["return_num_input_tokens"] = True
     return {**chosen, "max_tokens": max_tokens}
+
+
+def _require_context_logits(served: Served, tokens: int) -> None:
+    """Raise ApiError unless the engine returns the logits of so many prompt tokens."""
+    what = "echo with logprobs needs log-probabilities of the prompt"
+    if not served.takes_ids:
+        raise ApiError(f"{what}, and a model that takes token ids.", param="echo")
+    if served.context_logits is False:
+        raise ApiError(f"{what}: the engine must be built with --gather-context-logits.", param="echo")
+    most = _MOST_LOGITS // (served.vocab_size or 1)
+    if tokens > most:
+        raise ApiError(
+            f"{what}: the engine returns all logits of a prompt, which is allowed for {most} tokens (times n or "
+            f"best_of); this request has {tokens}.",
+            param="echo",
+        )
 
 
 def _end_id(served: Served) -> int | None:

@@ -85,7 +85,10 @@ class Paths:
         sequences: list[Sequenced] = []
         for prompt in prompts:
             echoed = _echoed(served, prompt) if body.echo else ""
-            for each in self._requests(served, body, prompt, count, max_tokens, adapter, tops):
+            requests = self._requests(
+                served, body, prompt, count, max_tokens, adapter, tops, echoes_log_probs=body.echoes_log_probs
+            )
+            for each in requests:
                 choice = Completion(index=len(sequences), echoed=echoed, shows_log_probs=body.logprobs is not None)
                 sequences.append(Sequenced(request=each, choice=choice))
         kind = "text_completion"
@@ -132,6 +135,8 @@ class Paths:
         max_tokens: int,
         adapter: str | None,
         tops: int | None,
+        *,
+        echoes_log_probs: bool = False,
     ) -> list[EngineRequest]:
         return engine_requests(
             served,
@@ -141,6 +146,7 @@ class Paths:
             max_tokens=max_tokens,
             adapter=adapter,
             tops=tops,
+            echoes_log_probs=echoes_log_probs,
             repository=self._backend.repository,
         )
 

@@ -48,6 +48,8 @@ class Served:
     max_seq_len: int | None
     """Most tokens of prompt and answer together."""
     adapters: LoraNames | None
+    context_logits: bool | None = None
+    """Whether the engine returns logits of prompts, or None where that is not known."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """What `generation_config.json` says about sampling."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -180,6 +182,7 @@ def _describe(text: ModelDescription, endpoint: Endpoint, tokenizer: Path | None
         adds_special=server_adds_special_tokens(client, preprocessing=preprocessing),
         vocab_size=vocab_size or (None if files is None else len(files.tokenizer)),
         max_seq_len=engine.get("build_config", {}).get("max_seq_len"),
+        context_logits=engine.get("build_config", {}).get("gather_context_logits"),
         adapters=None if endpoint.repository is None else LoraNames(endpoint.repository, table),
         sampling={} if files is None else _sampling(files),
     )

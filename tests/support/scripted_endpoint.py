@@ -1,0 +1,62 @@
+"""The OpenAI endpoint in front of a scripted engine: its requests, and what comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from tests.support.scripted_triton import NAME, ScriptedTriton
+from tests.support.tiny_models import write_tiny_model
+from trtserve.door.openai.measures import Measures
+from trtserve.door.openai.router import openai_router
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def write_chat_model(folder: Path) -> Path:
+    """Fill `folder` with a tiny model that has a chat template."""
+    write_tiny_model(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return folder
+
+
+@contextmanager
+def endpoint_of(triton: ScriptedTriton, **options: Any) -> Iterator[TestClient]:
+    """Yield a client of the endpoint; `options` are those of its router."""
+    app = FastAPI()
+    app.include_router(openai_router(triton, options.pop("measures", Measures()), **options))
+    with TestClient(app) as client:
+        yield client
+
+
+def complete(client: TestClient, **body: Any) -> Any:
+    return client.post("/v1/completions", json={"model": NAME, "prompt": "Hi", **body})
+
+
+def chat(client: TestClient, content: Any = "Hi", **body: Any) -> Any:
+    messages = body.pop("messages", [{"role": "user", "content": content}])
+    return client.post("/v1/chat/completions", json={"model": NAME, "messages": messages, **body})
+
+
+def events(response: Any) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def error(response: Any) -> tuple[int, str, str | None]:
+    """Status, message and parameter of an error in OpenAI's shape."""
+    content = response.json()["error"]
+    assert content.keys() == {"message", "type", "param", "code"}
+    return response.status_code, content["message"], content["param"]

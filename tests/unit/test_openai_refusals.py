@@ -1,0 +1,171 @@
+"""What the OpenAI endpoint refuses, in front of a scripted engine, and how it reports the engine's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import Request
+from fastapi.testclient import TestClient
+
+from tests.support.scripted_endpoint import (
+    WEATHER,
+    chat,
+    complete,
+    endpoint_of,
+    error,
+    events,
+    write_chat_model,
+)
+from tests.support.scripted_triton import NAME, ScriptedTriton, refused
+from trtserve.door.refusals import RefusedError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("openai") / "model")
+
+
+@pytest.fixture
+def triton(folder: Path) -> ScriptedTriton:
+    return ScriptedTriton(folder)
+
+
+@pytest.fixture
+def client(triton: ScriptedTriton) -> Iterator[TestClient]:
+    with endpoint_of(triton) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words", "param"),
+    [
+        ({"model": "other"}, 404, "`other` does not exist", "model"),
+        ({"temperatur": 1}, 400, "Unrecognized request argument supplied: temperatur", "temperatur"),
+        ({"temperature": 3}, 400, "less than or equal to 2", "temperature"),
+        ({"temperature": "hot"}, 400, "number", "temperature"),
+        ({"n": 0}, 400, "greater than or equal to 1", "n"),
+        ({"suffix": "x"}, 400, "does not fill gaps", "suffix"),
+        ({"min_p": 0.1}, 400, "no such input", "min_p"),
+        ({"prompt": ""}, 400, "must not be empty", None),
+        ({"prompt": []}, 400, "must not be empty", None),
+        ({"prompt": [1, "a"]}, 400, "", "prompt"),
+        ({"best_of": 1, "n": 2}, 400, "best_of must be at least n", None),
+        ({"prompt": ["a"] * 21, "n": 100}, 400, "must be at most 2048", None),
+        ({"stop": ["a"] * 65}, 400, "at most 64 stop strings", "stop"),
+        ({"best_of": 2, "stream": True}, 400, "best_of must equal n", None),
+        ({"stop": ""}, 400, "must not be empty", "stop"),
+        ({"logit_bias": {"cat": 1}}, 400, "not a token id", "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, 400, "the vocabulary has", "logit_bias"),
+        ({"logit_bias": {"5": 101}}, 400, "from -100 to 100", "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, 400, "only allowed when stream is true", None),
+        ({"guided_json": {}, "guided_regex": "a"}, 400, "only one of", None),
+        ({"guided_choice": []}, 400, "at least 1 item", "guided_choice"),
+        ({"echo": True, "logprobs": 1, "stream": True}, 400, "cannot be streamed", None),
+    ],
+)
+def test_a_wrong_completion(
+    client: TestClient, body: dict[str, Any], status: int, words: str, param: str | None
+) -> None:
+    got = error(complete(client, **body))
+    assert (got[0], got[2]) == (status, param)
+    assert words in got[1]
+    assert "None" not in got[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": []}, "at least 1 item"),
+        ({"messages": [{"content": "x"}]}, "message 0 has no role"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "reads text only"),
+        ({"content": 5}, "must be a text"),
+        ({"top_logprobs": 3}, "needs logprobs"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the tools"),
+        ({"tools": [{"type": "web_search"}]}, "'function'"),
+        ({"response_format": {"type": "json_schema"}}, "needs it"),
+        ({"response_format": {"type": "xml"}}, "json_object"),
+        ({"functions": []}, "replaced by tools"),
+        ({"audio": {"voice": "x"}}, "text only"),
+        ({"modalities": ["audio"]}, "'text'"),
+    ],
+)
+def test_a_wrong_chat(client: TestClient, body: dict[str, Any], words: str) -> None:
+    status, message, _ = error(chat(client, **body))
+    assert status == 400
+    assert words in message
+
+
+def test_log_probs_of_a_prompt_need_logits_of_the_engine(folder: Path) -> None:
+    asked: dict[str, Any] = {"echo": True, "logprobs": 0}
+    triton = ScriptedTriton(folder)
+    triton.returns_context = False
+    with endpoint_of(triton) as client:
+        assert "did not return the logits of the prompt" in error(complete(client, **asked))[1]
+        assert "allowed for" in error(complete(client, prompt=[5] * 3000, n=128, **asked))[1]
+    with endpoint_of(ScriptedTriton(folder, context_logits=False)) as client:
+        status, text, param = error(complete(client, **asked))
+        assert (status, param) == (400, "echo")
+        assert "--gather-context-logits" in text
+    with endpoint_of(ScriptedTriton(folder, text=True)) as client:
+        assert "takes token ids" in error(complete(client, **asked))[1]
+
+
+def test_keys_of_openais_own_service_have_no_effect(client: TestClient) -> None:
+    ignored = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "reasoning_effort": "low"}
+    nulls = {"stop": None, "tools": None, "functions": None, "seed": None, "n": None}
+    assert chat(client, **ignored, **nulls, parallel_tool_calls=True).status_code == 200
+
+
+def test_other_paths(client: TestClient) -> None:
+    assert error(client.post("/v1/embeddings", json={"input": "x"}))[:2] == (
+        400,
+        "This server has no embeddings: its models generate text.",
+    )
+    assert error(client.get("/v1/files"))[:2] == (404, "Unknown request URL: GET /v1/files.")
+    json_type = {"Content-Type": "application/json"}
+    assert error(client.post("/v1/completions", content=b"{", headers=json_type))[1] == "The body is not valid JSON."
+    assert "Content-Type" in error(client.post("/v1/completions", content=b"{}"))[1]
+    assert "JSON object" in error(client.post("/v1/completions", json=[]))[1]
+    assert error(client.post("/v1/completions", json={"model": NAME}))[1] == "Missing required parameter: 'prompt'."
+    assert error(client.get("/v1/models/other"))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("Prompt length (600) exceeds maximum input length (511)", 400),
+        ("Maximum queue size is reached", 429),
+        ("Stub process 'tensorrt_llm_0_0' is not healthy.", 503),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_errors_of_the_engine(client: TestClient, triton: ScriptedTriton, text: str, status: int, stream: bool) -> None:
+    triton.script = (refused(text),)
+    assert error(complete(client, stream=stream))[:2] == (status, text)
+
+
+def test_an_error_within_a_stream_is_an_event(client: TestClient, triton: ScriptedTriton) -> None:
+    triton.script = ("He", refused("the engine failed"))
+    found = events(complete(client, stream=True))
+    assert "".join(each["choices"][0]["text"] for each in found[:-1]) == "He"
+    assert found[-1]["error"]["message"] == "the engine failed"
+
+
+def test_an_api_key(triton: ScriptedTriton) -> None:
+    with endpoint_of(triton, api_keys=["secret"]) as client:
+        assert error(complete(client))[:2] == (401, "Incorrect API key provided.")
+        client.headers["Authorization"] = "Bearer secret"
+        assert complete(client).status_code == 200
+
+
+def test_a_model_that_cannot_answer_is_refused(triton: ScriptedTriton) -> None:
+    async def require(_: Request, model: str) -> None:
+        raise RefusedError(503, f"a process of the model {model} has ended")
+
+    with endpoint_of(triton, require=require) as client:
+        assert error(complete(client, stream=True))[:2] == (503, "a process of the model tensorrt_llm has ended")
+    assert not triton.requests
