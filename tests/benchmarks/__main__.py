@@ -21,6 +21,7 @@ BENCHMARKS = (
     "lora",
     "serving",
     "text",
+    "endpoint",
     "protocols",
     "convert",
     "plan",
