@@ -16,7 +16,7 @@ JOBS ?= 3
 # Containers often set it. The tests start hundreds of processes, each of which would compile all of trtserve again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-oracle lint bench soak soak-openai fuzz kills launches faults gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
+.PHONY: help demo test test-fast test-oracle lint bench interruptions soak soak-openai fuzz kills launches faults gpu-test gpu-bench gpu-bundle docs site lock sbom audit recording golden clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -49,6 +49,9 @@ bench: $(READY) $(VENV)/.bench ## the figures of docs/performance.md, as ratios 
 
 kills: $(READY) ## 20 conversions of 2.2 GB killed at random moments and run again: the same files, nothing left
 	$(BIN)/python -m tests.benchmarks.kills --work $(BENCH_WORK) $(ARGS)
+
+interruptions: $(READY) ## ten runs of `up` interrupted at random moments and run again: the same end, nothing half, nothing left
+	$(BIN)/python -m tests.benchmarks.interruptions --work $(BENCH_WORK) $(ARGS)
 
 soak: $(READY) ## random mixes of requests, then 64 streams for ten minutes with random cancels: nothing may grow
 	TRTSERVE_MIXES=300 $(BIN)/python -m pytest -q tests/integration/test_request_mix.py

@@ -136,6 +136,12 @@ class Machine:
         return left
 
 
+def differences(state: State, whole: State) -> list[str]:
+    """Return the fields in which two states differ, and the files."""
+    found = [each.name for each in fields(State) if getattr(state, each.name) != getattr(whole, each.name)]
+    return [*found, *sorted({name for name, _ in state.files.items() ^ whole.files.items()})]
+
+
 def one_interruption(machine: Machine, seconds: float, number: signal.Signals, whole: State) -> dict[str, Any]:
     """Interrupt after `seconds`, look, run again, look again."""
     machine.clean()
@@ -144,14 +150,13 @@ def one_interruption(machine: Machine, seconds: float, number: signal.Signals, w
     half = [name for name, content in found.items() if whole.files.get(name) != content]
     machine.run("up")
     state = machine.state()
-    differs = [each.name for each in fields(State) if getattr(state, each.name) != getattr(whole, each.name)]
     return {
         "seconds": round(seconds, 2),
         "signal": number.name,
         "interrupted": interrupted,
         "files": len(found),
         "half": half,
-        "differs": differs,
+        "differs": differences(state, whole),
         "left": machine.down(),
     }
 

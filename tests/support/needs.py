@@ -35,6 +35,7 @@ NEEDS = {
     "torch": Need("PyTorch", _modules("torch", "peft", "triton"), None),
     "vl_convert": Need("vl-convert", _modules("vl_convert"), None),
     "nginx": Need("nginx", _programs("nginx"), "nginx-light"),
+    "notebook": Need("nbclient and vl-convert", _modules("nbclient", "ipykernel", "vl_convert"), None),
     "clients": Need("LangChain and litellm", _modules("langchain_openai", "litellm"), None),
     "chromium": Need("Chromium", lambda: _modules("playwright")() and _programs("chromium")(), "chromium"),
     "promtool": Need("promtool", _programs("promtool"), "prometheus"),
