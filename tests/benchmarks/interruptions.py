@@ -38,6 +38,8 @@ servers:
 """
 ARTEFACTS = ("models", "checkpoints", "engines", "repositories")
 SIGNALS = (signal.SIGINT, signal.SIGKILL)
+MOST_NAMES = 5
+"""Names of files that an outcome shows."""
 ENDS_WITHIN = 60.0
 """Seconds in which the processes of a stopped server or of a killed command end."""
 
@@ -139,7 +141,7 @@ class Machine:
 def differences(state: State, whole: State) -> list[str]:
     """Return the fields in which two states differ, and the files."""
     found = [each.name for each in fields(State) if getattr(state, each.name) != getattr(whole, each.name)]
-    return [*found, *sorted({name for name, _ in state.files.items() ^ whole.files.items()})]
+    return [*found, *sorted({name for name, _ in state.files.items() ^ whole.files.items()})[:MOST_NAMES]]
 
 
 def one_interruption(machine: Machine, seconds: float, number: signal.Signals, whole: State) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def one_interruption(machine: Machine, seconds: float, number: signal.Signals, w
         "signal": number.name,
         "interrupted": interrupted,
         "files": len(found),
-        "half": half,
+        "half": half[:MOST_NAMES],
         "differs": differences(state, whole),
         "left": machine.down(),
     }
