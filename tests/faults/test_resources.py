@@ -1,8 +1,7 @@
-"""A full disk, a clock that jumps, a damaged state file, a server that hangs."""
+"""A clock that jumps, a damaged state file, a server that hangs."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -72,35 +71,3 @@ def test_a_hanging_server_is_degraded_and_recovers(repository: Path, tmp_path: P
         os.kill(server.instances[0].process.pid, signal.SIGCONT)
         wait_until(lambda: one.record().state == "ready")
         assert one.ask() == 200
-
-
-def full_disk(repository: Path, tmp_path: Path) -> None:
-    """The store is on a small file system, in a mount namespace of its own, and is filled while the server runs."""
-    script = """
-        mount -t tmpfs -o size=8m tmpfs "$TRTSERVE_HOME"
-        trtserve() { "$PYTHON" -m trtserve "$@"; }
-        trtserve start --model-repository "$REPOSITORY" --detach --auto-ports --raw-http --quiet > "$RESULTS/url"
-        dd if=/dev/zero of="$TRTSERVE_HOME/full" bs=64k 2> /dev/null || true
-        sleep 5
-        trtserve status --json > "$RESULTS/status"
-        trtserve stop --quiet > "$RESULTS/stop"
-    """
-    home = tmp_path / "home"
-    home.mkdir()
-    given = {"TRTSERVE_HOME": str(home), "PYTHON": sys.executable, "REPOSITORY": str(repository)}
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "bash", "-euc", script],
-        env={**os.environ, **given, "RESULTS": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (status,) = json.loads((tmp_path / "status").read_text())["result"]
-    assert status["state"] == "ready"
-    assert (tmp_path / "stop").read_text() == "probe\n"
-
-
-if ALL:  # not every machine lets its users mount
-    test_a_full_disk_does_not_end_a_server = full_disk

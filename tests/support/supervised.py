@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,15 +111,15 @@ class Supervised:
         return answer.status
 
     @contextmanager
-    def load(self, clients: int = 4) -> Iterator[None]:
+    def load(self, clients: int = 4, ask: Callable[[], int] | None = None) -> Iterator[None]:
         """Ask without a pause during the block."""
-        ending = threading.Event()
+        ending, asked = threading.Event(), ask or self.ask
 
-        def ask() -> None:
+        def repeat() -> None:
             while not ending.is_set():
-                self.ask()
+                asked()
 
-        threads = [threading.Thread(target=ask) for _ in range(clients)]
+        threads = [threading.Thread(target=repeat) for _ in range(clients)]
         for thread in threads:
             thread.start()
         try:

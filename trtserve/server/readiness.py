@@ -9,10 +9,12 @@ from trtserve.errors import PortInUseError, ServerStartError
 from trtserve.host.containers import explained
 from trtserve.process import ProcessId, exit_code, was_killed
 from trtserve.progress import Progress
+from trtserve.repo.programs import PACKAGE
 from trtserve.server.launch import llmapi, single
 from trtserve.server.launch_plan import InstancePlan, ServerPlan
 from trtserve.server.logs import last_lines
 from trtserve.server.rank_processes import describe_ranks, kept_waiting, rank_processes, stubs_of
+from trtserve.server.standstill import Standstill
 from trtserve.server.state import Server
 from trtserve.triton import server_log
 from trtserve.triton.startup import came_up, opened_all_ports, pause, start_error, timeout_error
@@ -39,7 +41,9 @@ def wait_for_all(
     """
     deadline = time.monotonic() + timeout
     pairs = zip(server.instances, plan.instances, strict=True)
-    waiting = [_Waiting(instance.process, planned) for instance, planned in pairs]
+    # Other models may wait for whatever they like while they load.
+    own = frozenset(path.parents[1].name for path in plan.repository.path.glob(f"*/*/{PACKAGE}"))
+    waiting = [_Waiting(instance.process, planned, own) for instance, planned in pairs]
     loading = _Loading(len(plan.served.models), progress)
     while True:
         loading.report(server_log.read(plan.instances[0].log))
@@ -130,9 +134,12 @@ def _survives_job_end(root: ProcessId) -> bool:
 class _Waiting:
     """One instance that is starting, with the ranks that have been seen."""
 
-    def __init__(self, root: ProcessId, planned: InstancePlan) -> None:
+    def __init__(self, root: ProcessId, planned: InstancePlan, own: frozenset[str]) -> None:
         self.root = root
         self.planned = planned
+        self._own = own
+        """Models that trtserve wrote."""
+        self._standstill = Standstill()
         self._seen: dict[int, ProcessId] = {}
         self._looked = time.monotonic()
         self._lost_since: float | None = None
@@ -166,9 +173,18 @@ class _Waiting:
         return False
 
     def _look_for_stubs(self) -> None:
-        """Raise ServerStartError when a stub was killed while its model loads: Triton 2.51 waits for it for ever."""
-        text = server_log.read(self.planned.log)
-        lost = sorted(server_log.initializing(text) - {stub.model for stub in stubs_of(self.root)})
+        """Raise ServerStartError when Triton 2.51 waits for ever for a stub, which was killed or not heard."""
+        text, stubs = server_log.read(self.planned.log), stubs_of(self.root)
+        loading = server_log.initializing(text)
+        lost = sorted(loading - {stub.model for stub in stubs})
+        if loading <= self._own and self._standstill.lasts([stub for stub in stubs if stub.model in loading]):
+            error = ServerStartError(
+                f"Triton waits for the Python stub of {', '.join(sorted(loading))}, which has nothing left to do. Last "
+                f"lines:\n{last_lines(self.planned.log)}",
+                log=self.planned.log,
+            )
+            error.by_chance = True
+            raise error
         # A model that fails by itself ends its stub too, but Triton says why.
         if not lost or not self.root.alive() or server_log.failures(text):
             self._stub_lost_since = None

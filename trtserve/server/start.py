@@ -72,9 +72,9 @@ def start_once(
 ) -> Server:
     """Return a ready server; its processes end with this one if it is their `supervisor`.
 
-    A server that crashed by chance while it loaded its models starts again. So does one that lost a port after the
-    check, on other ports: with --auto-ports, or if it was the port behind a door, which nobody chose. `before` is the
-    record of the server that this one replaces.
+    A server that crashed or stood still by chance while it loaded its models starts again. So does one that lost a port
+    after the check, on other ports: with --auto-ports, or if it was the port behind a door, which nobody chose.
+    `before` is the record of the server that this one replaces.
     """
     try:
         return _start_on_ports(plan, progress, interrupted, supervisor, before)
@@ -86,7 +86,7 @@ def start_once(
     except ServerStartError as error:
         if not error.by_chance or attempts == 1:
             raise
-        progress.warn("Triton crashed while it loaded the models, which happens on busy machines. Starting again.")
+        progress.warn("Triton crashed or stood still while it loaded the models, as on busy machines. Starting again.")
         again = plan
     return start_once(again, progress, interrupted, supervisor=supervisor, before=before, attempts=attempts - 1)
 
