@@ -97,3 +97,9 @@ def test_logs_of_the_last_server_that_ended(capsys: pytest.CaptureFixture[str]) 
     log_file("demo", Store()).write_text("the end\n")
     assert run(["logs"]) == 0
     assert capsys.readouterr().out == "the end\n"
+
+
+def test_a_log_that_was_removed_under_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    _record("demo", 9000)
+    assert run(["logs", "demo"]) == 33
+    assert "/demo.log was removed while its server runs." in capsys.readouterr().err

@@ -93,9 +93,11 @@ def _limits(limits: Mapping[str, Any] | None) -> str:
 
 
 def _lengths(limits: Mapping[str, Any] | None) -> str:
-    if not limits:
+    if not limits or not {"max_input_len", "max_seq_len"} <= limits.keys():
         return ""
-    return f"prompts up to {limits.get('max_input_len')} tokens, prompt and answer up to {limits.get('max_seq_len')}"
+    longest = limits["max_seq_len"]
+    prompt = min(limits["max_input_len"], longest - 1)  # an answer has at least one token
+    return f"prompts up to {prompt} tokens, prompt and answer up to {longest}"
 
 
 def _built_on(found: Description) -> str:

@@ -51,7 +51,13 @@ def find_log(name: str | None = None, *, store: Store | None = None) -> Path:
     else:
         logs = [] if list_servers(store) else store.servers.glob("*.log")
         log = max(logs, key=lambda path: path.stat().st_mtime, default=None)
-    return log or find_server(name, store=store).instances[0].log
+    log = log or find_server(name, store=store).instances[0].log
+    if not log.exists():
+        raise ServerNotFoundError(
+            f"The log {log} was removed while its server runs.",
+            hint="It begins again when the server is started again: trtserve stop, then trtserve start.",
+        )
+    return log
 
 
 def _not_found(name: str, living: list[Server], store: Store) -> ServerNotFoundError:
