@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from trtserve.door.app import HANG_UP, Door
 from trtserve.door.asgi import Message, Receive, Scope, Send
+from trtserve.door.gate import Gate
 from trtserve.door.refusals import RefusedError
 from trtserve.door.settings import DoorSettings, Limits
 
@@ -50,3 +52,22 @@ def test_an_error_that_nobody_reads_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
         assert door.gate.running == 0
 
     asyncio.run(run())
+
+
+def test_the_memory_of_large_bodies_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, given, reserved = Gate(Limits()), threading.Event(), list[int]()
+
+    def give() -> None:
+        reserved.append(gate._reserved)
+        given.set()
+
+    async def run() -> None:
+        sweeping = asyncio.create_task(gate.sweep())
+        with gate.memory() as reserve:
+            reserve(64 << 20)
+        await asyncio.to_thread(given.wait, 60)
+        sweeping.cancel()
+
+    monkeypatch.setattr("trtserve.door.gate.give_memory_back", give)
+    asyncio.run(run())
+    assert reserved == [0]

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 
 from trtserve.door.refusals import RefusedError
 from trtserve.door.settings import Limits
+from trtserve.host.machine import give_memory_back
 
 _SWEEP = 0.5
+# Bytes of bodies at the same time after which glibc may keep much that is free again.
+_MANY_BYTES = 16 << 20
 
 
 @dataclass(eq=False)
@@ -46,6 +49,7 @@ class Gate:
         self._open: set[Exchange] = set()
         self._running: set[Exchange] = set()
         self._reserved = 0
+        self._most_reserved = 0  # since memory was last given back
         self.draining = False
         """Whether new requests are refused because the server stops."""
 
@@ -94,6 +98,7 @@ class Gate:
             if self._reserved + size > self._limits.buffered_bytes:
                 raise RefusedError(503, "too many large requests at the same time", headers={"retry-after": "1"})
             self._reserved += size
+            self._most_reserved = max(self._most_reserved, self._reserved)
             reserved += size
 
         try:
@@ -108,10 +113,16 @@ class Gate:
                 exchange.end(refusal)
 
     async def sweep(self) -> None:
-        """End requests that take too long, and those whose clients do not read their answers, until cancelled."""
+        """End requests that take too long, and those whose clients do not read their answers, until cancelled.
+
+        Also give the memory of many large bodies back to the system once their requests have ended.
+        """
         longest, stalled = self._limits.request_seconds, self._limits.stalled_seconds
         while True:
             await asyncio.sleep(_SWEEP)
+            if self._most_reserved > max(_MANY_BYTES, 8 * self._reserved):
+                self._most_reserved = self._reserved
+                await asyncio.to_thread(give_memory_back)
             now = time.monotonic()
             for exchange in list(self._open):
                 if exchange.sending_since is not None and now - exchange.sending_since > stalled:
