@@ -211,3 +211,28 @@ def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> Non
         assert text.rstrip().endswith("</html>")
         assert "<td>Requests/Sec</td>" in text
         assert "<h2>demo, 16 in flight</h2>" in text
+
+
+@pytest.fixture
+def trace_result(tmp_path: Path) -> Path:
+    """The result of a replayed trace, which has neither a rate nor a limit on requests in flight."""
+    times = enumerate(correlated(100, seed=3))
+    records = [answered(index, intended=index * 50, first=first, scheduled=True) for index, first in times]
+    report = report_of(records, spec={"traffic": "replay", "request_rate": None, "concurrency": None})
+    report.write(tmp_path / "trace")
+    return tmp_path / "trace"
+
+
+def test_a_trace_without_a_limit_has_no_load_to_name(trace_result: Path) -> None:
+    report = read_report(trace_result)
+    assert report.load == ""
+    assert report.verdict.valid
+
+
+@pytest.mark.needs("vl_convert")
+def test_a_trace_without_a_limit_has_a_page(trace_result: Path, tmp_path: Path) -> None:
+    page = tmp_path / "trace.html"
+    assert run(["bench", "report", str(trace_result), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<h2>demo</h2>" in text
+    assert "Latency over time, from the intended send" in text
