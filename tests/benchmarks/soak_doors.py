@@ -1,0 +1,264 @@
+"""`make soak-doors`: 80 % of what the server can do for 30 minutes, through every door; no error, and nothing grows.
+
+Run as `python -m tests.benchmarks.soak_doors --work FOLDER --minutes 30`. The demo model is served behind its door with
+prefix reuse, beams and a KV cache smaller than the load. First 64 clients that wait for their answers measure the
+capacity. Then requests arrive at random moments (a Poisson process) at 80 % of that rate: Triton's gRPC, the door's
+`generate` and `generate_stream`, the OpenAI API and the page, with all features, and a third given up. A request that
+arrives while 256 run is not sent but counted: a shared machine may become slower than it was while it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from tests.benchmarks import soak as grpc_soak
+from tests.benchmarks import soak_openai
+from tests.benchmarks.soak import CANCELLED, CORE, KV_TOKENS, STREAMS
+from tests.support.commands import trtserve
+from tests.support.servers import running_server
+from trtserve.server.repositories import find_repository
+from trtserve.server.state import Server
+from trtserve.store import Store
+from trtserve.triton.client import Endpoint
+from trtserve.triton.grpc_client import CHANNEL_OPTIONS, GrpcClient
+
+SHARE = 0.8
+MOST_RUNNING = 256
+MEASURED_FOR = 30.0
+PERIOD = 5.0
+SETTLED = 180.0  # seconds until every process has answered 1,000 requests
+MOST_GROWTH = 0.02
+TIMEOUT = aiohttp.ClientTimeout(total=120)
+FEATURES: tuple[dict[str, Any], ...] = (
+    {},
+    {"stop_words": "the"},
+    {"beam_width": 2},
+    {"repetition_penalty": 1.2, "bad_words": "learning"},
+    {"return_log_probs": True},
+    {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z ]{1,40}"},
+)
+
+Send = Callable[[random.Random], Awaitable[str]]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What happened: how requests of each door ended, seconds they took, and bytes of each process."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+    memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+
+
+@contextmanager
+def served(work: Path) -> Iterator[Server]:
+    """The demo model behind its door, with 64 requests at once, beams, prefix reuse and a small KV cache."""
+    home = work / "soak-doors-home"
+    flags = ["--max-batch-size", str(STREAMS), "--max-beam-width", "2", "--name", "soak"]
+    cache = ["--max-tokens-in-paged-kv-cache", str(KV_TOKENS), "--set", "enable_kv_cache_reuse=true"]
+    trtserve("import", "demo", *flags, *cache, home=home)
+    with running_server(find_repository("soak", store=Store(home)).path, home=home, door=True, ui=True) as server:
+        yield server
+
+
+async def drive(server: Server, seconds: float, *, seed: int) -> tuple[float, Run]:
+    """Return the capacity in requests/s, and what came of 80 % of it for `seconds`."""
+    import grpc
+    from tritonclient.grpc import service_pb2_grpc
+
+    address, choice = server.address, random.Random(seed)
+    endpoint = Endpoint(host=address.host, http_port=address.http_port, grpc_port=address.grpc_port)
+    client = GrpcClient(endpoint, timeout=10)
+    models = [client.describe(name) for name in (server.model, "ensemble", CORE)]
+    client.close()
+    state = grpc_soak.Soak(core=models[-1])
+    async with (
+        grpc.aio.insecure_channel(endpoint.grpc, options=CHANNEL_OPTIONS) as channel,
+        aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0), timeout=TIMEOUT) as session,
+    ):
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+        async def by_grpc(chance: random.Random) -> str:
+            outcome = await grpc_soak._request(stub, chance.choice(models), chance, state)
+            return outcome if outcome != "failed" else f"failed: {dict(state.errors)}"
+
+        doors: dict[str, Send] = {
+            "gRPC": by_grpc,
+            "HTTP": lambda chance: _generate(session, chance, server.model),
+            "OpenAI": lambda chance: soak_openai._request(session, chance),
+            "page": lambda chance: _page(session),
+        }
+        capacity = await _capacity(doors, choice)
+        run, begin = Run(), time.monotonic()
+        sampling = asyncio.create_task(_sample(server, begin, run))
+        await _arrive(doors, choice, SHARE * capacity, begin + seconds, run)
+        sampling.cancel()
+        with suppress(asyncio.CancelledError):
+            await sampling
+    return capacity, run
+
+
+def _drawn(doors: dict[str, Send], choice: random.Random) -> tuple[str, Send]:
+    (name,) = choice.choices(list(doors), weights=(3, 3, 3, 1))
+    return name, doors[name]
+
+
+async def _capacity(doors: dict[str, Send], choice: random.Random) -> float:
+    """Requests/s of 64 clients that send the next request when they have the answer."""
+    ended, end = 0, time.monotonic() + MEASURED_FOR
+
+    async def client(chance: random.Random) -> None:
+        nonlocal ended
+        while time.monotonic() < end:
+            _, send = _drawn(doors, chance)
+            await send(chance)
+            ended += time.monotonic() < end
+
+    await asyncio.gather(*(client(random.Random(choice.random())) for _ in range(STREAMS)))
+    return ended / MEASURED_FOR
+
+
+async def _arrive(doors: dict[str, Send], choice: random.Random, rate: float, end: float, run: Run) -> None:
+    running: set[asyncio.Task[None]] = set()
+    start = due = time.monotonic()
+    while (due := due + choice.expovariate(rate)) < end:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        name, send = _drawn(doors, choice)
+        if len(running) >= MOST_RUNNING:
+            run.ended[f"{name} not sent"] += 1
+            continue
+        task = asyncio.create_task(_timed(name, send, random.Random(choice.random()), start, run))
+        running.add(task)
+        task.add_done_callback(running.discard)
+    await asyncio.gather(*running)
+
+
+async def _timed(name: str, send: Send, chance: random.Random, start: float, run: Run) -> None:
+    begin = time.monotonic()
+    outcome = await send(chance)
+    run.ended[f"{name} {outcome}"] += 1
+    if outcome == "completed":
+        run.seconds.append((begin - start, time.monotonic() - begin))
+
+
+async def _generate(session: aiohttp.ClientSession, chance: random.Random, bls: str) -> str:
+    """A request through the door, as curl sends it."""
+    stream = chance.random() < 0.5
+    feature = chance.choice(FEATURES)
+    body = {
+        "text_input": " ".join(chance.choices(grpc_soak.QUESTIONS, k=chance.randint(1, 6))),
+        "max_tokens": chance.randint(1, 120),
+        "seed": chance.getrandbits(31),
+        "temperature": chance.choice((0.7, 1.5)),
+        "stream": stream and "beam_width" not in feature,
+        **feature,
+    }
+    verb = "generate_stream" if stream else "generate"
+    patience = chance.uniform(0, 2) if chance.random() < CANCELLED else None
+    try:
+        path = f"/v2/models/{chance.choice((bls, 'ensemble'))}/{verb}"
+        status, text = await asyncio.wait_for(soak_openai._post(session, path, body), patience)
+    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+        return "given up" if patience is not None else "failed: no answer"
+    except aiohttp.ClientError as error:
+        return f"failed: {type(error).__name__}"
+    return "completed" if status == 200 and '"error"' not in text else f"failed: {status} {text[:200]} {body}"
+
+
+async def _page(session: aiohttp.ClientSession) -> str:
+    for path in ("/", "/health", "/metrics", "/v1/models"):
+        async with session.get(path) as response:
+            if response.status != 200:
+                return f"failed: {path} {response.status}"
+            await response.read()
+    return "completed"
+
+
+async def _sample(server: Server, begin: float, run: Run) -> None:
+    (instance,) = server.instances
+    assert instance.door is not None
+    triton = psutil.Process(instance.process.pid)
+    processes = {"tritonserver": triton, "door": psutil.Process(instance.door.process.pid)}
+    processes |= {f"stub {each.name()} {each.pid}": each for each in triton.children()}
+    while True:
+        await asyncio.sleep(PERIOD)
+        for name, process in processes.items():
+            bytes_now = (await asyncio.to_thread(process.memory_full_info)).uss
+            run.memory.setdefault(name, []).append((time.monotonic() - begin, bytes_now))
+
+
+def judge(run: Run, used_blocks: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the figures, and their problems."""
+    total = {name: _ends(samples) for name, samples in run.memory.items()}
+    before, after = (sum(each[i] for each in total.values()) for i in (0, 1))
+    growth = after / before - 1
+    last = max(moment for moment, _ in run.seconds)
+    thirds = (0.0, last / 3), (last * 2 / 3, last)
+    figures = {
+        **dict(sorted(run.ended.items())),
+        "memory_mib": {name: [round(each / 2**20, 1) for each in ends] for name, ends in total.items()},
+        "growth": growth,
+        "median_s_first_and_last_third": [
+            statistics.median(took for moment, took in run.seconds if first <= moment <= end) for first, end in thirds
+        ],
+        "longest_s": max(took for _, took in run.seconds),
+        "used_blocks_at_the_end": used_blocks,
+    }
+    wrong = [f"{count} × {name}" for name, count in run.ended.items() if " failed" in name]
+    if growth > MOST_GROWTH:
+        wrong.append(f"memory grew by {growth:.1%} from minute {SETTLED / 60:.0f} to the end")
+    if used_blocks:
+        wrong.append(f"{used_blocks} KV blocks are in use after the last request")
+    return figures, wrong
+
+
+def _ends(samples: list[tuple[float, int]]) -> tuple[float, float]:
+    """Medians of a minute after everything is warm, and of the last minute."""
+    last = samples[-1][0]
+    return (
+        statistics.median(each for moment, each in samples if SETTLED <= moment < SETTLED + 60),
+        statistics.median(each for moment, each in samples if moment > last - 60),
+    )
+
+
+def main() -> int:
+    """Soak and print the figures; the exit code says whether nothing failed and nothing grew."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.minutes * 60 < SETTLED + 120:
+        parser.error(
+            f"--minutes must be at least {SETTLED / 60 + 2:.0f}: a minute after the start is compared with the last"
+        )
+    work = arguments.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    with served(work) as server:
+        capacity, run = asyncio.run(drive(server, arguments.minutes * 60, seed=arguments.seed))
+        figures, wrong = judge(run, soak_openai.settled(server))
+    figures = {"minutes": arguments.minutes, "capacity_per_s": capacity, **figures}
+    print(json.dumps(figures, indent=2))
+    (work / "soak-doors.json").write_text(json.dumps({**figures, "samples": run.memory}) + "\n", encoding="utf-8")
+    for line in wrong:
+        print(f"WRONG: {line}", file=sys.stderr)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
