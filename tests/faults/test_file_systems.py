@@ -1,6 +1,6 @@
 """Full and read-only file systems, and no shared memory, each in a mount namespace of its own.
 
-Not every machine lets its users mount, so only `make faults` runs these.
+Not every machine lets its users mount.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.supervised import ALL
 from tests.support.tiny_models import write_tiny_model
 from trtserve.triton.stub_probe import write_probe_repository
 
-pytestmark = [pytest.mark.triton, pytest.mark.skipif(not ALL, reason="`make faults` mounts file systems")]
+pytestmark = pytest.mark.triton
 
 # Commands refuse a disk with too little space before they begin; here it is full when they have begun.
 WITHOUT_CHECK = textwrap.dedent("""

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from tests.support.servers import HOST
-from tests.support.supervised import ALL, Supervised, measured, supervised
+from tests.support.supervised import Supervised, measured, supervised
 from tests.support.waiting import wait_until
 from trtserve.triton.stub_probe import write_probe_repository
 
-pytestmark = [pytest.mark.triton, pytest.mark.skipif(not ALL, reason="`make faults` runs these")]
+pytestmark = pytest.mark.triton
 
 SLOW, HALF_OPEN, FLOODS = 1_000, 800, 10
 ANSWER = 1_000_000

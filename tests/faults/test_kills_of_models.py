@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.supervised import ALL, measured, seconds_until, supervised
+from tests.support.supervised import measured, seconds_until, supervised
 from tests.support.tiny_models import write_tiny_model
 from tests.support.waiting import wait_until
 from trtserve.artifacts import Model
@@ -18,7 +18,7 @@ from trtserve.convert import convert_model
 from trtserve.repo import assemble_repository, plan_repository
 from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
 
-pytestmark = [pytest.mark.triton, pytest.mark.skipif(not ALL, reason="`make faults` runs these")]
+pytestmark = pytest.mark.triton
 
 MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
 
