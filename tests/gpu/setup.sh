@@ -25,7 +25,7 @@ site, checkout = map(Path, sys.argv[1:])
 (site / "hidden.pth").write_text('import sys; sys.modules.update(dict.fromkeys(("sklearn", "scipy", "pandas")))\n')
 # `trtserve` as pip would install it.
 script = site.parents[2] / "bin" / "trtserve"
-script.write_text(f"#!{site.parents[2]}/bin/python\nfrom trtserve.__main__ import main\n\nraise SystemExit(main())\n")
+script.write_text(f"#!{site.parents[2]}/bin/python\nfrom trtserve.__main__ import main\n\nif __name__ == '__main__':\n    raise SystemExit(main())\n")
 script.chmod(0o755)
 PYTHON
 "$environment/bin/python" -c '

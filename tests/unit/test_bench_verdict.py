@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from trtserve.bench.goals import read_goals
 from trtserve.bench.health import Health
 from trtserve.bench.plausibility import Machine, implausible
 from trtserve.bench.records import Record
+from trtserve.bench.run import _bounds
 from trtserve.bench.sampling import Samples
 from trtserve.bench.search import highest_rate
 from trtserve.errors import UsageError
@@ -163,3 +166,14 @@ def test_the_highest_rate_is_found(first: float) -> None:
     assert found is not None
     assert 38 <= found <= 40
     assert highest_rate(lambda _: False, first=1.0) is None
+
+
+@pytest.mark.parametrize(
+    "built", [{"trtserve": {"runtime": "torch", "device": "cuda"}}, {}], ids=["torch", "TensorRT-LLM"]
+)
+def test_engines_on_gpus_are_bound_by_the_memory_of_gpus(built: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(built))
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.{'safetensors' if built else 'engine'}").write_bytes(b"0" * 500)
+    bounds = _bounds(tmp_path, None, "tensorrt_llm")
+    assert (bounds.weight_bytes, bounds.bytes_per_second) == (500, 8e12)

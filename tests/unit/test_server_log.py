@@ -89,3 +89,9 @@ def test_tail(tmp_path: Path) -> None:
     log.write_text("a\nb\nc\n")
     assert server_log.tail(log, 2) == ["b", "c"]
     assert server_log.tail(log, 0) == []
+
+
+def test_captured_decode_steps() -> None:
+    lines = ("[1,1]<stderr>: Captured the decode step of 8 rows, 1 of 3", "Captured the decode step of 4 rows, 2 of 3")
+    assert server_log.captured("\n".join(lines)) == "2 of 3"
+    assert server_log.captured(LOG) == ""

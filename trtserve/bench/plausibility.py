@@ -44,7 +44,7 @@ def find_machine(engine: Path | None, *, gpu: bool) -> Machine:
         return Machine()
     size = sum(path.stat().st_size for pattern in _WEIGHTS for path in engine.glob(pattern))
     if gpu:
-        ranks = max(1, len(list(engine.glob("rank*.engine"))))
+        ranks = max(1, *(len(list(engine.glob(f"rank*.{suffix}"))) for suffix in ("engine", "safetensors")))
         return Machine(
             weight_bytes=size // ranks,
             bytes_per_second=_GPU_BYTES_PER_SECOND,

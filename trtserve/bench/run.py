@@ -123,13 +123,13 @@ def _reporter(task: Task) -> Callable[[Totals], None]:
 
 
 def _bounds(engine: Path | None, repository: Path | None, core_model: str) -> Machine:
-    from trtserve.executor.loaders import is_embedded
+    from trtserve.executor.loaders import device_of
     from trtserve.files import read_json_object
 
     folder = engine or (None if repository is None else repository / core_model / "1")
     if folder is None or not (folder / "config.json").is_file():
         return Machine()
-    return find_machine(folder, gpu=not is_embedded(read_json_object(folder / "config.json")))
+    return find_machine(folder, gpu=device_of(read_json_object(folder / "config.json")) != "cpu")
 
 
 def _plain(spec: dict[str, Any]) -> dict[str, Any]:

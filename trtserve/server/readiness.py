@@ -70,10 +70,10 @@ class _Loading:
         if not loading or (loading == self._shown and now - self._reported < _REPORT):
             return
         self._shown, self._reported = loading, now
-        loaded = len(server_log.loaded(log))
-        self._progress.step(
-            f"Loading {', '.join(loading)} ({loaded} of {self._models} models loaded, {now - self._begin:.0f} s)"
-        )
+        so_far = f"{len(server_log.loaded(log))} of {self._models} models loaded"
+        if steps := server_log.captured(log):
+            so_far += f", {steps} decode steps captured"
+        self._progress.step(f"Loading {', '.join(loading)} ({so_far}, {now - self._begin:.0f} s)")
 
 
 def require_front(server: Server) -> None:

@@ -28,6 +28,7 @@ _SOCKET = re.compile(r"failed to start \w+ service: (.*)$")
 _USAGE = re.compile(r"^\S*tritonserver: (.*)$")
 _LOADING = re.compile(r"\bloading: ([^:\"]+):\d+")
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
+_CAPTURED = re.compile(r"Captured the decode step of \d+ rows, (\d+ of \d+)")
 _INITIALIZING = re.compile(r"python_be.*TRITONBACKEND_ModelInstanceInitialize: (.+)_\d+_\d+ \(")
 _ERROR_LINE = re.compile(r"^(E\d{4} |error:|Error:)")
 # mpirun --tag-output puts `[job,rank]<stdout>:` in front of each line.
@@ -85,6 +86,12 @@ def still_loading(text: str) -> list[str]:
 def initializing(text: str) -> set[str]:
     """Return the Python models whose stubs have been started and that are still loading."""
     return set(still_loading(text)) & set(_INITIALIZING.findall(text))
+
+
+def captured(text: str) -> str:
+    """Return how many decode steps the torch runtime has captured as CUDA graphs, such as "3 of 20", or ""."""
+    found = _CAPTURED.findall(text)
+    return str(found[-1]) if found else ""
 
 
 def significant(text: str) -> list[str]:
