@@ -1,4 +1,4 @@
-"""Shared files: file system errors, locks, and JSON files that are replaced atomically."""
+"""Shared files: file system errors, links, locks, and JSON files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, TrtserveError
+from trtserve.errors import ArtifactError, DiskSpaceError, LockedError, TrtserveError, UsageError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -56,6 +56,26 @@ def _refused(error: OSError, path: Path, verb: str) -> ArtifactError:
         f"{path} cannot be {verb}: {error.strerror}{where}.",
         hint="Choose another place with --out or TRTSERVE_HOME, or correct the permissions.",
     )
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file of this name holds weights: a model's, a checkpoint's or an engine's."""
+    return name.endswith((".safetensors", ".bin", ".engine"))
+
+
+def require_own(path: Path, folder: Path) -> None:
+    """Raise UsageError for a link out of `folder`, which would copy a file from elsewhere, such as a secret.
+
+    Weights may be on another disk. A snapshot of huggingface_hub links to the blobs next to it.
+    """
+    # Path.resolve raises RuntimeError for a loop of links
+    target, home = (Path(os.path.realpath(place)) for place in (path, folder))
+    allowed = (home, home.parent.parent / "blobs")
+    if not is_weights(path.name) and not any(target.is_relative_to(place) for place in allowed):
+        raise UsageError(
+            f"{path} is a link to {target}, which is outside of {folder}.",
+            hint="Copy the file into the folder, if it belongs there.",
+        )
 
 
 @contextmanager

@@ -190,11 +190,14 @@ def _swap(staging: Path, destination: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:
-    """Hard-link `source` to `target`, or copy it if `copy` is set or they are on different file systems."""
+    """Hard-link `source` to `target`, or copy it if `copy` is set or they are on different file systems.
+
+    A symbolic link is followed: a relative one would lead nowhere from its new place.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     if not copy:
         try:
-            os.link(source, target)
+            os.link(source.resolve(), target)
         except OSError:
             pass
         else:

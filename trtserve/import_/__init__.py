@@ -11,9 +11,9 @@ from pathlib import Path
 from trtserve import hub
 from trtserve.artifacts import Model
 from trtserve.errors import CorruptFileError, LockedError
-from trtserve.files import locked
+from trtserve.files import is_weights, locked
 from trtserve.host.machine import format_bytes
-from trtserve.import_.model_plan import ModelFiles, ModelPlan, folder_files, is_weights, planned_files, stored_files
+from trtserve.import_.model_plan import ModelFiles, ModelPlan, folder_files, planned_files, stored_files
 from trtserve.import_.sources import Source, other_meaning, parse_source
 from trtserve.planner.guards import require_disk
 from trtserve.planner.rates import timed

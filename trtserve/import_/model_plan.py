@@ -11,8 +11,8 @@ from typing import Any
 from trtserve import hub
 from trtserve.artifacts import Manifest, Model, fingerprint, load_artifact
 from trtserve.checkpoint.tensor_files import TensorFile
-from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, UsageError
-from trtserve.files import read_json_object
+from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
+from trtserve.files import is_weights, read_json_object, require_own
 from trtserve.hub import RemoteFile, Revision
 from trtserve.import_.sources import Source
 from trtserve.store import Store
@@ -121,11 +121,6 @@ class ModelPlan(ModelFiles):
     def artifact(self) -> Model:
         """The Model that `pull_model` returns; it need not exist yet."""
         return Model(path=self.path, manifest=self.manifest)
-
-
-def is_weights(name: str) -> bool:
-    """True for a file of weights."""
-    return name.endswith((".safetensors", ".bin"))
 
 
 def planned_files(
@@ -238,25 +233,11 @@ def folder_files(source: Source, *, own_tokenizer: bool = True, any_architecture
         any_architecture=any_architecture,
     )
     for file in files:
-        _require_own(folder, file.name)
+        require_own(folder / file.name, folder)
     hashed = source.kind == "demo"
     return ModelFiles(
         source=source, folder=folder, config=config, files=tuple(_local_file(folder / f.name, hashed) for f in files)
     )
-
-
-def _require_own(folder: Path, name: str) -> None:
-    """Raise UsageError for a link that would copy a file from elsewhere into the model, such as a secret.
-
-    Weights are not copied and may be on another disk; a snapshot of huggingface_hub links to the blobs next to it.
-    """
-    target, home = (folder / name).resolve(), folder.resolve()
-    allowed = (home, home.parent.parent / "blobs")
-    if not is_weights(name) and not any(target.is_relative_to(place) for place in allowed):
-        raise UsageError(
-            f"{folder / name} is a link to {target}, which is not part of the model.",
-            hint="Copy the file into the folder, if it belongs to the model.",
-        )
 
 
 def _local_file(path: Path, hashed: bool) -> RemoteFile:

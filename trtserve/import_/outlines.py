@@ -9,8 +9,9 @@ from typing import Any
 
 from trtserve import hub
 from trtserve.errors import CorruptFileError, UnsupportedModelError
+from trtserve.files import is_weights
 from trtserve.import_.known_models import tensor_table
-from trtserve.import_.model_plan import CONFIG, INDEX, SINGLE, ModelPlan, is_weights
+from trtserve.import_.model_plan import CONFIG, INDEX, SINGLE, ModelPlan
 from trtserve.progress import SILENT, Progress
 
 

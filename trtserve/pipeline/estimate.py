@@ -15,10 +15,10 @@ from trtserve.checkpoint.config import checkpoint_config
 from trtserve.checkpoint.source import read_hf_config
 from trtserve.convert import ConversionPlan, plan_conversion
 from trtserve.errors import DiskSpaceError, MemoryLimitError, TrtserveError, UnsupportedModelError, UsageError
+from trtserve.files import is_weights
 from trtserve.host.machine import free_disk
 from trtserve.import_ import ModelPlan, plan_model
 from trtserve.import_.known_models import plan_known_model
-from trtserve.import_.model_plan import is_weights
 from trtserve.import_.outlines import outline_model
 from trtserve.import_.sources import parse_source
 from trtserve.planner.gpu_fit import (

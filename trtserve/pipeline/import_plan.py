@@ -25,11 +25,11 @@ from trtserve.releases.converters import require_converter
 from trtserve.repo import (
     RepositoryPlan,
     engine_models,
+    own_tokenizer_files,
     plan_repository,
     require_addable_spec,
     require_fitting,
     settings_of,
-    tokenizer_files,
 )
 from trtserve.repo.engine import read_engine
 from trtserve.repo.llmapi import llmapi_models, plan_llmapi_repository
@@ -154,7 +154,7 @@ def plan_import(
     if spec.into is not None:
         require_addable_spec(spec.into, asked, engine_models(asked, draft=spec.draft is not None), runtime=runtime)
     if spec.tokenizer is not None:
-        tokenizer_files(spec.tokenizer)
+        own_tokenizer_files(spec.tokenizer)
     model = plan_model(
         spec.source,
         name=spec.name,

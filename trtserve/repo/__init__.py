@@ -14,13 +14,13 @@ from trtserve.import_.sources import parse_source, served_name
 from trtserve.progress import Progress
 from trtserve.repo.adapters import NamedAdapter, resolve_adapters, write_adapters
 from trtserve.repo.draft import Draft, resolve_draft
-from trtserve.repo.engine import link_engine, read_engine, require_engine_files
+from trtserve.repo.engine import link_engine, own_files, read_engine, require_engine_files
 from trtserve.repo.manifest import draft_facts, repository_facts
 from trtserve.repo.names import VERSION, model_names, placed, root_of
 from trtserve.repo.options import resolve_options, settings_of
 from trtserve.repo.programs import program_digest, write_model
 from trtserve.repo.publishing import RepositoryPlan, assemble_repository, exists, require_addable_spec
-from trtserve.repo.tokenizer import check_tokenizer, require_same_tokens, tokenizer_files
+from trtserve.repo.tokenizer import check_tokenizer, own_tokenizer_files, require_same_tokens
 from trtserve.repo.tree import tree
 from trtserve.specs import RepositorySpec
 from trtserve.store import Store, link_or_copy
@@ -35,11 +35,11 @@ __all__ = [
     "check_tokenizer",
     "default_name",
     "engine_models",
+    "own_tokenizer_files",
     "plan_repository",
     "require_addable_spec",
     "require_fitting",
     "settings_of",
-    "tokenizer_files",
     "tree",
 ]
 
@@ -79,7 +79,7 @@ class EngineRepositoryPlan(RepositoryPlan):
             link_engine(self.draft.engine.path, folder / names[DRAFT] / VERSION, copy=self.spec.copy)
         write_adapters(self.adapters, folder, self.spec.suffix)
         own = folder / names[PREPROCESSING] / VERSION / "tokenizer"
-        for file in tokenizer_files(self.tokenizer):
+        for file in own_tokenizer_files(self.tokenizer):
             link_or_copy(file, own / file.name, copy=True)
         check_tokenizer(own, self.facts["vocab_size"], progress)
 
@@ -112,13 +112,15 @@ def plan_repository(
 
     `tokenizer` is a Hugging Face folder, `draft` the engine of a second core model, and `draft_tokenizer` the folder of
     its tokenizer, if known. `into` is a repository to add the models to. Raises UsageError for a name, release or
-    setting that cannot work. Raises RepositoryError for a folder without an engine or tokenizer, for a draft engine or
-    an adapter that does not fit the engine, and for names that are taken.
+    setting that cannot work, and for links to files elsewhere. Raises RepositoryError for a folder without an engine or
+    tokenizer, for a draft engine or an adapter that does not fit the engine, and for names that are taken.
     """
     served_name(spec.name)
     config = read_engine(engine.path)
-    tokens = tokenizer_files(tokenizer)
+    tokens = own_tokenizer_files(tokenizer)
     require_engine_files(engine.path, config)
+    for each in (engine, *([draft] if draft else [])):
+        own_files(each.path)
     profile, options = resolve_options(spec, config, tokenizer=tokenizer)
     options, second = resolve_draft(spec, profile, options, config, draft)
     adapters = resolve_adapters(spec.lora, config)

@@ -9,7 +9,7 @@ from typing import Any
 from trtserve.artifacts import MANIFEST
 from trtserve.errors import RepositoryError
 from trtserve.executor.loaders import embedded_runtime, engine_files
-from trtserve.files import read_json_object
+from trtserve.files import read_json_object, require_own
 from trtserve.store import link_or_copy
 from trtserve.triton.core_models import world_size
 
@@ -60,8 +60,15 @@ def limits_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: config.get("build_config", {}).get(name) for name in _LIMITS}
 
 
+def own_files(folder: Path) -> list[Path]:
+    """Return the files of an engine or a model, without the manifest. Raises UsageError for a link to elsewhere."""
+    found = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    for path in found:
+        require_own(path, folder)
+    return found
+
+
 def link_engine(engine: Path, target: Path, *, copy: bool) -> None:
     """Hard-link the engine's files into the folder `target`; copy them if `copy`."""
-    for source in sorted(engine.iterdir()):
-        if source.is_file() and source.name != MANIFEST:
-            link_or_copy(source, target / source.name, copy=copy)
+    for source in own_files(engine):
+        link_or_copy(source, target / source.name, copy=copy)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtserve.artifacts import MANIFEST, Manifest, Model, ModelRepository, fingerprint
+from trtserve.artifacts import Manifest, Model, ModelRepository, fingerprint
 from trtserve.checkpoint.source import weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import CorruptFileError, RepositoryError, UsageError
@@ -17,6 +17,7 @@ from trtserve.import_.sources import served_name
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order, release_of
 from trtserve.releases.llm_arguments import dropped_argument, unknown_argument
+from trtserve.repo.engine import own_files
 from trtserve.repo.names import VERSION, model_names, root_of
 from trtserve.repo.options import require_one_gpu_each
 from trtserve.repo.programs import LLMAPI, LLMAPI_BLS, program_digest, write_program
@@ -91,9 +92,8 @@ class LlmapiRepositoryPlan(RepositoryPlan):
         _write_core(folder / core, self)
         _write_alias(folder / self.spec.name, core, self)
         if isinstance(self.model, Path):
-            for file in sorted(self.model.iterdir()):
-                if file.is_file() and file.name != MANIFEST:
-                    link_or_copy(file.resolve(), folder / core / VERSION / "model" / file.name, copy=self.spec.copy)
+            for file in own_files(self.model):
+                link_or_copy(file, folder / core / VERSION / "model" / file.name, copy=self.spec.copy)
 
 
 def llmapi_models(spec: RepositorySpec) -> tuple[str, ...]:
@@ -124,6 +124,7 @@ def plan_llmapi_repository(
     llmapi_model(release)
     if isinstance(model, Model):
         require_weights(model.path)
+        own_files(model.path)
     given = _given(spec)
     groups = str(given.pop("gpu_device_ids", ""))
     settings = _settings(spec, given, tp_size=tp_size, pp_size=pp_size)

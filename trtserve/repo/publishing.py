@@ -133,7 +133,9 @@ def add_to(into: Path, staging: Path, member: Manifest) -> Manifest:
     """Link every file of `into` into `staging`, which holds the models of `member`; return the joint manifest."""
     for path in sorted(into.rglob("*")):
         target = staging / path.relative_to(into)
-        if path.is_file() and path != into / MANIFEST:
+        if path.is_symlink():
+            target.symlink_to(path.readlink())
+        elif path.is_file() and path != into / MANIFEST:
             link_or_copy(path, target)
         elif path.is_dir():
             target.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 
 from trtserve.errors import RepositoryError, UsageError
-from trtserve.files import read_text, writing
+from trtserve.files import read_text, require_own, writing
 from trtserve.progress import SILENT, Progress
 from trtserve.releases import NEWEST, normalize_release, order
 from trtserve.releases.old_options import TEMPLATE_TOOL, old_option
@@ -78,11 +78,15 @@ def fill_templates(
 def write_filled(folder: Path, filled: Iterable[FilledTemplate], out: Path | None) -> None:
     """Write the filled templates of `folder`: in place, or into `out`, a new copy of the folder.
 
-    Raises UsageError when `out` is not empty, ArtifactError or DiskSpaceError when the file system refuses.
+    Raises UsageError when `out` is not empty and for a link out of `folder`, ArtifactError or DiskSpaceError when the
+    file system refuses.
     """
     top = _top(folder)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already and is not overwritten.", hint="Choose another --out.")
+    if out is not None:
+        for path in top.rglob("*"):
+            require_own(path, top)
     with writing(out or top):
         if out is not None:
             try:

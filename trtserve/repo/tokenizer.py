@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from trtserve.errors import RepositoryError
+from trtserve.files import require_own
 from trtserve.progress import SILENT, Progress
 
 _TOKENIZER_FILES = (
@@ -33,6 +34,14 @@ def tokenizer_files(folder: Path) -> list[Path]:
             hint="Give the folder of the Hugging Face model (or of its tokenizer) with --tokenizer.",
         )
     return sorted(found)
+
+
+def own_tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files that a repository gets copies of. Raises UsageError for a link to elsewhere, too."""
+    found = tokenizer_files(folder)
+    for path in found:
+        require_own(path, folder)
+    return found
 
 
 def check_tokenizer(folder: Path, vocab_size: int | None, progress: Progress = SILENT) -> None:
