@@ -69,7 +69,9 @@ def server(work: Path) -> Iterator[ModelServer]:
     spec = BuildSpec(max_batch_size=8, max_seq_len=2048, runtime="openvino")
     draft = build_engine(checkpoint, spec, out=root / "engine")
     engine = Engine(path=target, manifest=load_artifact(Engine, target).manifest)
-    settings = RepositorySpec(name=NAME, max_tokens_in_paged_kv_cache=4096, enable_kv_cache_reuse=True)
+    settings = RepositorySpec(
+        name=NAME, max_tokens_in_paged_kv_cache=4096, enable_kv_cache_reuse=True, ngram_max_draft_len=0
+    )
     repository = assemble_repository(
         plan_repository(engine, work / MODEL / "model", settings, draft=draft, out=root / "repository")
     )

@@ -1,13 +1,15 @@
-"""Triton (gRPC streaming on `tensorrt_llm`) compared with the in-process executor: same engine, prompts, 8 streams.
+"""Triton (streams of `tensorrt_llm`) compared with the in-process executor: same engine, prompts, 8 streams.
 
-Run as `python -m tests.benchmarks.bench_serving --work FOLDER --out FOLDER`; the model is that of bench_executor, a
-random Llama of 135 M parameters. A rate is all new tokens ÷ the time from the first send to the last end, so that
-prefill, scheduling, transport and the client's own work are inside on both sides.
+Run as `python -m tests.benchmarks.bench_serving --work FOLDER --out FOLDER`; the models are random Llamas, one of 135 M
+parameters, as in bench_executor, and one of 1.1 B with int8 weights. A rate is all new tokens ÷ the time from the first
+send to the last end, so that prefill, scheduling, transport and the client's own work are inside on both sides. The
+client shares the machine: its gRPC is that of the package grpcio, its HTTP reads events from a plain socket.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import time
@@ -19,21 +21,28 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.bench_executor import KV_TOKENS, SIZES, WAIT, ExecutorSide
-from tests.benchmarks.engines import make_engine
+from tests.benchmarks.bench_executor import KV_TOKENS, WAIT, ExecutorSide
+from tests.benchmarks.engines import SIZES, make_engine
 from tests.benchmarks.results import Figure, finish
 from trtserve.bench.processes import run_load
-from trtserve.bench.protocols.base import Target
+from trtserve.bench.protocols.base import ProtocolName, Target
 from trtserve.bench.requests import TrafficRequest
 from trtserve.bench.statistics import Statistics, compute
 from trtserve.bench.worker import Load
+from trtserve.specs import Quantization
 from trtserve.triton.client import CORE_MODEL, Endpoint, ModelDescription
 from trtserve.triton.grpc_client import GrpcClient
 
 STREAMS = 8
 PROMPT = 64
 NEW = 128
-TARGET = 0.85
+TARGET = 0.95
+PROTOCOLS: dict[ProtocolName, str] = {"http": "HTTP events", "grpc": "gRPC"}
+# Name → (model, quantisation).
+MODELS: dict[str, tuple[str, Quantization]] = {
+    "135 M": ("llama-135m", "none"),
+    "1.1 B int8": ("llama-1b", "int8"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +62,8 @@ class Row:
 
 
 @contextmanager
-def serving(engine: Path, work: Path) -> Iterator[Endpoint]:
-    """A Triton server for the engine, with the KV cache of the in-process side."""
+def serving(engine: Path, model: Path, work: Path) -> Iterator[Endpoint]:
+    """A Triton server for the engine of `model`, with the settings of the in-process side."""
     from tests.support.servers import running_server
     from trtserve.artifacts import Engine, load_artifact
     from trtserve.repo import assemble_repository, plan_repository
@@ -64,19 +73,21 @@ def serving(engine: Path, work: Path) -> Iterator[Endpoint]:
     repository = assemble_repository(
         plan_repository(
             Engine(path=engine, manifest=artifact.manifest),
-            work / "llama-135m" / "model",
-            RepositorySpec(name="llama-135m", max_tokens_in_paged_kv_cache=KV_TOKENS),
-            out=work / "llama-135m" / "repository",
+            model,
+            RepositorySpec(name="served", max_tokens_in_paged_kv_cache=KV_TOKENS, ngram_max_draft_len=0),
+            out=engine.with_name(f"{engine.name}-repository"),
         )
     )
     with running_server(repository.path, home=work / "home") as server:
         yield Endpoint(http_port=server.address.http_port, grpc_port=server.address.grpc_port)
 
 
-def measure_served(endpoint: Endpoint, model: ModelDescription, prompts: list[list[int]]) -> Statistics:
+def measure_served(
+    protocol: ProtocolName, endpoint: Endpoint, model: ModelDescription, prompts: list[list[int]]
+) -> Statistics:
     """Send all prompts at once, one stream each."""
     requests = [TrafficRequest(token_ids=np.array(prompt, np.int32), output_len=NEW) for prompt in prompts]
-    target = Target(protocol="grpc", endpoint=endpoint, model=model, streams=True)
+    target = Target(protocol=protocol, endpoint=endpoint, model=model, streams=True)
     outcome = run_load(Load(target=target, requests=requests, concurrency=STREAMS, timeout=WAIT.total_seconds()))
     assert outcome is not None
     statistics_ = compute(outcome.records)
@@ -102,29 +113,32 @@ def measure_in_process(side: ExecutorSide, prompts: list[list[int]]) -> float:
     return tokens / (time.perf_counter() - begin)
 
 
-def measure(endpoint: Endpoint, side: ExecutorSide, pairs: int) -> Row:
-    """Alternate both sides on the same random prompts; whoever begins changes from pair to pair."""
+def measure(case: str, endpoint: Endpoint, side: ExecutorSide, *, vocabulary: int, pairs: int) -> list[Row]:
+    """Send the same random prompts to each side in turn; who begins changes from round to round."""
     random = np.random.default_rng(0)
     with_client = GrpcClient(endpoint, timeout=10)
     model = with_client.describe(CORE_MODEL)
     with_client.close()
-    served: list[Statistics] = []
+    served: dict[ProtocolName, list[Statistics]] = {protocol: [] for protocol in PROTOCOLS}
     in_process: list[float] = []
     for number in range(pairs + 1):
-        prompts = random.integers(3, SIZES["vocab_size"], size=(STREAMS, PROMPT)).tolist()
-        for kind in ("served", "in process") if number % 2 else ("in process", "served"):
-            if kind == "served":
-                served.append(measure_served(endpoint, model, prompts))
-            else:
+        prompts = random.integers(3, vocabulary, size=(STREAMS, PROMPT)).tolist()
+        sides = [None, *PROTOCOLS]
+        for protocol in sides if number % 2 else reversed(sides):
+            if protocol is None:
                 in_process.append(measure_in_process(side, prompts))
-    return _row(served[1:], in_process[1:])  # the first pair warms both
+            else:
+                served[protocol].append(measure_served(protocol, endpoint, model, prompts))
+    return [  # the first round warms all
+        _row(f"{case}, {words}", served[protocol][1:], in_process[1:]) for protocol, words in PROTOCOLS.items()
+    ]
 
 
-def _row(served: Sequence[Statistics], in_process: Sequence[float]) -> Row:
+def _row(case: str, served: Sequence[Statistics], in_process: Sequence[float]) -> Row:
     rates = [figures.output_tokens_per_second for figures in served]
     ratios = [through / direct for through, direct in zip(rates, in_process, strict=True)]
     return Row(
-        case=f"{STREAMS} streams, {PROMPT} + {NEW} tokens",
+        case=case,
         pairs=len(ratios),
         served=statistics.median(rates),
         in_process=statistics.median(in_process),
@@ -137,33 +151,44 @@ def _row(served: Sequence[Statistics], in_process: Sequence[float]) -> Row:
     )
 
 
-def table(row: Row) -> str:
-    """The row as a Markdown table."""
-    cells = {
-        "Case": row.case,
-        "Through Triton, tokens/s": f"{row.served:.0f}",
-        "In process, tokens/s": f"{row.in_process:.0f}",
-        "Ratio": f"{row.ratio:.2f}",
-        "Lowest … highest": f"{row.ratio_lowest:.2f} … {row.ratio_highest:.2f}",
-        "Target": f"≥ {row.target:.2f}",
-        "Pairs": str(row.pairs),
-        "TTFT, ms": f"{row.time_to_first_token_ms:.0f}",
-        "ITL, ms": f"{row.inter_token_ms:.2f}",
-    }
-    rule = "|---" * len(cells) + "|"
-    return "\n".join([f"| {' | '.join(cells)} |", rule, f"| {' | '.join(cells.values())} |"])
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    cells = [
+        {
+            "Case": row.case,
+            "Through Triton, tokens/s": f"{row.served:.0f}",
+            "In process, tokens/s": f"{row.in_process:.0f}",
+            "Ratio": f"{row.ratio:.2f}",
+            "Lowest … highest": f"{row.ratio_lowest:.2f} … {row.ratio_highest:.2f}",
+            "Target": f"≥ {row.target:.2f}",
+            "Pairs": str(row.pairs),
+            "TTFT, ms": f"{row.time_to_first_token_ms:.0f}",
+            "ITL, ms": f"{row.inter_token_ms:.2f}",
+        }
+        for row in rows
+    ]
+    lines = [list(cells[0]), ["---"] * len(cells[0]), *(list(each.values()) for each in cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def run_model(work: Path, case: str, *, pairs: int) -> list[Row]:
+    """Build or reuse the engine, start both sides, measure."""
+    name, quantize = MODELS[case]
+    engine = make_engine(work, name, name="engine" if quantize == "none" else f"engine-{quantize}", quantize=quantize)
+    with serving(engine, work / name / "model", work) as endpoint:
+        side = ExecutorSide(engine)
+        try:
+            return measure(case, endpoint, side, vocabulary=SIZES[name]["vocab_size"], pairs=pairs)
+        finally:
+            side.executor.shutdown()
+            del side
+            gc.collect()  # the weights of one model at a time
 
 
 def run(work: Path, *, pairs: int) -> dict[str, Any]:
-    """Build or reuse the engine, start both sides, measure."""
-    engine = make_engine(work)
-    with serving(engine, work) as endpoint:
-        side = ExecutorSide(engine)
-        try:
-            row = measure(endpoint, side, pairs)
-        finally:
-            side.executor.shutdown()
-    return {"cpus": os.cpu_count(), "rows": [row]}
+    """Measure all models."""
+    rows = [row for case in MODELS for row in run_model(work, case, pairs=pairs)]
+    return {"cpus": os.cpu_count(), "rows": rows}
 
 
 def main() -> None:
@@ -174,7 +199,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     arguments = parser.parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
-    print(table(report["rows"][0]))
+    print(table(report["rows"]))
     figures = [Figure(case=row.case, value=row.ratio, target=row.target) for row in report["rows"]]
     finish(arguments.out or arguments.work, "serving", report, figures)
 

@@ -67,7 +67,7 @@ def server(work: Path) -> Iterator[ModelServer]:
         checkpoint, BuildSpec(max_batch_size=8, max_seq_len=1024, runtime="openvino"), out=root / "engine"
     )
     repository = assemble_repository(
-        plan_repository(engine, model, RepositorySpec(name="tiny"), out=root / "repository")
+        plan_repository(engine, model, RepositorySpec(name="tiny", ngram_max_draft_len=0), out=root / "repository")
     )
     with serving(repository.path, root / "server") as ready:
         yield ready

@@ -90,8 +90,9 @@ def features_adapters(features_root: Path, features_model: Path) -> dict[str, Pa
 def features(
     features_root: Path, features_model: Path, features_engine: Engine, features_adapters: dict[str, Path]
 ) -> Iterator[ModelServer]:
-    """The default repository: decoupled, inputs of all releases."""
-    spec = RepositorySpec(name=NAME, settings={"enable_kv_cache_reuse": "true"}, lora=features_adapters)
+    """The default repository: decoupled, inputs of all releases. Without drafts, which would end long answers soon."""
+    settings = {"enable_kv_cache_reuse": "true", "ngram_max_draft_len": "0"}
+    spec = RepositorySpec(name=NAME, settings=settings, lora=features_adapters)
     repository = assemble_repository(
         plan_repository(features_engine, features_model, spec, out=features_root / "repository")
     )

@@ -18,6 +18,7 @@ from tests.support.model_server import ModelServer
 from tests.support.openai_endpoint import openai_endpoint
 from tests.support.release_client import NEWEST
 from tests.support.text_requests import ENDLESS, MAX_SEQ_LEN
+from tests.support.waiting import wait_until
 from trtserve.cli import run
 from trtserve.server.metrics import Reading, read_metrics, remote_source
 from trtserve.triton.metrics import GENERAL, KV_BLOCKS, LENGTHS, REQUESTS, TOKENS, CoreMetrics, parse
@@ -164,9 +165,8 @@ def test_requests_of_triton_are_counted_for_each_model(features: ModelServer) ->
     before = counted()
     with features.stream() as stream:
         stream.all("ensemble", NEWEST.text("Metrics", 3))
-    after = counted()
-    grown = {model for model in after if after[model] > before[model]}
-    assert {"ensemble", "preprocessing", "postprocessing", "tensorrt_llm"} <= grown
+    wanted = {"ensemble", "preprocessing", "postprocessing", "tensorrt_llm"}
+    wait_until(lambda: wanted <= {model for model, count in counted().items() if count > before[model]})
 
 
 def test_the_command_on_a_real_page(features: ModelServer, capsys: pytest.CaptureFixture[str]) -> None:

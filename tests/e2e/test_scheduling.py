@@ -23,7 +23,7 @@ pytestmark = pytest.mark.triton
 PROMPTS = [[1, 10 + number, 20, 30 + number] for number in range(12)]
 COUNT = 120
 # Eight blocks, of which a request of the test needs four in the end: requests must wait, or be paused.
-BASE = {"max_tokens_in_paged_kv_cache": "256", "max_beam_width": "1"}
+BASE = {"max_tokens_in_paged_kv_cache": "256", "max_beam_width": "1", "ngram_max_draft_len": "0"}
 FIT_TO_THEIR_END = 2
 
 

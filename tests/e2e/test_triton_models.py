@@ -61,7 +61,8 @@ def streaming(features: ModelServer) -> ModelServer:
 def plain(root: Path, model: Path, engine: Engine) -> Iterator[ModelServer]:
     # Relocated after it was made: nothing in it may be an absolute path.
     # Triton loads no ensemble whose tensors differ in type between its models: the type set here reaches all of them.
-    spec = RepositorySpec(name=NAME, streaming=False, settings={"prompt_embedding_table_data_type": "TYPE_BF16"})
+    settings = {"prompt_embedding_table_data_type": "TYPE_BF16", "ngram_max_draft_len": "0"}
+    spec = RepositorySpec(name=NAME, streaming=False, settings=settings)
     made = assemble_repository(plan_repository(engine, model, spec, out=root / "made"))
     repository = made.path.rename(root / "moved")
     with serving(repository, root / "plain-server") as server:

@@ -33,7 +33,9 @@ def repository(tmp_path: Path) -> Path:
     checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=tmp_path / "checkpoint")
     spec = BuildSpec(max_batch_size=8, max_seq_len=4096, runtime="openvino")
     engine = build_engine(checkpoint, spec, out=tmp_path / "engine")
-    plan = plan_repository(engine, model, RepositorySpec(name="tiny"), out=tmp_path / "repository")
+    plan = plan_repository(
+        engine, model, RepositorySpec(name="tiny", ngram_max_draft_len=0), out=tmp_path / "repository"
+    )
     return assemble_repository(plan).path
 
 

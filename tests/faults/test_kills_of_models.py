@@ -29,7 +29,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = write_tiny_model(root / "model")
     checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32"), out=root / "checkpoint")
     engine = build_engine(checkpoint, BuildSpec(runtime="openvino", max_batch_size=8), out=root / "engine")
-    spec = RepositorySpec(name="tiny")
+    spec = RepositorySpec(name="tiny", ngram_max_draft_len=0)
     return assemble_repository(plan_repository(engine, model, spec, out=root / "repository")).path
 
 

@@ -191,5 +191,5 @@ def test_guided_decoding_is_off_by_default(core: Core) -> None:
 
 
 def test_ngram_drafts(core: Core) -> None:
-    assert core.config().ngram_max_draft_len == settings._NGRAM_DRAFT
+    assert core.config().ngram_max_draft_len == 11
     assert core.config(ngram_max_draft_len="3").ngram_max_draft_len == 3

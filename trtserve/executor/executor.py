@@ -85,7 +85,7 @@ class Executor:
         model.allocate(blocks)
         model.warm_up()
         if config.ngram_max_draft_len and not model.step_costs:
-            logger.info("ngram_max_draft_len has no effect: the times of small steps are not known for this model")
+            logger.info("Steps get no drafts from n-grams: the times of small steps are not known for this model")
         self._worker = Worker(model, self.limits, config, blocks=blocks, free_memory=memory)
         self._thread = threading.Thread(target=self._worker.run, name="executor", daemon=True)
         self._thread.start()

@@ -156,7 +156,7 @@ class RepositorySpec(ForRelease):
         metavar="TOKENS",
         help="Most draft tokens that a step guesses from the text of a request, on CPUs; 0 for none.",
         minimum=0,
-        unset="0",
+        unset="11",
         panel=REQUESTS,
     )
     suffix: str = option("", help="End of the names of all models but the served one, such as _b.", panel=PATHS)

@@ -13,8 +13,8 @@ Keywords = dict[str, Any]
 
 _BATCHING = {"inflight_fused_batching": "INFLIGHT", "inflight_batching": "INFLIGHT", "v1": "STATIC"}
 _POLICIES = ("max_utilization", "guaranteed_no_evict")
-# Unless the parameter `ngram_max_draft_len` says otherwise.
-_NGRAM_DRAFT = 0
+# Unless the parameter `ngram_max_draft_len` says otherwise: as many as a measured step has room for.
+_NGRAM_DRAFT = 11
 # Mode → constructor of DecodingMode, and the first release that has it.
 _DECODING_MODES = {
     "auto": ("Auto", "0.12"),
