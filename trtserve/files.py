@@ -140,6 +140,14 @@ def read_text(path: Path, error: type[TrtserveError] = ArtifactError, *, hint: s
         raise error(f"{path} is not UTF-8 text: {damage.reason} at byte {damage.start}.", hint=hint) from damage
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError for anything else, and for lists that are nested too deeply for Python's parser."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists or objects are nested too deeply") from None
+
+
 def read_json_object(
     path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None
 ) -> dict[str, Any]:
@@ -149,8 +157,8 @@ def read_json_object(
     """
     text = read_text(path, error, hint=hint)
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as damage:
+        content = parse_json(text)
+    except ValueError as damage:
         raise error(f"{path} is not JSON: {damage}.", hint=hint) from damage
     if not isinstance(content, dict):
         raise error(f"{path} is not a JSON object.", hint=hint)

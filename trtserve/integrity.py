@@ -7,7 +7,6 @@ links share it: the engine in a repository is the engine in its own folder.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from trtserve.artifacts import MANIFEST, Artifact, Manifest
 from trtserve.errors import TrtserveError
-from trtserve.files import write_json
+from trtserve.files import parse_json, write_json
 
 _CHUNK = 1 << 20
 # What Triton reads as a configuration may be edited by hand.
@@ -34,7 +33,7 @@ class Checksums:
         self._known: dict[str, str] = {}
         if memory is not None:
             with suppress(OSError, ValueError):
-                self._known = json.loads(memory.read_text(encoding="utf-8"))
+                self._known = parse_json(memory.read_text(encoding="utf-8"))
 
     def of(self, files: Collection[Path]) -> dict[Path, str]:
         """Return the checksum of each file that can be read; several are read at once."""

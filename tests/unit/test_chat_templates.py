@@ -164,7 +164,7 @@ def test_tokenizer_of_the_repository_is_used(folder: Path, tmp_path: Path) -> No
 
 def test_broken_tokenizer_file_is_named(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UsageError, match=r"tokenizer_config\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json is not JSON"):
         find_chat_template(TokenizerFiles(folder))
 
 

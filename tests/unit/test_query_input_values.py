@@ -99,7 +99,7 @@ def test_errors_name_the_declared_type_and_shape(name: str, text: str, words: st
 
 def test_invalid_npy_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(b"PK\x03\x04")
-    with pytest.raises(UsageError, match="not an npy file"):
+    with pytest.raises(UsageError, match=r"not an \.npy file"):
         input_tensor(CORE, "draft_logits", f"@{tmp_path}/x.npy", rows=1)
     np.save(tmp_path / "texts.npy", np.array(["a"]))
     with pytest.raises(UsageError, match=r"expected FP32"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtserve.errors import UsageError
+from trtserve.files import parse_json
 
 FILE_NAME = "requests.jsonl"
 
@@ -83,16 +84,18 @@ def read_records(path: Path) -> list[Record]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from None
     return [_read_record(line, number, path) for number, line in enumerate(lines, 1)]
 
 
 def _read_record(line: str, number: int, path: Path) -> Record:
     known = {each.name for each in fields(Record)}
     try:
-        content = {key: value for key, value in json.loads(line).items() if key in known}
+        content = {key: value for key, value in parse_json(line).items() if key in known}
         content["arrivals"] = [(int(time), int(tokens)) for time, tokens in content["arrivals"]]
         return Record(**content)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise UsageError(
             f"Line {number} of {path} is not the record of a request: {error}.",
             hint=f"`trtserve bench … --out DIR` writes such a file: DIR/{FILE_NAME}.",

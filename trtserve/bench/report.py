@@ -18,7 +18,7 @@ from trtserve.bench.sampling import Samples
 from trtserve.bench.statistics import QUANTILES, Distribution, Statistics, compute
 from trtserve.bench.verdict import VALID_DELIVERY, Verdict, judge
 from trtserve.errors import UsageError
-from trtserve.files import write_json
+from trtserve.files import parse_json, write_json
 
 COLUMNS = ("Stat", "Value")
 SCHEMA = 2
@@ -242,8 +242,8 @@ def read_report(path: Path) -> Report:
     folder = path if path.is_dir() else path.parent
     records = read_records(folder / FILE_NAME if path.is_dir() else path)
     try:
-        content = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        rows = [json.loads(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").splitlines()]
+        content = parse_json((folder / REPORT).read_text(encoding="utf-8"))
+        rows = [parse_json(line) for line in (folder / SAMPLES).read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise UsageError(
             f"{error.filename} cannot be read: {error.strerror}.",
@@ -251,13 +251,21 @@ def read_report(path: Path) -> Report:
         ) from None
     except ValueError as error:
         raise UsageError(f"{folder} is damaged: {error}.") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{folder / REPORT} is not a JSON object.")
     if content.get("schema") != SCHEMA:
         raise UsageError(
             f"{folder / REPORT} has the schema {content.get('schema')}; this version reads {SCHEMA}.",
             hint="Measure again, or read it with the version of trtserve that wrote it.",
         )
-    server = content["server"]
-    calibration = content["calibration"]
+    try:
+        return _report(content, records, rows)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{folder / REPORT} is damaged: {error!r}.") from None
+
+
+def _report(content: Mapping[str, Any], records: Sequence[Record], rows: list[dict[str, Any]]) -> Report:
+    server, calibration = content["server"], content["calibration"]
     computed = ("schema", "partial", "verdict", "statistics", "workers", "server", "notes", "bounds")
     made_again = (*computed, "calibration", "capacity_per_second")
     known = {key: value for key, value in content.items() if key not in made_again}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import urllib.error
 import urllib.request
@@ -13,6 +12,7 @@ from trtserve.bench.messages import takes_text
 from trtserve.bench.protocols.base import OpenAi, Target
 from trtserve.bench.requests import Limits
 from trtserve.errors import RequestError, ServerUnreachableError, UsageError
+from trtserve.files import parse_json
 from trtserve.query import describe_model
 from trtserve.query.tokenizer import TokenizerFiles, find_tokenizer, server_adds_special_tokens
 from trtserve.specs import BenchSpec
@@ -125,7 +125,7 @@ def _first_model(url: str, timeout: float) -> str:
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"} if "OPENAI_API_KEY" in os.environ else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url}/models", headers=headers), timeout=timeout) as page:
-            names = [entry["id"] for entry in json.load(page)["data"]]
+            names = [entry["id"] for entry in parse_json(page.read())["data"]]
     except urllib.error.HTTPError as error:
         raise RequestError(f"{url}/models answers with status {error.code}.", hint="Name the model: --model.") from None
     except OSError as error:

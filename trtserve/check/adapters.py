@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from trtserve.check.findings import Finding, Rule, refusal
 from trtserve.check.repository import Repository
 from trtserve.errors import RepositoryError
+from trtserve.files import parse_json
 from trtserve.repo.adapters import CONFIG, WEIGHTS, resolve_adapters
 from trtserve.repo.draft import require_pair
 from trtserve.repo.names import model_names
@@ -82,7 +82,7 @@ def _tables(repository: Repository) -> Iterator[tuple[Path, dict[str, Mapping[st
 
 def _read_table(file: Path) -> dict[str, Mapping[str, Any]] | Exception:
     try:
-        entries = json.loads(file.read_text(encoding="utf-8"))["adapters"].items()
+        entries = parse_json(file.read_text(encoding="utf-8"))["adapters"].items()
         return {str(name): {"task_id": int(each["task_id"]), "folder": str(each["folder"])} for name, each in entries}
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as error:
         return error

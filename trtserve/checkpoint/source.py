@@ -6,7 +6,6 @@ Files are safetensors, or `torch.save` files when there are none.
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 from trtserve.architectures.gemma3 import VISION
 from trtserve.checkpoint.tensor_files import Entry, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
+from trtserve.files import read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -71,13 +71,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{path} is not JSON: {error}.", hint=_AGAIN) from error
-    if not isinstance(content, dict):
-        raise CorruptFileError(f"{path} is not a JSON object.", hint=_AGAIN)
-    return content
+    return read_json_object(path, CorruptFileError, hint=_AGAIN)
 
 
 def weight_map(path: Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from trtserve.checkpoint.quantized import AWQ, FP8, GPTQ, Int4Weight, quant_algo
 from trtserve.checkpoint.sharding import matrix, name_in_stage, shard, stage_layers, stage_of
 from trtserve.checkpoint.tensor_files import TensorFile, numpy_dtype
 from trtserve.errors import ArtifactError, CorruptFileError
+from trtserve.files import read_json_object
 from trtserve.releases import RELEASES
 from trtserve.releases.checkpoint_config import STRICT, keys_of_release, shares_head, shares_table, smoothquant_val
 from trtserve.releases.loaders import name_in_release
@@ -108,15 +108,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read `config.json` of a checkpoint folder. Raises ArtifactError when it is missing or not a checkpoint's."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_object(path, CorruptFileError, hint="Convert the model again.")
     except FileNotFoundError:
         raise ArtifactError(
             f"{folder} has no config.json: it is not a checkpoint.",
             hint="Expected a folder written by `trtserve convert` or TensorRT-LLM's convert_checkpoint.py.",
         ) from None
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON: {error}.", hint="Convert the model again.") from error
-    if not isinstance(config, dict) or "architecture" not in config:
+    if "architecture" not in config:
         raise ArtifactError(
             f"{path} has no `architecture`: it is not a TensorRT-LLM checkpoint's config.",
             hint="A Hugging Face folder must be converted first: trtserve convert FOLDER.",

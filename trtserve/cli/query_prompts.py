@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trtserve.errors import UsageError
+from trtserve.files import parse_json
 
 Prompts = tuple[str, ...]
 TokenIds = tuple[tuple[int, ...], ...]
@@ -84,8 +85,8 @@ def _json_texts(text: str, path: Path) -> Prompts | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         if not _LIST.match(text):
             return None
         raise UsageError(

@@ -7,13 +7,13 @@ no such key.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from trtserve.errors import ArtifactError, CorruptFileError
+from trtserve.files import read_json_object
 
 if TYPE_CHECKING:
     from trtserve.executor.configs import ExecutorConfig
@@ -84,13 +84,11 @@ def read_engine_config(engine: Path) -> Mapping[str, Any]:
     """Read the `config.json` of an engine. Raises ArtifactError when it is none for the embedded executor."""
     path = engine / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_object(path, CorruptFileError, hint="Build the engine again.")
     except FileNotFoundError:
         raise ArtifactError(
             f"{engine} has no config.json: it is not an engine folder.", hint="Give the path that `build` printed."
         ) from None
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not valid JSON: {error}.", hint="Build the engine again.") from error
     if not is_embedded(config):
         raise ArtifactError(
             f"{engine} is not an engine of the {' or '.join(MODELS)} runtime.",

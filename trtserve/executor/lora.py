@@ -21,6 +21,7 @@ from trtserve.executor.configs import PeftCacheConfig
 from trtserve.executor.lora_modules import LoraShape
 from trtserve.executor.lora_weights import Adapter, read_adapter
 from trtserve.executor.requests import LoraConfig
+from trtserve.models.shared.arrays import read_array
 
 Array = npt.NDArray[Any]
 
@@ -213,7 +214,7 @@ class AdapterCache:
             if not path.name.isdecimal():
                 logger.warning("lora_prefetch_dir: %s is not named by a task id and was not read", path.name)
                 continue
-            arrays = [np.load(path / f"model.lora_{kind}.npy", allow_pickle=False) for kind in ("weights", "config")]
+            arrays = [read_array(path / f"model.lora_{kind}.npy") for kind in ("weights", "config")]
             self._put(int(path.name), arrays[0], arrays[1])
 
 

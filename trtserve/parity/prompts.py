@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtserve.errors import TrtserveError, UsageError
+from trtserve.files import parse_json
 from trtserve.progress import SILENT, Progress
 
 Tokens = tuple[int, ...]
@@ -104,7 +104,7 @@ def _read_prompts(file: Path) -> list[str | Tokens]:
 
 def _prompt(line: str) -> str | Tokens:
     try:
-        content = json.loads(line)
+        content = parse_json(line)
     except ValueError:
         return line
     if isinstance(content, str):

@@ -27,7 +27,7 @@ def read_token_ids(text: str, flag: str) -> tuple[tuple[int, ...], ...]:
     content = text if _INLINE_IDS.fullmatch(text) else read_text(Path(text), flag)
     try:
         rows = [tuple(int(cell) for cell in row if cell.strip()) for row in csv.reader(content.splitlines())]
-    except ValueError:
+    except (ValueError, csv.Error):
         raise UsageError(f"{flag} is {text}; expected token ids separated by commas.") from None
     if not any(rows):
         raise UsageError(f"{flag} is {text}, which contains no token ids.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import UsageError
+from trtserve.files import parse_json
 from trtserve.triton.client import ModelDescription
 from trtserve.triton.tensors import Tensor, TensorDescription, numpy_type
 
@@ -44,16 +44,12 @@ def input_tensor(model: ModelDescription, name: str, text: str, *, rows: int) ->
 
 def file_array(path: Path, what: str) -> npt.NDArray[Any]:
     """Read the array of an npy file."""
-    import numpy as np
+    from trtserve.models.shared.arrays import read_array
 
     try:
-        with path.open("rb") as file:
-            array: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise UsageError(f"{what}: {path} cannot be read: {error.strerror or error}.") from None
-    except ValueError:
-        raise UsageError(f"{what}: {path} is not an npy file of plain numbers.") from None
-    return array
+        return read_array(path)
+    except ValueError as error:
+        raise UsageError(f"{what}: {error}.") from None
 
 
 def as_declared(declared: TensorDescription, array: npt.NDArray[Any], what: str) -> npt.NDArray[Any]:
@@ -122,7 +118,7 @@ def _parse_file(declared: TensorDescription, path: Path, what: str) -> npt.NDArr
 def _parse_json_list(declared: TensorDescription, text: str, what: str) -> npt.NDArray[Any] | None:
     """Parse a JSON list, or None for a STRING input whose text is to be sent as it is."""
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError:
         if declared.datatype == "BYTES":
             return None

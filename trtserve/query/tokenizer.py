@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtserve.errors import TrtserveError, UsageError
+from trtserve.files import read_json_object
 from trtserve.triton.client import Client, Endpoint
 
 PREPROCESSING = "preprocessing"
@@ -30,12 +30,9 @@ class TokenizerFiles:
     def json(self, name: str) -> Mapping[str, Any]:
         """Return the content of a JSON file, or {} if the file does not exist."""
         try:
-            content: Mapping[str, Any] = json.loads((self.folder / name).read_text(encoding="utf-8"))
+            return read_json_object(self.folder / name, UsageError)
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{self.folder / name} cannot be read: {error}.") from None
-        return content
 
     def special_tokens(self) -> dict[str, str]:
         """Return the texts of `bos_token`, `eos_token` …, as far as the tokenizer has them."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtserve.errors import RepositoryError, UsageError
 from trtserve.executor.lora_modules import MODULE_IDS, LoraModule, lora_modules
+from trtserve.models.shared.arrays import read_array
 from trtserve.repo.names import VERSION, lora_table, model_names
 from trtserve.triton.profiles import CORE
 
@@ -95,10 +96,11 @@ def _read(name: str, folder: Path) -> tuple[Array, Array]:
             )
         raise RepositoryError(f"--lora {name}={folder}: the folder has no {' and no '.join(missing)}.")
     try:
-        weights = np.load(folder / WEIGHTS, allow_pickle=False)
-        rows = np.load(folder / CONFIG, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise RepositoryError(f"The adapter {name} in {folder} cannot be read: {error}.") from error
+        weights, rows = read_array(folder / WEIGHTS), read_array(folder / CONFIG)
+    except ValueError as error:
+        raise RepositoryError(
+            f"The adapter {name} cannot be read: {error}.", hint="Convert it again: trtserve lora ADAPTER"
+        ) from error
     if rows.ndim == 2 and weights.ndim == 2:
         weights, rows = weights[np.newaxis], rows[np.newaxis]
     if rows.ndim != 3 or rows.shape[2] != 3 or weights.ndim != 3 or weights.shape[:2] != rows.shape[:2]:

@@ -247,7 +247,7 @@ def _yaml(key: str, text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2001-99-99
         reason = getattr(error, "problem", None) or str(error)
         raise UsageError(
             f"--set {key}={text}: the value is not YAML: {reason}.", hint=f"""A text in quotes: --set '{key}="…"'"""

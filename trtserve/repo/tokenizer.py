@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from trtserve.errors import RepositoryError
-from trtserve.files import require_own
+from trtserve.files import parse_json, require_own
 from trtserve.progress import SILENT, Progress
 
 _TOKENIZER_FILES = (
@@ -95,7 +94,7 @@ def require_same_tokens(target: Path, draft: Path) -> None:
 def token_ids(folder: Path) -> dict[str, int] | None:
     """Return token → id of `tokenizer.json`, or None for a folder without a readable one."""
     try:
-        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        content = parse_json((folder / "tokenizer.json").read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
     except (OSError, ValueError, KeyError, TypeError):

@@ -6,7 +6,6 @@ start time, so that a later process with the same pid is never mistaken for it.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import time
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import TrtserveError, UsageError
-from trtserve.files import locked, write_json
+from trtserve.files import locked, parse_json, write_json
 from trtserve.process import ProcessId
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
@@ -353,7 +352,7 @@ def failure_of(error: TrtserveError, exit_code: int | None = None) -> Failure:
 def _read(path: Path) -> Server | None:
     """Return the server of a state file, or None when the file is missing or another version wrote it."""
     try:
-        server = Server.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError, ValueError):
+        server = Server.from_json(parse_json(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
         return None
     return server if server.instances and server.schema == _SCHEMA else None

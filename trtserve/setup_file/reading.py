@@ -61,6 +61,8 @@ def read_setup(path: Path) -> Setup:
         raise UsageError(f"{path}{line}: not YAML: {error.problem or error.context}.") from error
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: not YAML: {error}.") from error
+    except RecursionError:
+        raise UsageError(f"{path}: its lists or mappings are nested too deeply.") from None
     if root is None:
         raise UsageError(f"{path} is empty.", hint=f"Remove it first. {hint}")
     return _Document(path).setup(root)

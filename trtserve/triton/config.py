@@ -101,7 +101,7 @@ def parse_config(text: str, name: object = "The text") -> Any:
     try:
         return ModelConfig.FromString(_serialized(text))
     except (text_format.ParseError, ValueError) as error:
-        raise RepositoryError(f"{name} is not a Triton model configuration: {str(error).rstrip('.')}.") from error
+        raise RepositoryError(f"{name} is not a Triton model configuration: {str(error).rstrip('.'):.300}.") from error
 
 
 @lru_cache(maxsize=64)

@@ -154,10 +154,10 @@ def read_model_yaml(path: Path) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise RepositoryError(f"{path} is not YAML: {error}.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise RepositoryError(f"{path} cannot be read: {error}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2001-99-99
+        raise RepositoryError(f"{path} is not YAML: {error}.") from error
     if not isinstance(content, dict) or not content.get("model"):
         raise RepositoryError(f"{path} names no model.", hint="It needs a line such as: model: /models/llama")
     return content

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trtserve.errors import RequestError, UsageError
+from trtserve.files import parse_json
 from trtserve.triton.call_errors import (
     RequestCancelledError,
     other_protocol,
@@ -251,8 +252,8 @@ def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
 def _checked(status: int, text: str) -> Any:
     """Return the parsed body. Raises RequestError when it reports an error, whatever the status."""
     try:
-        content = json.loads(text.strip().removeprefix(_EVENT))
-    except json.JSONDecodeError:
+        content = parse_json(text.strip().removeprefix(_EVENT))
+    except ValueError:
         raise RequestError(
             f"The server answered with status {status} and a body that is not JSON: {text[:200]!r}."
         ) from None

@@ -12,6 +12,7 @@ from trtserve.bench.protocols.base import Chunk, Pressure, Target
 from trtserve.bench.protocols.http import HttpPool, post
 from trtserve.bench.records import Response
 from trtserve.bench.requests import TrafficRequest
+from trtserve.files import parse_json
 from trtserve.triton.call_errors import plain
 from trtserve.triton.http_client import generate_body, tls_context
 
@@ -68,7 +69,7 @@ class GenerateTransport:
 def parse_event(content: bytes) -> Mapping[str, Any]:
     """Return the JSON object of an event or a body; what is not JSON becomes an `error`."""
     try:
-        values = json.loads(content.strip().removeprefix(EVENT))
+        values = parse_json(content.strip().removeprefix(EVENT))
     except ValueError:
         return {"error": f"the answer is not JSON: {content[:200]!r}"}
     return values if isinstance(values, Mapping) else {"error": f"the answer is not a JSON object: {content[:200]!r}"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from trtserve.bench.requests import Limits, Traffic, TrafficRequest, clip
 from trtserve.errors import UsageError
+from trtserve.files import parse_json
 from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.specs import BenchSpec
 
@@ -58,11 +58,11 @@ def _entries(path: Path) -> Any:
     except ValueError as error:
         raise UsageError(f"--dataset is {path}, which is not JSON: {error}.", hint=_FORM) from None
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         lines = [line for line in text.splitlines() if line.strip()]
         try:
-            return [json.loads(line) for line in lines]
+            return [parse_json(line) for line in lines]
         except ValueError:
             raise UsageError(f"--dataset is {path}, which is not JSON: {error}.", hint=_FORM) from None
     single = isinstance(content, Mapping) and any(name in content for name in _PROMPTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from trtserve.bench.requests import Limits, Traffic, TrafficRequest, clip
 from trtserve.bench.traffic.prompts import IdWriter, Writer
 from trtserve.errors import UsageError
+from trtserve.files import parse_json
 from trtserve.specs import BenchSpec
 
 Buckets = list[tuple[int, int, int]]
@@ -80,10 +80,10 @@ def read_histogram(path: Path) -> dict[str, Buckets]:
     """Read the buckets of prompt and answer lengths. Raises UsageError for another form."""
     try:
         content = path.read_text(encoding="utf-8")
-        found = _of_json(json.loads(content)) if content.lstrip().startswith("{") else _of_csv(content)
+        found = _of_json(parse_json(content)) if content.lstrip().startswith("{") else _of_csv(content)
     except OSError as error:
         raise UsageError(f"--histogram is {path}: {error.strerror}.", hint=_FORM) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
         raise UsageError(f"--histogram is {path}, which is not a histogram: {error}.", hint=_FORM) from None
     for kind, buckets in found.items():
         if not buckets or any(low < 1 or high < low or count < 0 for low, high, count in buckets):

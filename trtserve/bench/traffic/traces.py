@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import csv
 import datetime
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtserve.bench.requests import Limits, Traffic, TrafficRequest, clip
 from trtserve.bench.traffic.prompts import IdWriter, Prompt, Writer
 from trtserve.errors import UsageError
+from trtserve.files import parse_json
 from trtserve.specs import BenchSpec
 
 BLOCK = 512
@@ -39,11 +39,10 @@ def read_trace(path: Path) -> list[Arrival]:
     """Read a trace in order of time; the first request is at 0. Raises UsageError for another form."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
+        found = _mooncake(lines) if lines and lines[0].lstrip().startswith("{") else _azure(lines)
     except OSError as error:
         raise UsageError(f"--trace is {path}: {error.strerror}.", hint=_FORM) from None
-    try:
-        found = _mooncake(lines) if lines and lines[0].lstrip().startswith("{") else _azure(lines)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         raise UsageError(f"--trace is {path}, which is not a trace: {error!r}.", hint=_FORM) from None
     if not found:
         raise UsageError(f"--trace is {path}, which has no requests.", hint=_FORM)
@@ -55,7 +54,7 @@ def read_trace(path: Path) -> list[Arrival]:
 def _mooncake(lines: list[str]) -> list[Arrival]:
     found = []
     for line in filter(None, map(str.strip, lines)):
-        entry = json.loads(line)
+        entry = parse_json(line)
         found.append(
             Arrival(
                 seconds=float(entry["timestamp"]) / 1000,

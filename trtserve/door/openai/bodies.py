@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from trtserve.files import parse_json
+
 MOST_SEQUENCES = 128
 _MOST_ANSWERS = 2048
 _MOST_STOPS = 64
@@ -326,7 +328,7 @@ def _text(number: int, content: Any) -> str:
 def _call(number: int, call: Any) -> dict[str, Any]:
     try:
         function = call["function"]
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"message {number} has a tool call without a function whose arguments are JSON") from None
 

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Collection
 from typing import Any
 
+from trtserve.files import parse_json
+
 _OPENING = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
@@ -59,7 +61,7 @@ class CallReader:
         calls: list[Call] = []
         for each in found:
             try:
-                content = json.loads(each)
+                content = parse_json(each)
             except ValueError:
                 return []
             for call in content if isinstance(content, list) else [content]:

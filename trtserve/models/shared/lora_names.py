@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays import read_array
+
 NOT_CACHED = "not found in cache"
 """Part of the core model's error for a task id whose adapter is not in its cache."""
 
@@ -69,9 +71,9 @@ class LoraNames:
     def _read(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
         folder = self._repository / str(self._adapters[name]["folder"])
         try:
-            weights = np.load(folder / "model.lora_weights.npy", allow_pickle=False)
-            config = np.load(folder / "model.lora_config.npy", allow_pickle=False)
-        except (OSError, ValueError) as error:
+            weights = read_array(folder / "model.lora_weights.npy")
+            config = read_array(folder / "model.lora_config.npy")
+        except ValueError as error:
             raise ValueError(f"The files of the LoRA adapter {name} cannot be read: {error}") from error
         return weights.astype(np.float16, copy=False), config.astype(np.int32, copy=False)
 
@@ -82,5 +84,5 @@ def _adapters(path: Path) -> dict[str, dict[str, Any]]:
     try:
         adapters = json.loads(path.read_text(encoding="utf-8"))["adapters"]
         return {str(name): {"task_id": int(entry["task_id"]), **entry} for name, entry in adapters.items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} is not a table of LoRA adapters: {error!r}") from error

@@ -1,0 +1,168 @@
+"""Files of users and strangers: whatever is in them, a refusal names the file instead of ending in a traceback."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.bench_records import answered, report_of
+from trtserve.artifacts import Manifest
+from trtserve.bench.records import read_records
+from trtserve.bench.report import REPORT, SAMPLES, read_report
+from trtserve.bench.traffic.datasets import read_dataset
+from trtserve.bench.traffic.lengths import read_histogram
+from trtserve.bench.traffic.traces import read_trace
+from trtserve.check.findings import refusal
+from trtserve.checkpoint.source import read_hf_config, weight_map
+from trtserve.checkpoint.tensor_files import TensorFile
+from trtserve.checkpoint.unified import read_config
+from trtserve.errors import UsageError
+from trtserve.executor.loaders import read_engine_config
+from trtserve.files import read_json_object
+from trtserve.models.shared.arrays import read_array
+from trtserve.models.shared.lora_names import LoraNames
+from trtserve.query.file_inputs import read_token_ids
+from trtserve.query.tokenizer import TokenizerFiles
+from trtserve.repo.engine import read_engine
+from trtserve.repo.tokenizer import token_ids
+from trtserve.setup_file.reading import read_setup
+from trtserve.triton.core_models import read_model_yaml
+from trtserve.triton.preflight import read_config as read_model_config
+
+DEEP = 50_000
+CONTENTS = {
+    "nothing": b"",
+    "no text": b"\xff\xfe\x00\x01",
+    "zero bytes": b"a,b\n1,\x002\n",
+    "lists in lists": b"[" * DEEP,
+    "objects in objects": b'{"a":' * DEEP,
+    "flow mappings": b"{a: " * DEEP,
+    "messages in messages": b"parameters {" * DEEP,
+    "null": b"null",
+    "number": b"7",
+    "infinity": b'{"timestamp": 1e999, "input_length": 1e999, "output_length": 1e999, "prompt": [[1, 2, 1e999]]}',
+    "long number": b"9" * 5000,
+    "half a character": b'{"input": "\\ud800", "instruction": "", "output": ""}',
+    "list of null": b"[null]",
+    "object": b"{}",
+    "wide cell": b"kind,from,to,count\nprompt," + b"7" * 200_000 + b",1,1\n",
+    "short row": b"kind,from,to,count\nprompt\n",
+    "other columns": b"TIMESTAMP,ContextTokens\nyesterday,many\n",
+    "date": b"model: 2001-99-99",
+    "anchor in itself": b"models: &a\n  x: *a\n",
+    "header": (10**12).to_bytes(8, "little") + b"{}",
+}
+
+
+def in_folder(name: str, read: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Rename the file to `name`, which its reader looks for in a folder."""
+    return lambda path: read(path.rename(path.with_name(name)).parent)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "setup file": read_setup,
+    "trace": read_trace,
+    "histogram": read_histogram,
+    "dataset": read_dataset,
+    "records": read_records,
+    "token ids": lambda path: read_token_ids(str(path), "--input-tokens-csv"),
+    "tokenizer": in_folder("tokenizer_config.json", lambda folder: TokenizerFiles(folder).special_tokens()),
+    "vocabulary": in_folder("tokenizer.json", token_ids),
+    "model": in_folder("config.json", read_hf_config),
+    "weight index": weight_map,
+    "weights": TensorFile,
+    "checkpoint": in_folder("config.json", read_config),
+    "engine": in_folder("config.json", read_engine),
+    "engine of the server": in_folder("config.json", read_engine_config),
+    "model.yaml": read_model_yaml,
+    "config.pbtxt": read_model_config,
+    "manifest": in_folder("manifest.json", Manifest.read),
+    "any object": read_json_object,
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_damaged_file_is_read_or_refused(reader: str, content: str, tmp_path: Path) -> None:
+    path = tmp_path / "a-file"
+    path.write_bytes(CONTENTS[content])
+    error = refusal(partial(READERS[reader], path))
+    if error is not None:
+        assert str(tmp_path) in error.message or "--input-tokens-csv" in error.message
+        assert len(error.message) < 2000
+
+
+def header(descr: str = "'<f4'", shape: str = "(1, 2)") -> bytes:
+    """The start of an .npy file."""
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+def archive() -> bytes:
+    with zipfile.ZipFile(content := io.BytesIO(), "w") as file:
+        file.writestr("a.npy", header())
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        archive(),
+        pickle.dumps([1.0]),
+        header(),
+        header(shape="(99999999999, 9999)"),
+        header(shape=f"({10**30},)"),
+        header(shape="(-1, -2)") + bytes(8),
+        header(shape="(" * 1000),
+        header(shape="('a', 2)"),
+        header(descr="'|O'") + pickle.dumps([1.0]),
+        header(descr="'<q9'"),
+        header(descr="[[[[") + bytes(8),
+        b"\x93NUMPY\x01\x00\x04\x00\x27\x27\x27\n",
+        b"\x93NUMPY\x09\x00\x04\x00{}  ",
+        b"\x93NUMPY\x01\x00\xff\xff{}",
+    ],
+)
+def test_a_damaged_adapter_is_refused(content: bytes, tmp_path: Path) -> None:
+    for name in ("weights", "config"):
+        (tmp_path / f"model.lora_{name}.npy").write_bytes(content)
+    (tmp_path / "lora.json").write_text(json.dumps({"adapters": {"poet": {"task_id": 1, "folder": "."}}}))
+    with pytest.raises(ValueError, match=r"model\.lora_weights\.npy is not an \.npy file of plain numbers: "):
+        read_array(tmp_path / "model.lora_weights.npy")
+    with pytest.raises(ValueError, match=r"adapter poet cannot be read: .*model\.lora_weights\.npy is not an"):
+        LoraNames(tmp_path).tensors("poet")
+
+
+def test_sound_arrays_are_read(tmp_path: Path) -> None:
+    sound: tuple[Any, ...] = (np.ones((2, 0)), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.float16(3))
+    for number, values in enumerate(sound):
+        np.save(tmp_path / f"{number}.npy", values)
+        np.testing.assert_array_equal(read_array(tmp_path / f"{number}.npy"), values)
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * DEEP, "null", "[]", "{}", '{"schema": SCHEMA}', '{"schema": SCHEMA, "spec": 1}']
+)
+def test_a_damaged_result_is_refused(content: str, tmp_path: Path) -> None:
+    report_of([answered(0, intended=0.0)]).write(tmp_path)
+    schema = json.loads((tmp_path / REPORT).read_text())["schema"]
+    (tmp_path / REPORT).write_text(content.replace("SCHEMA", str(schema)))
+    with pytest.raises(UsageError, match=str(tmp_path)):
+        read_report(tmp_path)
+
+
+def test_lines_of_samples_that_are_not_json_are_refused(tmp_path: Path) -> None:
+    report_of([answered(0, intended=0.0)]).write(tmp_path)
+    (tmp_path / SAMPLES).write_text("[" * DEEP)
+    with pytest.raises(UsageError, match="damaged: its lists or objects are nested too deeply"):
+        read_report(tmp_path)
