@@ -93,12 +93,14 @@ def test_a_stalled_server_cannot_hide_its_stall() -> None:
 
 
 def test_workers_send_every_request_once_and_pool_their_records() -> None:
-    with echo_target(Echo(spoken="http-stream", chunks=4)) as target:
-        load = Load(target=target, requests=requests(41, tokens=4), warmup=requests(4, tokens=4), concurrency=6)
+    with echo_target(Echo(spoken="http-stream", chunks=32)) as target:
+        # The records of a worker are more than a pipe holds at once.
+        load = Load(target=target, requests=requests(2400, tokens=32), warmup=requests(4, tokens=32), concurrency=6)
         outcome = send(load, workers=3)
-        scheduled = send(replace(load, offsets=[index / 200 for index in range(41)], concurrency=None), workers=3)
-    for each in (outcome, scheduled):
-        assert [record.index for record in each.records] == list(range(41))
+        load = replace(load, requests=load.requests[:41], concurrency=None)
+        scheduled = send(replace(load, offsets=[index / 200 for index in range(41)]), workers=3)
+    for each, count in ((outcome, 2400), (scheduled, 41)):
+        assert [record.index for record in each.records] == list(range(count))
         assert {record.worker for record in each.records} == {0, 1, 2}
         assert {record.status for record in each.records} == {"completed"}
         assert sorted(health.worker for health in each.health) == [0, 1, 2]

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+import uvloop
+
 from trtserve.bench.timers import Timers
 from trtserve.errors import BenchmarkError
 
@@ -66,7 +68,7 @@ def running_echo(echo: Echo) -> Iterator[int]:
 
 def _serve(echo: Echo, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_listen(echo, pipe))
+    uvloop.run(_listen(echo, pipe))
 
 
 async def _listen(echo: Echo, pipe: Connection) -> None:
@@ -157,6 +159,7 @@ class _Http(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        transport.set_write_buffer_limits(high=0)  # uvloop joins writes otherwise
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -210,6 +213,7 @@ class _Http2(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
+        transport.set_write_buffer_limits(high=0)
         settings = struct.pack(">HI", _INITIAL_WINDOW, _WIDEST)
         widen = struct.pack(">I", _WIDEST - _DEFAULT_WINDOW)
         transport.write(_frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW, 0, 0, widen))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -16,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
+
+import uvloop
 
 from trtserve.bench.health import Health
 from trtserve.bench.live import Live, Totals, shared_cells
@@ -105,7 +108,7 @@ class _OwnProcess:
     """One worker in this process."""
 
     def __init__(self, share: Share) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._live = Live()
         self._worker = Worker(share, self._live, self._stop)
@@ -213,7 +216,7 @@ def _received(pipe: Connection) -> Any:
 def _work(share: Share, cells: Any, pipe: Connection) -> None:
     """Run one worker process: answer when ready, start at the time that comes, answer with the records."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    asyncio.run(_serve(share, Live(cells), pipe))
+    uvloop.run(_serve(share, Live(cells), pipe))
 
 
 async def _serve(share: Share, live: Live, pipe: Connection) -> None:
@@ -238,5 +241,7 @@ async def _serve(share: Share, live: Live, pipe: Connection) -> None:
         answer: Any = await worker.run(await start)
     except TrtserveError as error:
         answer = error
-    with suppress(OSError):
+    asyncio.get_running_loop().remove_reader(pipe.fileno())
+    os.set_blocking(pipe.fileno(), True)  # uvloop made it non-blocking, which would cut off the records
+    with suppress(ConnectionError):
         pipe.send(answer)

@@ -39,12 +39,12 @@ class Timers:
         self._loop.add_reader(self._file, self._ring)
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._polling = False
+        self._awake = False
 
     def call_at(self, time_ns: int, function: Callable[[], None]) -> None:
         """Call `function` at `time_ns` of the monotonic clock."""
         heapq.heappush(self._due, (time_ns, next(self._numbers), function))
-        if self._due[0][0] == time_ns:
+        if self._due[0][0] == time_ns and not self._awake:
             self._set()
 
     async def until(self, time_ns: int) -> None:
@@ -63,19 +63,25 @@ class Timers:
     def _ring(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._file, 8)
-        if not self._polling:
+        if not self._awake:
             self._call_due()
 
     def _call_due(self) -> None:
-        self._polling = False
-        while self._due and self._due[0][0] <= time.monotonic_ns():
-            heapq.heappop(self._due)[2]()
-        if not self._due:
+        self._awake = True
+        try:
+            while self._due and self._due[0][0] <= time.monotonic_ns():
+                heapq.heappop(self._due)[2]()
+        finally:
+            # After the tasks that were woken just now: setting the timer takes 30 µs on a cold processor.
+            self._loop.call_soon(self._sleep)
+
+    def _sleep(self) -> None:
+        """Wait for what is due next, or go on polling when that is soon."""
+        if self._due and self._due[0][0] - time.monotonic_ns() <= _LEAD:
+            self._call_due()
             return
-        if self._due[0][0] - time.monotonic_ns() <= _LEAD:
-            self._polling = True
-            self._loop.call_soon(self._call_due)
-        else:
+        self._awake = False
+        if self._due:
             self._set()
 
     def close(self) -> None:

@@ -102,6 +102,7 @@ class Worker:
 
         Raises ServerUnreachableError without a connection and RequestError when the whole warm-up fails.
         """
+        self._timers = Timers()
         await self._transport.open(self._share.concurrency or (1 if self._share.offsets is None else _OPENED))
         warmup = [[(index, request)] for index, request in enumerate(self._share.warmup)]
         records = self._begin(warmup)
@@ -129,6 +130,7 @@ class Worker:
         health.write_blocked_max_ms = pressure.write_blocked_max_ns / 1e6
         health.crowded_reads = pressure.crowded_reads - crowded
         await self._transport.close()
+        self._timers.close()
         self._decode(self._records.values())
         return Sent(records=list(self._records.values()), health=health, timed_out=timed_out)
 
@@ -173,8 +175,7 @@ class Worker:
     ) -> None:
         """Run `concurrency` users, each having its next conversation when its last one has ended."""
         pending = iter(conversations)
-        if start_ns:
-            await asyncio.sleep((start_ns - time.monotonic_ns()) / 1e9)
+        await self._timers.until(start_ns)
 
         async def user() -> None:
             for turns in pending:
@@ -189,27 +190,31 @@ class Worker:
         start_ns: int,
     ) -> None:
         """Begin every conversation at its time in the schedule; waiting for the concurrency limit counts as latency."""
-        gate = asyncio.Semaphore(self._share.concurrency or len(conversations) or 1)
+        limit = self._share.concurrency
+        gate = asyncio.Semaphore(limit or len(conversations) or 1)
         running: set[asyncio.Task[None]] = set()
-        timers = Timers()
 
         async def arrive(turns: Sequence[tuple[int, TrafficRequest]], intended_ns: int) -> None:
+            records[turns[0][0]].scheduled = True
+            if limit:  # a place is taken when the time has come
+                await self._timers.until(intended_ns)
             async with gate:
                 await self._converse(turns, records, intended_ns)
 
         try:
+            before_ns = 0
             for turns, offset in zip(conversations, self._share.offsets or (), strict=True):
                 intended_ns = start_ns + round(offset * 1e9)
-                await timers.until(intended_ns)
-                first = records[turns[0][0]]
-                first.scheduled, first.intended_ns = True, intended_ns
+                # Begun one arrival early, so that at its time only the send is left to do.
                 task = asyncio.ensure_future(arrive(turns, intended_ns))
                 running.add(task)
                 task.add_done_callback(running.discard)
+                await asyncio.sleep(0)
+                await self._timers.until(before_ns)
+                before_ns = intended_ns
             while running:
                 await asyncio.gather(*running)
         finally:
-            timers.close()
             for task in running:
                 task.cancel()
             if running:
@@ -238,6 +243,7 @@ class Worker:
     async def _send(self, record: Record, message: Any, request: TrafficRequest) -> None:
         received: list[Chunk] = []
         self._arrived[record.index] = received
+        await self._timers.until(record.intended_ns)
         self._live.sent()
         record.sent_ns = time.monotonic_ns()
         try:

@@ -54,12 +54,15 @@ class HttpPool:
         while self._idle and not self._idle[0].usable:
             self._idle.popleft()  # closed by the server
         connection = self._idle.popleft() if self._idle else await self._connect()
-        # Less work than asyncio.wait_for, which makes a task.
-        expiry = asyncio.get_running_loop().call_later(self._timeout, connection.expire, self._timeout)
         try:
-            await connection.exchange(message, received, events=events, limit=limit)
+            ended = connection.exchange(message, received, events=events, limit=limit)
+            # Less work than asyncio.wait_for, which makes a task.
+            expiry = asyncio.get_running_loop().call_later(self._timeout, connection.expire, self._timeout)
+            try:
+                await ended
+            finally:
+                expiry.cancel()
         finally:
-            expiry.cancel()
             if connection.usable:
                 self._idle.append(connection)
             else:
@@ -101,17 +104,20 @@ class _Connection(asyncio.Protocol):
         self._lost, self.usable = True, False
         self._end(RefusedError("the connection ended before the answer" if error is None else str(error)))
 
-    async def exchange(self, message: bytes, received: list[Chunk], *, events: bool, limit: int | None) -> None:
+    def exchange(
+        self, message: bytes, received: list[Chunk], *, events: bool, limit: int | None
+    ) -> asyncio.Future[None]:
+        """Write a request; the future is done when its answer has ended."""
         import httptools
 
+        if self._lost:
+            raise RefusedError("the connection ended before the request")
         self.usable = False
+        self._transport.write(message)  # first of all: what follows costs the request no time
         self._parser = httptools.HttpResponseParser(self)
         self._received, self._events, self._limit, self._pending = received, events, limit, b""
         self._ended = asyncio.get_running_loop().create_future()
-        if self._lost:
-            raise RefusedError("the connection ended before the request")
-        self._transport.write(message)
-        await self._ended
+        return self._ended
 
     def data_received(self, data: bytes) -> None:
         self._now = time.monotonic_ns()
