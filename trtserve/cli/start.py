@@ -118,7 +118,7 @@ def start(
     if cluster.kind is not None:
         write_for_cluster(repository, spec, cluster.kind, call)
     elif systemd:
-        _write_unit(repository, spec, cluster, json=json, quiet=quiet)
+        _write_unit(repository, spec, cluster, progress, json=json, quiet=quiet)
     elif detach:
         from trtserve.server.background import start_in_background
 
@@ -166,11 +166,20 @@ def _serve(
 
 
 def _write_unit(
-    repository: ModelRepository, spec: ServerSpec, cluster: ClusterSpec, *, json: bool, quiet: bool
+    repository: ModelRepository,
+    spec: ServerSpec,
+    cluster: ClusterSpec,
+    progress: TerminalProgress,
+    *,
+    json: bool,
+    quiet: bool,
 ) -> None:
+    from trtserve.server.announcements import announce_risks
+    from trtserve.server.launch_plan import plan_server
     from trtserve.server.systemd import write_unit
     from trtserve.store import Store
 
+    announce_risks(plan_server(repository, spec), progress)  # raises what the service would end with
     path = write_unit(repository, spec, out=cluster.out, store=Store())
     if json:
         print_json("start", {"unit": path})
@@ -185,6 +194,7 @@ def _dry_run(
 ) -> None:
     """Print what `start` would do; another --world-size runs the stages of the import first."""
     from trtserve.pipeline.world_size import plan_rebuild, planned_stages, repository_for
+    from trtserve.server.announcements import announce_risks
     from trtserve.server.checks import rehearse
     from trtserve.server.launch_plan import plan_server
 
@@ -202,6 +212,7 @@ def _dry_run(
     if exists:
         rehearse(plan, progress)
     else:
+        announce_risks(plan, progress)
         progress.step("The repository's files are checked when they are made.")
     _print_plan(plan, stages, json=json)
 

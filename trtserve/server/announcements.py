@@ -30,15 +30,22 @@ def announce(plan: ServerPlan, progress: Progress) -> None:
         ranks = max(served.world_size, plan.spec.world_size or 1)
         if ranks > 1:
             progress.step(f"World size {ranks}: this runtime merges the shards, so one process serves them all.")
-    if plan.spec.raw_http:
+    announce_risks(plan, progress)
+
+
+def announce_risks(plan: ServerPlan, progress: Progress) -> None:
+    """Warn of what others can do to the server, and of an engine that was built on another machine."""
+    spec = plan.spec
+    if spec.raw_http:
         progress.warn("--raw-http: Triton itself answers on --http-port; a malformed request can crash it.")
     if not is_loopback(plan.instances[0].address.host):
-        known = None if plan.spec.container is None else known_container(plan.spec.container)
+        known = None if spec.container is None else known_container(spec.container)
         tag = known.tag if known is not None else EMBEDDED_TAG if plan.triton.package is not None else None
         faults = None if tag is None else known_faults(tag)
-        if faults is not None:
-            progress.warn(f"Other machines can reach {plan.spec.host}. {faults}")
-    for difference in differences(served.machine):
+        no_key = "" if spec.api_key or spec.api_key_file else ", and need no API key"
+        plain = "" if spec.tls_certificate else ". Nothing is encrypted"
+        progress.warn(f"Other machines can reach {spec.host}{no_key}{plain}.{f' {faults}' if faults else ''}")
+    for difference in differences(plan.served.machine):
         progress.warn(difference)
 
 

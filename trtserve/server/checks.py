@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trtserve.check.contents import require_intact
@@ -15,7 +15,7 @@ from trtserve.host.ports import is_free, owner
 from trtserve.planner.serving import require_servable
 from trtserve.process import ProcessId, arguments
 from trtserve.progress import Progress
-from trtserve.server.announcements import announce, announce_oversubscription, announce_proxy
+from trtserve.server.announcements import announce, announce_oversubscription, announce_proxy, announce_risks
 from trtserve.server.engine_version import require_fitting_engine, require_release
 from trtserve.server.gpu_checks import require_devices, require_gpu_memory, require_mpirun, require_workers
 from trtserve.server.launch.engine_nodes import EngineNodes, fit_engines
@@ -113,27 +113,40 @@ def require_environment(plan: ServerPlan, progress: Progress) -> None:
 def rehearse(plan: ServerPlan, progress: Progress) -> None:
     """Check for a dry run what a start checks in the files alone, and announce what it would add and write.
 
-    Raises RepositoryError as for a start. GPUs, ports and the environment may be another machine's.
+    Raises RepositoryError and CorruptFileError as for a start. What is only this machine's is a warning: the dry run
+    may be for another one.
     """
     repository = plan.repository.path.absolute()
     require_stub_path(repository)
     require_sound_files(plan.repository, plan.spec, progress)
+    if plan.spec.verify:
+        require_intact(repository, [core.engine for core in plan.served.core_models], progress)
+    announce_risks(plan, progress)
+    _warn_if_refused(progress, lambda: require_ports(plan), lambda: require_servable(plan.served, plan.name, progress))
     if plan.needs_gpus:
         fit_engines(repository, plan.served.core_models, progress)
         require_release(plan.served, plan.spec, progress, repository=repository)
         announce_oversubscription(plan, progress)
-        # The dry run may be for another machine: one without GPUs will certainly not serve.
-        if list_gpus():
-            try:
-                require_mpirun(plan)
-                require_devices(plan)
-                require_gpu_memory(plan)
-                require_workers(plan, progress)
-            except TrtserveError as error:
-                progress.warn(f"A start on this machine would be refused: {error.message}")
+        if list_gpus():  # a machine without GPUs will certainly not serve
+            _warn_if_refused(
+                progress,
+                lambda: require_mpirun(plan),
+                lambda: require_devices(plan),
+                lambda: require_gpu_memory(plan),
+                lambda: require_workers(plan, progress),
+            )
     if plan.proxy is not None:
         progress.step(f"A start writes the reverse proxy's configuration: {plan.proxy.file}")
         announce_proxy(plan.proxy, progress)
+
+
+def _warn_if_refused(progress: Progress, *checks: Callable[[], None]) -> None:
+    """Run the checks up to the first that fails, and warn of it."""
+    try:
+        for check in checks:
+            check()
+    except TrtserveError as error:
+        progress.warn(f"A start on this machine would be refused: {error.message}")
 
 
 def _owner(port: int, store: Store) -> str:
