@@ -16,7 +16,7 @@ from trtserve.bench.plausibility import Machine, implausible
 from trtserve.bench.records import Record
 from trtserve.bench.run import _bounds
 from trtserve.bench.sampling import Samples
-from trtserve.bench.search import highest_rate
+from trtserve.bench.search import Answer, highest_rate, rate_answer
 from trtserve.errors import UsageError
 
 STEADY = [
@@ -160,12 +160,30 @@ def test_goals() -> None:
             read_goals(words)
 
 
+@pytest.mark.parametrize("beyond", ["missed", "unclear"])
 @pytest.mark.parametrize("first", [1.0, 37.0, 200.0])
-def test_the_highest_rate_is_found(first: float) -> None:
-    found = highest_rate(lambda rate: rate <= 40, first=first)
-    assert found is not None
-    assert 38 <= found <= 40
-    assert highest_rate(lambda _: False, first=1.0) is None
+def test_the_highest_rate_is_found(first: float, beyond: Answer) -> None:
+    found = highest_rate(lambda rate: "met" if rate <= 40 else beyond, first=first)
+    assert found.rate is not None
+    assert found.beyond is not None
+    assert 38 <= found.rate <= 40 < found.beyond < 42
+    assert found.limited_by == ("server" if beyond == "missed" else "client")
+    assert highest_rate(lambda _: beyond, first=1.0).rate is None
+
+
+def test_no_limit_is_named_when_every_rate_meets_the_goals() -> None:
+    found = highest_rate(lambda _: "met", first=1.0)
+    assert (found.rate, found.beyond, found.limited_by) == (4096, None, None)
+
+
+def test_a_client_that_fell_behind_cannot_reject_a_rate() -> None:
+    records = [answered(index, intended=index * 50, first=20, scheduled=True) for index in range(40)]
+    behind = Health(worker=0, seconds=2, loop_lag_p99_ms=90)
+    for limit, answer in (("25ms", "met"), ("15ms", "unclear")):
+        late = report_of(records, spec={"slo": {"ttft": limit}}, health=[behind])
+        assert late.verdict.judgement == "client-limited"
+        assert rate_answer(late) == answer
+    assert rate_answer(report_of(records, spec={"slo": {"ttft": "15ms"}})) == "missed"
 
 
 @pytest.mark.parametrize(

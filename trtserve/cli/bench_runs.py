@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +18,14 @@ from trtserve.specs.options import Spec, option
 
 if TYPE_CHECKING:
     from trtserve.bench import Report
+    from trtserve.bench.search import Found
     from trtserve.progress import Progress
     from trtserve.triton.client import Endpoint
+
+_MORE_CLIENT = (
+    "Use more --workers or another machine. On the server's own, as root, `chrt -f 10 trtserve bench …` gives the "
+    "client the CPU first."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +58,14 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
         _make_folder(runs.html.absolute().parent, "--html")
     progress = output.TerminalProgress(quiet=results.quiet)
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
-    reports = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress).all(spec, runs)
+    stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
+    reports = stages.all(spec, runs)
     if not reports:
         return  # a rank of an MPI run other than the first
-    _print(spec, runs, reports, json=results.json)
-    for report in reports:
-        say_notes(report, progress)
+    _print(spec, runs, reports, stages.found, json=results.json)
+    say_notes(reports, progress)
+    if stages.found is not None:
+        _say_found(stages.found, progress)
     if runs.diagnose:
         _diagnose(spec, endpoint, reports[-1], metrics=metrics, progress=progress)
     if runs.html is not None:
@@ -65,8 +75,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
         progress.step(f"Written: {runs.html}")
     if any(report.interrupted for report in reports):
         raise KeyboardInterrupt
-    for report in reports:
-        require_complete(report, strict=runs.strict and not runs.several)
+    _require_answers(reports, stages.found, runs)
 
 
 def _make_folder(folder: Path, flag: str) -> None:
@@ -76,10 +85,11 @@ def _make_folder(folder: Path, flag: str) -> None:
         raise UsageError(f"{flag} is {folder}; the folder cannot be created: {error.strerror}.") from None
 
 
-def _print(spec: BenchSpec, runs: BenchRuns, reports: list[Report], *, json: bool) -> None:
+def _print(spec: BenchSpec, runs: BenchRuns, reports: list[Report], found: Found | None, *, json: bool) -> None:
     if json:
         whole = [report.to_json() for report in reports]
-        output.print_json(f"bench {spec.traffic}", {"stages": whole} if runs.several else whole[0])
+        several = {"stages": whole} | ({} if found is None else {"highest_rate": asdict(found)})
+        output.print_json(f"bench {spec.traffic}", several if runs.several else whole[0])
     elif runs.several:
         print_stages(reports)
     else:
@@ -126,6 +136,8 @@ class _Stages:
         self._endpoint, self._metrics, self._out, self._progress = endpoint, metrics, out, progress
         self._ranks = find_ranks()
         self._reports: list[Report] = []
+        self.found: Found | None = None
+        """What --find-rate found."""
 
     def all(self, spec: BenchSpec, runs: BenchRuns) -> list[Report]:
         """Return the reports of all stages, or none on ranks of an MPI run other than the first."""
@@ -160,38 +172,60 @@ class _Stages:
         return report
 
     def _search(self, spec: BenchSpec) -> None:
-        from trtserve.bench.search import highest_rate, meets_goals
+        from trtserve.bench.search import TRIES, Answer, highest_rate, rate_answer
 
         if self._ranks.count > 1:
             raise UsageError("--find-rate runs in one process of mpirun; use --sweep-rate for several.")
 
-        def meets(rate: float) -> bool:
-            report = self._run(replace(spec, request_rate=rate), f"rate-{rate:g}")
-            if report is None or report.interrupted:
-                raise KeyboardInterrupt
-            met = meets_goals(report)
-            counts = report.statistics.counts
-            good = f"{report.statistics.good_answers} of {counts.sent} answers good"
-            told = f"{rate:.3g} requests/s {'accepted' if met else 'rejected'}: {good}; {report.verdict}"
-            self._progress.step(told)
-            return met
+        def answer(rate: float) -> Answer:
+            found: Answer = "unclear"
+            for number in range(TRIES):
+                name = f"rate-{rate:g}" + (f"-again-{number}" if number else "")
+                report = self._run(replace(spec, request_rate=rate), name)
+                if report is None or report.interrupted:
+                    raise KeyboardInterrupt
+                found = rate_answer(report)
+                counts = report.statistics.counts
+                good = f"{report.statistics.good_answers} of {counts.sent} answers good"
+                self._progress.step(f"{rate:.3g} requests/s {found}: {good}; {report.verdict}")
+                if found != "unclear":
+                    break
+            return found
 
-        try:
-            found = highest_rate(meets, first=spec.request_rate or 1.0)
-        except KeyboardInterrupt:
-            return
-        told = "No rate meets --slo." if found is None else f"Highest rate that meets --slo: {found:.3g} requests/s"
-        self._progress.step(told)
+        # An interrupt ends the search; what was measured is printed.
+        with suppress(KeyboardInterrupt):
+            self.found = highest_rate(answer, first=spec.request_rate or 1.0)
 
 
-def say_notes(report: Report, progress: Progress) -> None:
-    """Tell what a reader of the figures must know."""
-    say_course(report, progress.step)
-    for note in report.notes:
+def _say_found(found: Found, progress: Progress) -> None:
+    if found.rate is None:
+        told = f"No rate meets --slo; the lowest tried was {found.beyond:.3g} requests/s"
+    elif found.beyond is None:
+        told = f"Every rate tried meets --slo, up to {found.rate:.3g} requests/s"
+    else:
+        told = f"Highest rate that meets --slo: {found.rate:.3g} requests/s; {found.beyond:.3g} misses it"
+    if found.limited_by == "client":
+        told += ", and the client was the limit there, not the server"
+    progress.step(f"{told}.")
+
+
+def say_notes(reports: Sequence[Report], progress: Progress) -> None:
+    """Tell what a reader of the figures must know; what several runs have in common, once."""
+    common = [note for note in reports[0].notes if all(note in report.notes for report in reports)]
+    for note in common:
         progress.step(f"note: {note}")
-    progress.step(f"Verdict: {report.verdict}")
-    if report.interrupted:
-        progress.step("Interrupted: the figures cover what had been sent.")
+    for report in reports:
+        load = f" at {report.load}" if len(reports) > 1 else ""
+        if not load:
+            say_course(report, progress.step)
+        for note in report.notes:
+            if note not in common:
+                progress.step(f"note{load}: {note}")
+        progress.step(f"Verdict{load}: {report.verdict}")
+        if report.interrupted:
+            progress.step("Interrupted: the figures cover what had been sent.")
+    if any(report.verdict.judgement == "client-limited" for report in reports):
+        progress.step(f"hint: {_MORE_CLIENT}")
 
 
 def require_complete(report: Report, *, strict: bool) -> None:
@@ -214,6 +248,13 @@ def require_complete(report: Report, *, strict: bool) -> None:
         raise DoubtfulResultError(
             f"The verdict is {report.verdict}", hint="Change the load or the machine, or leave --strict out."
         )
+
+
+def _require_answers(reports: list[Report], found: Found | None, runs: BenchRuns) -> None:
+    for report in reports:
+        require_complete(report, strict=runs.strict and not runs.several)
+    if runs.strict and found is not None and found.limited_by == "client":
+        raise DoubtfulResultError("The search ended at the client's limit, not the server's.", hint=_MORE_CLIENT)
 
 
 def _diagnose(

@@ -127,7 +127,7 @@ def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[Result]
         results.append(result)
         if not json:
             print_report(result.report, table="upstream")
-        say_notes(result.report, progress)
+        say_notes([result.report], progress)
         if result.report.interrupted:
             raise KeyboardInterrupt
     return results
