@@ -23,6 +23,7 @@ BENCHMARKS = (
     "text",
     "endpoint",
     "protocols",
+    "repeats",
     "convert",
     "plan",
     "demo",

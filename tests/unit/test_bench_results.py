@@ -60,13 +60,39 @@ def test_exports_have_the_layouts_of_nvidias_tools(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "profile_export.jsonl").read_text().splitlines()]
     assert lines[0]["metrics"]["time_to_first_token"] == {"unit": "ms", "value": pytest.approx(firsts[0], abs=1e-3)}
     assert lines[0]["metadata"]["was_cancelled"] is False
+    assert lines[0]["metadata"]["record_processor_id"] == "worker_0"  # AIPerf's reader requires it
+    assert lines[0]["metrics"]["inter_chunk_latency"]["value"] == pytest.approx([5.0] * 7, abs=1e-3)
     (experiment,) = json.loads((tmp_path / "profile_export.json").read_text())["experiments"]
     assert experiment["experiment"] == {"mode": "concurrency", "value": 8}
     assert len(experiment["requests"]) == 300
     first = experiment["requests"][0]
     assert first["response_timestamps"][0] - first["timestamp"] == pytest.approx(firsts[0] * 1e6, abs=1)
     assert len(first["response_timestamps"]) == len(first["response_outputs"]) == 8
+    # genai-perf counts the tokens of this kind of profile by their ids.
+    assert json.loads((tmp_path / "profile_export.json").read_text())["service_kind"] == "triton_c_api"
+    assert len(first["request_inputs"]["input_ids"]) == 16
+    assert [len(each["output_ids"]) for each in first["response_outputs"]] == [1] * 8
     assert experiment["window_boundaries"][0] == first["timestamp"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "load"),
+    [
+        ({"concurrency": 8}, {"type": "concurrency", "concurrency": 8}),
+        (
+            {"request_rate": 5.0, "arrivals": "gamma", "burstiness": 2.0, "concurrency": None},
+            {"type": "gamma", "rate": 5.0, "smoothness": 2.0},
+        ),
+        ({"request_rate": 5.0, "arrivals": "exponential"}, {"type": "poisson", "rate": 5.0}),
+        ({"traffic": "replay"}, {"type": "fixed_schedule"}),
+    ],
+)
+def test_load_is_told_in_the_words_of_aiperf(spec: dict[str, object], load: dict[str, object], tmp_path: Path) -> None:
+    report_of([answered(0, intended=0)], spec=spec).write(tmp_path)
+    settings = json.loads((tmp_path / "profile_export_aiperf.json").read_text())["input_config"]
+    assert settings["phases"] == [{"name": "profiling", "requests": 1, **load}]
+    assert settings["models"] == {"items": [{"name": "demo"}]}
+    assert settings["datasets"][0]["prompts"] == {"isl": 16, "osl": 8}
 
 
 def repeated(side: int, *, runs: int = 6, factor: float = 1.0, turns: bool = True, drift: float = 0.1) -> list[Report]:

@@ -9,6 +9,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _PERCENTILES = (99, 95, 90, 75, 50, 25)
 _AIPERF_PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
-_AIPERF_SCHEMA = "1.3"
+_AIPERF_SCHEMA = "1.4"
 # Name in the JSON files → title in the CSV files.
 _TITLES = {
     "time_to_first_token": "Time To First Token",
@@ -101,26 +102,27 @@ def _figures(values: Sequence[float], percentiles: Sequence[int], *, sample: boo
 
 
 def _raw_profile(report: Report) -> dict[str, Any]:
-    """Return Perf Analyzer's profile, from which genai-perf computes its figures; records keep no texts.
+    """Return Perf Analyzer's profile, from which genai-perf computes its figures and plots.
 
-    Times are nanoseconds, and a request's own time is that of its send, as there.
+    Times are nanoseconds, and a request's own time is that of its send, as there. `triton_c_api` is the kind of
+    profile in which tokens are counted by their ids and not by a tokenizer. Records keep no ids: each is 0.
     """
     rate, sent = report.spec.get("request_rate"), [each for each in report.records if each.sent_ns is not None]
     requests = [
         {
             "timestamp": each.sent_ns,
+            "request_inputs": {"input_ids": [0] * each.input_tokens},
             "response_timestamps": [time for time, _ in each.arrivals],
-            "response_outputs": [{"output_tokens": tokens} for _, tokens in each.arrivals],
+            "response_outputs": [{"output_ids": [0] * tokens} for _, tokens in each.arrivals],
         }
         for each in sent
-        if each.status == "completed"
+        if each.status == "completed" and each.arrivals
     ]
     mode, value = ("concurrency", report.spec.get("concurrency")) if rate is None else ("request_rate", rate)
     window = [min(each.sent_ns or 0 for each in sent), max(each.ended_ns for each in sent)] if sent else []
     experiment = {"experiment": {"mode": mode, "value": value}, "requests": requests, "window_boundaries": window}
-    service = "openai" if report.protocol == "openai" else "triton"
     version = f"trtserve {report.versions.get('trtserve', '')}".rstrip()
-    return {"experiments": [experiment], "version": version, "service_kind": service, "endpoint": ""}
+    return {"experiments": [experiment], "version": version, "service_kind": "triton_c_api", "endpoint": ""}
 
 
 def _genai_perf(values: Values, totals: Totals, report: Report) -> dict[str, Any]:
@@ -128,6 +130,7 @@ def _genai_perf(values: Values, totals: Totals, report: Report) -> dict[str, Any
     return {
         **{name: {"unit": unit, **_figures(each, _PERCENTILES, sample=False)} for name, (unit, each) in values.items()},
         **{name: {"unit": unit, "avg": value} for name, (unit, value) in totals.items()},
+        "request_count": {"unit": "count", "avg": totals["request_count"][1]},
         "input_config": {
             "model": [report.model],
             "backend": "tensorrtllm",
@@ -150,17 +153,32 @@ def _aiperf(values: Values, totals: Totals, report: Report) -> dict[str, Any]:
         },
         **{name: {"unit": unit, "avg": value} for name, (unit, value) in totals.items()},
         "error_request_count": {"unit": "requests", "avg": float(counts.failed)},
-        "input_config": {
-            "endpoint": {"model_names": [report.model], "streaming": report.streaming, "urls": [report.endpoint]},
-            "loadgen": {
-                "concurrency": report.spec.get("concurrency"),
-                "request_rate": report.spec.get("request_rate"),
-                "request_count": counts.planned,
-            },
-        },
+        "input_config": _aiperf_config(values, report),
         "was_cancelled": report.interrupted,
         "error_summary": _errors(report.records),
         "start_time": report.started,
+    }
+
+
+def _aiperf_config(values: Values, report: Report) -> dict[str, Any]:
+    """Return the run as AIPerf's own settings; prompts are always its kind `synthetic`, with their mean lengths."""
+    spec = report.spec
+    arrivals = {"constant": "constant", "exponential": "poisson", "gamma": "gamma"}
+    load: dict[str, Any] = {"name": "profiling", "requests": report.statistics.counts.planned}
+    if spec.get("concurrency"):
+        load |= {"type": "concurrency", "concurrency": spec["concurrency"]}
+    if spec.get("request_rate"):
+        load |= {"type": arrivals[spec.get("arrivals", "constant")], "rate": spec["request_rate"]}
+        if load["type"] == "gamma":
+            load["smoothness"] = spec["burstiness"]
+    load.setdefault("type", "fixed_schedule")
+    lengths = {name: sum(each) / len(each) for name in _TOKENS if (each := values.get(name, ("", []))[1])}
+    prompts = {"isl": lengths.get("input_sequence_length", 0.0), "osl": lengths.get("output_sequence_length", 0.0)}
+    return {
+        "models": {"items": [{"name": report.model}]},
+        "endpoint": {"urls": [report.endpoint], "streaming": report.streaming},
+        "datasets": [{"name": "prompts", "type": "synthetic", "entries": load["requests"], "prompts": prompts}],
+        "phases": [load],
     }
 
 
@@ -173,16 +191,21 @@ def _errors(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _aiperf_record(record: Record) -> dict[str, Any]:
-    metrics = {
+    metrics: dict[str, Any] = {
         name: {"unit": unit, "value": each[0]}
         for name, (unit, each) in _values([record], streaming=True).items()
         if each
     }
+    times = [time for time, _ in record.arrivals]
+    if len(times) > 1:
+        gaps = [(after - before) / 1e6 for before, after in pairwise(times)]
+        metrics["inter_chunk_latency"] = {"unit": "ms", "value": gaps}
     return {
         "metadata": {
             "session_num": record.index,
             "x_request_id": str(record.index),
             "worker_id": f"worker_{record.worker}",
+            "record_processor_id": f"worker_{record.worker}",
             "request_start_ns": record.sent_ns,
             "request_end_ns": record.ended_ns,
             "credit_issued_ns": record.intended_ns,
