@@ -18,6 +18,7 @@ from trtserve.specs.cluster import KubernetesOptions, SlurmOptions
 MODEL = "models:\n  demo: {source: demo, runtime: llmapi, tp_size: 2}\nservers:\n  far:\n    model: demo\n"
 JOB = MODEL + "    slurm: {nodes: 2, account: research, time: 08:00:00, flags: [--exclusive], out: job}\n"
 MANIFEST = MODEL + "    instances: 3\n    kubernetes: {claim: models, namespace: serving}\n"
+FAR = MODEL + "    kubernetes: {claim: models}\n"
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -45,10 +46,14 @@ def test_the_keys_are_the_options_of_start(tmp_path: Path) -> None:
         (MODEL + "    slurm: {submit: true}\n", ":6: servers.far.slurm has no key 'submit'", "Known: account"),
         (MODEL + "    slurm: {nods: 2}\n", ":6: servers.far.slurm has no key 'nods'", "Did you mean nodes?"),
         (MODEL + "    slurm: {nodes: 0}\n", ":6: servers.far.slurm.nodes is 0; it must be at least 1", None),
-        (MODEL + "    slurm: {time: soon}\n", ":6: servers.far.slurm: --time is 'soon'", None),
+        (MODEL + "    slurm: {time: soon}\n", ":6: servers.far.slurm: time is 'soon'", None),
         (MODEL + "    slurm:\n", ":6: servers.far.slurm must be a mapping", None),
         (MODEL + "    slurm: {}\n    kubernetes: {}\n", "servers.far has slurm and kubernetes", "Give one of them."),
         (MODEL + "    slurm: {}\n    auto_ports: true\n", ":7: servers.far.auto_ports is for a server on this", None),
+        (MODEL + "    ui: true\n    slurm: {}\n", ":6: servers.far.ui is for a server on this", "Leave it out"),
+        (FAR + "    restart: always\n", ":7: servers.far.restart is for", "restarts what ended"),
+        (FAR + "    max_requests: 8\n", ":7: servers.far.max_requests is for", "limit requests"),
+        (MODEL + "    slurm: {mpi: pmi2}\n", ":6: servers.far.slurm: mpi is 'pmi2'", "srun --mpi=list"),
         (JOB + "benchmarks:\n  b: {server: far}\n", "benchmarks.b measures far, which a cluster runs", "bench"),
     ],
 )
@@ -57,6 +62,25 @@ def test_mistakes_are_refused_with_their_line(tmp_path: Path, text: str, message
         read_setup(written(tmp_path, text))
     assert message in refused.value.message
     assert hint is None or hint in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slurm: {nodes: 2, ntasks_per_node: 3}", "servers.far.slurm: nodes 2 × ntasks_per_node 3 are 6 tasks"),
+        ("slurm: {}\n    instances: 2", "servers.far.slurm: instances does not go with slurm"),
+        (
+            "kubernetes: {}",
+            "far.kubernetes: kubernetes needs the volume that holds the repository: claim: NAME",
+        ),
+        ("kubernetes: {claim: c, nodes: 2}", "needs a key: ssh_secret: NAME"),
+    ],
+)
+def test_what_is_refused_later_names_keys_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    assert run(["up", str(written(tmp_path, MODEL + f"    {text}\n"))]) == UsageError.code
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_two_servers_elsewhere_need_no_ports_of_their_own(tmp_path: Path) -> None:
@@ -97,7 +121,7 @@ def test_what_no_cluster_runs_is_refused_before_the_import(tmp_path: Path, capsy
     assert run(["up", str(written(tmp_path, JOB.replace("llmapi", "openvino")))]) == 2
     assert "the runtime openvino serves demo on the CPU" in capsys.readouterr().err
     assert run(["up", str(written(tmp_path, MODEL + "    kubernetes: {}\n"))]) == 2
-    assert "--claim NAME" in capsys.readouterr().err
+    assert "claim: NAME" in capsys.readouterr().err
     assert not (tmp_path / "far.yaml").exists()
 
 

@@ -86,6 +86,7 @@ def start(
     """
     from trtserve.pipeline.world_size import repository_for
     from trtserve.server.addresses import with_free_ports
+    from trtserve.server.launch.cluster import require_options
     from trtserve.server.repositories import find_repository
 
     call = ClusterCall(
@@ -98,10 +99,10 @@ def start(
     if not systemd:
         call.require_cluster()
     on_cluster = cluster.kind is not None
-    here = {"--detach": detach, "--auto-ports": spec.auto_ports, "--bindings": spec.bindings is not None}
-    if on_cluster and any(here.values()):
-        flag = next(flag for flag, given in here.items() if given)
-        raise UsageError(f"{flag} is for a server on this machine.", hint="Leave it out.")
+    if on_cluster and detach:
+        raise UsageError("--detach is for a server on this machine.", hint="Leave it out.")
+    if cluster.kind is not None:
+        require_options(spec, cluster.kind)
     extra = tuple(triton_arguments or ())
     if model is not None and model.startswith("-"):  # `start -- --flag` puts the first flag where a name is expected
         extra, model = (model, *extra), None

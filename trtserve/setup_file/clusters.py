@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from trtserve.errors import UsageError
 from trtserve.progress import SILENT, Progress
 from trtserve.runtimes import RUNTIMES
 from trtserve.server.launch import CLUSTERS, ClusterJob, is_written, write_job
-from trtserve.setup_file.content import ClusterSetup, ServerSetup
+from trtserve.setup_file.content import ClusterSetup, ServerSetup, in_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ class WrittenJob:
 
 def require_cluster(server: ServerSetup, cluster: ClusterSetup, runtime: str) -> None:
     """Raise UsageError for options that no job can have, and for a model that is served on CPUs."""
-    CLUSTERS[cluster.kind].settings(cluster.spec, cluster.options, server.spec)
+    with _named(server, cluster):
+        CLUSTERS[cluster.kind].settings(cluster.spec, cluster.options, server.spec)
     if not RUNTIMES[runtime].NEEDS_GPU:
         raise UsageError(
             f"Server {server.name} is for {cluster.kind}, which starts engines on GPUs; the runtime {runtime} serves "
@@ -69,5 +71,16 @@ def stop_command(cluster: ClusterSetup) -> str:
 
 def _plan(server: ServerSetup, cluster: ClusterSetup, repository: ModelRepository, progress: Progress) -> ClusterJob:
     module = CLUSTERS[cluster.kind]
-    settings = module.settings(cluster.spec, cluster.options, server.spec)
-    return module.plan_job(repository, server.spec, settings, cluster.place, progress=progress)
+    with _named(server, cluster):
+        settings = module.settings(cluster.spec, cluster.options, server.spec)
+        return module.plan_job(repository, server.spec, settings, cluster.place, progress=progress)
+
+
+@contextmanager
+def _named(server: ServerSetup, cluster: ClusterSetup) -> Iterator[None]:
+    """Let a refusal name the server and the keys of the file instead of the flags of `start`."""
+    try:
+        yield
+    except UsageError as error:
+        hint = None if error.hint is None else in_keys(error.hint)
+        raise UsageError(f"servers.{server.name}.{cluster.kind}: {in_keys(error.message)}", hint=hint) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,12 @@ MODEL_SPECS: tuple[type[Spec], ...] = (ConvertSpec, BuildSpec, RepositorySpec)
 _NOT_IN_FILES = {"name", "api_key", "world_size"}
 # `up` may run often, and would submit a job each time.
 _NOT_OF_JOBS = {"submit", *OPTIONS}
-ON_THIS_MACHINE = ("auto_ports", "bindings")
-"""Keys that a server on a cluster cannot have."""
 # A benchmark of the file measures a server of the file.
 _OTHER_TARGETS = {"openai", "chat", "in_process"}
+
+
+# A flag, and the name of its value where one follows.
+_FLAG = re.compile(r"(?<![\w=-])(--[a-z][a-z-]*)(?![\w=-])( [A-Z]{2,}\b)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +127,20 @@ def cluster_options(kind: str) -> Mapping[str, Option]:
     """Return key → option of a server's `slurm` or `kubernetes`: those of `trtserve start`."""
     found = {**options_of(ClusterSpec), **options_of(OPTIONS[kind])}
     return {name: option for name, option in found.items() if name not in _NOT_OF_JOBS}
+
+
+def in_keys(text: str) -> str:
+    """Return a message about options with the keys of a setup file in place of flags, but for whole commands."""
+    if "trtserve " in text:
+        return text
+    known = {each.flag: name for kind in OPTIONS for name, each in cluster_options(kind).items()}
+    known |= {each.flag: name for name, each in server_options().items()} | {f"--{kind}": kind for kind in OPTIONS}
+
+    def key(found: re.Match[str]) -> str:
+        flag, value = found.groups("")
+        return found[0] if flag not in known else f"{known[flag]}:{value}" if value else known[flag]
+
+    return _FLAG.sub(key, text)
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from trtserve.files import read_text
 from trtserve.setup_file.content import (
     BENCHMARK_KEYS,
     MODEL_SPECS,
-    ON_THIS_MACHINE,
     SCALARS,
     BenchmarkSetup,
     ClusterSetup,
@@ -30,12 +29,13 @@ from trtserve.setup_file.content import (
     Setup,
     benchmark_options,
     cluster_options,
+    in_keys,
     model_options,
     server_options,
 )
 from trtserve.specs import BenchSpec, ServerSpec
 from trtserve.specs.bench import FILE_DEFAULTS, RANDOM
-from trtserve.specs.cluster import OPTIONS, ClusterSpec
+from trtserve.specs.cluster import INSTEAD, ON_THIS_MACHINE, OPTIONS, ClusterSpec
 from trtserve.specs.options import Option, options_of, read_value
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -156,9 +156,13 @@ class _Document:
         if len(kinds) > 1:
             raise self.error(node, f"{what} has {' and '.join(kinds)}.", hint="Give one of them.")
         (kind,) = kinds
-        here = next((key for key in ON_THIS_MACHINE if key in given), None)
+        here = next((key for key in ON_THIS_MACHINE[kind] if key in given), None)
         if here is not None:
-            raise self.error(given[here], f"{what}.{here} is for a server on this machine, and this one has {kind}.")
+            raise self.error(
+                given[here],
+                f"{what}.{here} is for a server on this machine, and this one has {kind}.",
+                hint=in_keys(INSTEAD[kind]),
+            )
         where, options = f"{what}.{kind}", cluster_options(kind)
         own = self.mapping(given[kind], where, options)
         values = {key: self.value(each, options[key], where) for key, each in own.items()}
@@ -234,7 +238,8 @@ class _Document:
         try:
             return kind(**{name: value for name, value in values.items() if name in options_of(kind)}, **fixed)
         except UsageError as error:
-            raise self.error(node, f"{what}: {error.message}", hint=error.hint) from error
+            hint = None if error.hint is None else in_keys(error.hint)
+            raise self.error(node, f"{what}: {in_keys(error.message)}", hint=hint) from error
 
     def text(self, node: yaml.Node, what: str) -> str:
         if not isinstance(node, yaml.ScalarNode) or not node.value:

@@ -113,6 +113,37 @@ class KubernetesOptions(Spec):
             raise UsageError(f"--mount-path is {self.mount_path!r}; expected an absolute path such as /models.")
 
 
+_WITHOUT_TRTSERVE = (
+    "auto_ports",
+    "bindings",
+    "restart",
+    "restart_limit",
+    "log_format",
+    "ui",
+    "api_key",
+    "api_key_file",
+    "tls_certificate",
+    "tls_key",
+    "raw_http",
+    "max_requests",
+    "max_request_mib",
+    "request_timeout",
+    "proxy_port",
+    "container_flags",
+)
+ON_THIS_MACHINE: Final = {
+    "slurm": (*_WITHOUT_TRTSERVE, "ready_timeout"),
+    "kubernetes": (*_WITHOUT_TRTSERVE, "gpus"),
+}
+"""Kind of cluster → fields of ServerSpec that it cannot have: Triton runs there without supervisor, door and proxy."""
+INSTEAD: Final = {
+    "slurm": "Leave it out. sbatch's --requeue starts a job again; a gateway in front can ask for keys, encrypt "
+    "and limit requests.",
+    "kubernetes": "Leave it out. Kubernetes chooses GPUs and restarts what ended; a gateway in front can ask for keys, "
+    "encrypt and limit requests.",
+}
+"""Kind of cluster → what does the same there."""
+
 OPTIONS: Final[dict[str, type[SlurmOptions] | type[KubernetesOptions]]] = {
     "slurm": SlurmOptions,
     "kubernetes": KubernetesOptions,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from trtserve.artifacts import ModelRepository
 from trtserve.check import require_sound
-from trtserve.errors import ArtifactError, UsageError
+from trtserve.errors import ArtifactError, UsageError, listing
 from trtserve.files import writing
 from trtserve.progress import Progress
 from trtserve.server.engine_version import require_release
@@ -21,7 +21,7 @@ from trtserve.server.launch.modes import launch_mode
 from trtserve.server.state import server_name
 from trtserve.server.world_size import require_world_size
 from trtserve.specs import ServerSpec
-from trtserve.specs.cluster import ClusterSpec
+from trtserve.specs.cluster import INSTEAD, ON_THIS_MACHINE, ClusterSpec
 from trtserve.specs.options import given_flags
 from trtserve.triton.preflight import Served, inspect_repository, require_loadable
 
@@ -82,16 +82,21 @@ class Cluster(Protocol):
         """Return what stops the server whose files were written to `place`."""
 
 
-def inspect_for_cluster(
-    repository: ModelRepository, spec: ServerSpec, flag: str, progress: Progress
-) -> tuple[str, Served]:
-    """Return the server's name and content. Raises UsageError for a repository that `flag` cannot serve."""
-    protection = given_flags(spec, ("api_key", "api_key_file", "tls_certificate", "tls_key", "raw_http"))
-    if protection:
+def require_options(spec: ServerSpec, kind: str) -> None:
+    """Raise UsageError for options that this kind of cluster would ignore."""
+    if given := given_flags(spec, ON_THIS_MACHINE[kind]):
+        several = "are for servers" if len(given) > 1 else "is for a server"
         raise UsageError(
-            f"{protection[0]} is for a server on this machine: {flag} starts Triton without a door.",
-            hint="Put a gateway with keys and TLS in front of the cluster's service (docs/security.md).",
+            f"{listing(given)} {several} on this machine: --{kind} starts Triton without supervisor, door and proxy.",
+            hint=INSTEAD[kind],
         )
+
+
+def inspect_for_cluster(
+    repository: ModelRepository, spec: ServerSpec, kind: str, progress: Progress
+) -> tuple[str, Served]:
+    """Return the server's name and content. Raises UsageError for a repository that this `kind` cannot serve."""
+    require_options(spec, kind)
     name, served = server_name(repository, spec), inspect_repository(repository)
     require_loadable(repository)
     mode = launch_mode(served, spec)
@@ -99,7 +104,7 @@ def inspect_for_cluster(
         require_sound(repository)  # a repository of the LLM API without its model.yaml looks like any Python model
     if mode is single or not served.needs_gpus:
         raise UsageError(
-            f"{flag} is for engines on GPUs; this repository is served on the CPU.",
+            f"--{kind} is for engines on GPUs; this repository is served on the CPU.",
             hint="Serve it here: leave the flag out.",
         )
     mode.check(served, spec, on_this_machine=False)

@@ -113,9 +113,7 @@ def plan_job(
 
     The repository is expected in the volume under its own name, or at its present path if the volume is mounted there.
     """
-    name, served = inspect_for_cluster(repository, spec, "--kubernetes", progress)
-    if spec.gpus:
-        raise UsageError("--gpus does not go with --kubernetes: the cluster chooses the GPUs.", hint="Leave it out.")
+    name, served = inspect_for_cluster(repository, spec, "kubernetes", progress)
     # Probes reach the server from outside of its pod.
     address = first_address(spec, host="0.0.0.0")
     if served.embedded and spec.container is None:

@@ -77,7 +77,7 @@ def plan_job(
     repository: ModelRepository, spec: ServerSpec, cluster: SlurmSpec, place: Path, *, progress: Progress = SILENT
 ) -> ClusterJob:
     """Return the scripts of a job that serves the repository, for the folder `place`."""
-    name, served = inspect_for_cluster(repository, spec, "--slurm", progress)
+    name, served = inspect_for_cluster(repository, spec, "slurm", progress)
     if spec.instances > 1:
         raise UsageError("--instances does not go with --slurm: one job is one server.", hint="Submit several jobs.")
     if spec.multi_model and spec.spawn_processes:
