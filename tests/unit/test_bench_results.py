@@ -236,6 +236,7 @@ def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> Non
     if ending == "html":
         assert text.rstrip().endswith("</html>")
         assert "<td>Requests/Sec</td>" in text
+        assert "<td>P99 TTFT (ms)</td><td>not enough data</td>" in text
         assert "<h2>demo, 16 in flight</h2>" in text
 
 

@@ -173,10 +173,11 @@ def _aiperf_config(values: Values, report: Report) -> dict[str, Any]:
             load["smoothness"] = spec["burstiness"]
     load.setdefault("type", "fixed_schedule")
     lengths = {name: sum(each) / len(each) for name in _TOKENS if (each := values.get(name, ("", []))[1])}
+    where = report.protocol if report.protocol == "in-process" else report.endpoint
     prompts = {"isl": lengths.get("input_sequence_length", 0.0), "osl": lengths.get("output_sequence_length", 0.0)}
     return {
         "models": {"items": [{"name": report.model}]},
-        "endpoint": {"urls": [report.endpoint], "streaming": report.streaming},
+        "endpoint": {"urls": [where], "streaming": report.streaming},
         "datasets": [{"name": "prompts", "type": "synthetic", "entries": load["requests"], "prompts": prompts}],
         "phases": [load],
     }

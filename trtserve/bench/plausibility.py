@@ -98,7 +98,7 @@ def _too_fast(completed: Sequence[Record], machine: Machine) -> list[str]:
     if step < _FASTEST_TOKEN_MS:
         found.append(
             f"Answers arrive all at once: {step * 1000:.1f} µs between responses. They were not generated "
-            "token by token; a cache or a proxy may hold them back."
+            "token by token; a cache or a proxy may hold them back, or the client read too late to tell them apart."
         )
     if machine.weight_bytes and machine.bytes_per_second:
         least = machine.weight_bytes / machine.bytes_per_second * 1e3

@@ -85,7 +85,6 @@ def _throughput_curve(reports: Sequence[Report]) -> Spec:
             "ttft": each.statistics.time_to_first_token_ms.p99,
             "stage": each.load,
             "offered": each.spec.get("request_rate") or each.spec.get("concurrency") or 0,
-            "met": "meets --slo" if not each.goals or each.statistics.good_answers else "misses --slo",
             "judgement": each.verdict.judgement,
         }
         for each in reports
@@ -229,7 +228,7 @@ def _with_figures(page: str, reports: Sequence[Report]) -> str:
         parts.append(
             _table(("Statistic", "avg", "min", "max", *("p50", "p75", "p90", "p95", "p99")), report.interval_rows())
         )
-        parts.append(_table(("Stat", "Value"), report.rows()))
+        parts.append(_table(("Stat", "Value"), report.rows(always=False)))
         parts += [f"<p>{html.escape(note)}</p>" for note in report.notes]
     source = {
         name: getattr(reports[-1], name)

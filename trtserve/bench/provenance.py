@@ -17,7 +17,7 @@ from trtserve.artifacts import Manifest
 from trtserve.bench.requests import TrafficRequest
 from trtserve.errors import ArtifactError
 
-_PACKAGES = ("grpcio", "httptools", "numpy", "tritonclient")
+_PACKAGES = ("grpcio", "httptools", "uvloop", "numpy", "tritonclient")
 _CPU_INFO = Path("/proc/cpuinfo")
 
 

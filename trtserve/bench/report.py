@@ -151,13 +151,16 @@ class Report:
         write_json(folder / REPORT, self.to_json())
         write_exports(self, folder)
 
-    def rows(self) -> list[Row]:
-        """Return upstream's rows in upstream's order and with its names, then further ones."""
+    def rows(self, *, always: bool = True) -> list[Row]:
+        """Return upstream's rows in upstream's order and with its names, then further ones.
+
+        Upstream prints percentiles of few answers too; without `always` they are "not enough data".
+        """
         statistics = self.statistics
         if self.streaming:
             tokens = [
-                *_distribution_rows("TTFT", statistics.time_to_first_token_ms),
-                *_distribution_rows("inter-token latency", statistics.inter_token_ms),
+                *_distribution_rows("TTFT", statistics.time_to_first_token_ms, always=always),
+                *_distribution_rows("inter-token latency", statistics.inter_token_ms, always=always),
                 ("Avg. time per output token (ms)", _number(statistics.time_per_output_token_ms.mean)),
             ]
         else:
@@ -168,12 +171,12 @@ class Report:
             for name in ("sent", "completed", "failed", "cancelled")
         ]
         counts += [(f"Ended by {reason}", str(number)) for reason, number in statistics.finish_reasons.items()]
-        rows = upstream_rows(statistics) + tokens + counts
+        rows = upstream_rows(statistics, always=always) + tokens + counts
         if self.open_loop:  # the latencies above count from the intended send
             ratio = statistics.delivered_ratio
             rows += [
-                *_distribution_rows("latency from send", statistics.latency_from_send_ms),
-                ("P99 dispatch delay (ms)", _number(statistics.dispatch_delay_ms.p99)),
+                *_distribution_rows("latency from send", statistics.latency_from_send_ms, always=always),
+                ("P99 dispatch delay (ms)", _percentile(statistics.dispatch_delay_ms, "p99", always=always)),
                 ("Delivered / offered rate", "n/a" if ratio is None else f"{ratio:.3f}"),
             ]
         if self.goals:
@@ -307,15 +310,13 @@ def _asked(report: Report) -> dict[str, Any]:
     return {"model": report.model, **asked}
 
 
-def upstream_rows(statistics: Statistics) -> list[Row]:
+def upstream_rows(statistics: Statistics, *, always: bool = True) -> list[Row]:
     """Return the table of benchmark_core_model.py, except that `Avg. InFlight requests` is measured (there 0.00)."""
     latency, counts = statistics.latency_ms, statistics.counts
     return [
         ("Requests/Sec", _number(statistics.requests_per_second)),
         ("OP tokens/sec", _number(statistics.output_tokens_per_second)),
-        ("Avg. latency (ms)", _number(latency.mean)),
-        ("P99 latency (ms)", _number(latency.p99)),
-        ("P90 latency (ms)", _number(latency.p90)),
+        *_distribution_rows("latency", latency, always=always),
         ("Avg. IP tokens per request", _number(statistics.input_tokens_per_request)),
         ("Avg. OP tokens per request", _number(statistics.output_tokens_per_request)),
         ("Avg. InFlight requests", _number(statistics.requests_in_flight)),
@@ -325,12 +326,17 @@ def upstream_rows(statistics: Statistics) -> list[Row]:
     ]
 
 
-def _distribution_rows(name: str, values: Distribution) -> list[Row]:
+def _distribution_rows(name: str, values: Distribution, *, always: bool) -> list[Row]:
+    """Return upstream's rows of a measure; without `always`, percentiles need enough data."""
     return [
         (f"Avg. {name} (ms)", _number(values.mean)),
-        (f"P99 {name} (ms)", _number(values.p99)),
-        (f"P90 {name} (ms)", _number(values.p90)),
+        *((f"{each.upper()} {name} (ms)", _percentile(values, each, always=always)) for each in ("p99", "p90")),
     ]
+
+
+def _percentile(values: Distribution, name: str, *, always: bool) -> str:
+    enough = always or values.intervals.get(name) is not None
+    return _number(getattr(values, name)) if enough else NOT_ENOUGH
 
 
 def notes_on(statistics: Statistics) -> list[str]:
