@@ -27,6 +27,7 @@ from trtserve.triton.grpc_access import grpc_metadata
 pytestmark = pytest.mark.triton
 
 KEY = secrets.token_urlsafe(32)
+TOKEN = f"hf_{secrets.token_hex(17)}"
 BODY = {"text_input": "one two", "max_tokens": 2}
 
 
@@ -41,6 +42,7 @@ def server(home: Path) -> Iterator[Server]:
     options: dict[str, Any] = {"api_key": KEY, "tls_certificate": own.server, "tls_key": own.server_key}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRTSERVE_API_KEY", KEY)
+        patch.setenv("HF_TOKEN", TOKEN)
         with running_server(write_echo_repository(home), home=home, name="guarded", door=True, **options) as server:
             yield server
 
@@ -136,13 +138,43 @@ def test_a_remote_client_gives_key_and_roots(
         monkeypatch.delenv("TRTSERVE_API_KEY")
 
 
+def test_commands_print_and_write_neither_key_nor_token(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("TRTSERVE_API_KEY", KEY)
+    measured = ["bench", "token-norm-dist", "--num-requests", "2", "--model", "echo", "--out", str(tmp_path / "out")]
+    for line in (
+        ["status", "--json"],
+        ["logs", server.name],
+        ["metrics", "--json"],
+        ["query", "--json", "Hello"],
+        ["query", "--protocol", "http", "--model", "absent", "Hello"],
+        ["start", "--model-repository", str(server.repository), "--name", server.name],
+        measured,
+    ):
+        run(line)
+        printed = capsys.readouterr()
+        assert printed.out or printed.err
+        assert KEY not in printed.out + printed.err
+        assert TOKEN not in printed.out + printed.err
+    assert (tmp_path / "out").is_dir()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and _holds(path, KEY, TOKEN)]
+
+
+def _holds(path: Path, *secret: str) -> bool:
+    content = path.read_bytes()
+    return any(each.encode() in content for each in secret)
+
+
 def test_the_key_is_in_one_private_file_only(server: Server, home: Path) -> None:
     processes = {each for root in server.roots for each in (root, *tree(root))}
     assert len(processes) > len(server.roots)
     for process in processes:
         assert KEY not in " ".join(arguments(process))
+        assert TOKEN not in " ".join(arguments(process))
         assert KEY not in " ".join(environment_of(process).values())
-    holders = [path for path in home.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    holders = [path for path in home.rglob("*") if path.is_file() and _holds(path, KEY, TOKEN)]
     assert [path.name for path in holders] == ["key"]
     assert holders[0].stat().st_mode & 0o077 == 0
     assert holders[0].parent.stat().st_mode & 0o077 == 0

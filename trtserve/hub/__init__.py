@@ -79,12 +79,12 @@ def require_token(token: str) -> None:
     """Raise AccessDeniedError for a token that the hub does not accept, NetworkError when the hub is unreachable."""
 
     @explained
-    def check(subject: str) -> None:
+    def check(subject: str, *, token: str) -> None:
         from huggingface_hub import HfApi
 
         HfApi(endpoint=endpoint()).whoami(token=token)
 
-    check("this account")
+    check("this account", token=token)
 
 
 def _remote_file(repository: str, commit: str, sibling: Any, token: str | None) -> RemoteFile:

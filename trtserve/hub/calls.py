@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from trtserve.errors import TrtserveError
+from trtserve.errors import AccessDeniedError, TrtserveError
 from trtserve.hub.failures import explain
 
 P = ParamSpec("P")
@@ -39,6 +39,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*arguments: P.args, **options: P.kwargs) -> R:
         subject = arguments[0]
         repository = str(getattr(subject, "repository", subject))
+        _require_sendable(options.get("token"))
         for least in (*_DELAYS, None):
             try:
                 with _quiet_client():
@@ -53,6 +54,18 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         raise AssertionError("the last attempt returns or raises")
 
     return wrapper
+
+
+def _require_sendable(given: object) -> None:
+    """Raise AccessDeniedError for a token that no header can carry: the client's own errors would show it."""
+    from huggingface_hub import get_token
+
+    token = given if isinstance(given, str) else get_token() or ""
+    if not (token.isascii() and token.isprintable()):
+        raise AccessDeniedError(
+            "The token of the hub has characters that no token has.",
+            hint="Set HF_TOKEN again, or run `hf auth login`.",
+        )
 
 
 def _delay(error: Exception, least: float) -> float | None:
