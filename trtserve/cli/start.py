@@ -263,7 +263,7 @@ def _print_hints(server: Server, *, detached: bool) -> None:
         say(f"{server.name}: nginx distributes requests to all instances, gRPC on {grpc}")
     for instance in server.instances:
         host, address = instance.address.host, instance.address
-        ports = f"gRPC {host}:{address.grpc_port}, metrics {host}:{address.metrics_port}"
+        ports = f"gRPC {host}:{address.grpc_port}, metrics {address.metrics_host}:{address.metrics_port}"
         also = f"HTTP {host}:{address.http_port}, " if len(server.instances) > 1 else ""
         say(f"{server.name} is ready: {also}{ports}")
     which = f" --server {server.name}" if len(list_servers()) > 1 else ""
