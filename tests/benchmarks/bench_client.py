@@ -5,7 +5,6 @@ Run as `python -m tests.benchmarks.bench_client --work FOLDER --out FOLDER` on a
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.benchmarks.results import Figure, finish
+from tests.benchmarks.results import Figure, benchmark_parser, finish
 from tests.support.bench_records import answered, correlated, report_of
 from tests.support.echo_targets import echo_target, requests, target_at
 from tests.support.exact_server import exact_server
@@ -283,11 +282,7 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, print the table, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder for models and results")
-    parser.add_argument("--out", type=Path, help="folder for client.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7, help="not used; every benchmark takes it")
-    arguments = parser.parse_args()
+    arguments = benchmark_parser("client", __doc__).parse_args()
     rows = [*stall(), *known_latency(), *highest_rates(), *coverage(), *comparisons()]
     rows += workers(arguments.work.absolute())
     print(table(rows))

@@ -7,7 +7,6 @@ of five tokens that it proposes are those of the target.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ import numpy as np
 
 from tests.benchmarks.comparison import compare, figures, table
 from tests.benchmarks.engines import make_engine
-from tests.benchmarks.results import finish
+from tests.benchmarks.results import benchmark_parser, finish
 from tests.support.model_server import ModelServer, integers, serving, texts
 
 MODEL = "llama-1b"
@@ -117,11 +116,7 @@ def agreement(accepted: float, draft: int = DRAFT) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the models between runs")
-    parser.add_argument("--out", type=Path, help="folder for draft_model.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
-    arguments = parser.parse_args()
+    arguments = benchmark_parser("draft_model", __doc__).parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
     print(table(report["rows"], measured="With draft", base="Target alone"))
     agreed = agreement(report["accepted"])

@@ -8,7 +8,6 @@ presses Enter while eight streams run without a pause; gRPC sends the same promp
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from tests.benchmarks.results import Figure, finish
+from tests.benchmarks.results import Figure, benchmark_parser, finish
 from tests.support.commands import trtserve
 from tests.support.model_server import ModelServer, Tensors
 from tests.support.release_client import NEWEST
@@ -255,11 +254,7 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Parse, measure, print the table, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
-    parser.add_argument("--out", type=Path, help="folder for endpoint.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
-    arguments = parser.parse_args()
+    arguments = benchmark_parser("endpoint", __doc__).parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
     print(table(report["rows"]))
     print(f"Processor time of the door: {report['door_ms_per_token']:.3f} ms a token")

@@ -6,7 +6,6 @@ parameters, made once in the work folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from tests.benchmarks import engines
 from tests.benchmarks.engines import make_engine
-from tests.benchmarks.results import Figure, finish
+from tests.benchmarks.results import Figure, benchmark_parser, finish
 from trtserve.executor.lora_modules import LoraShape
 from trtserve.host.machine import free_memory
 
@@ -271,11 +270,7 @@ def run(work: Path, *, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
-    parser.add_argument("--out", type=Path, help="folder for executor.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
-    arguments = parser.parse_args()
+    arguments = benchmark_parser("executor", __doc__).parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
     print(table(report["rows"]))
     for streams, microseconds in report["loop_microseconds"].items():

@@ -6,7 +6,6 @@ parameters (prefix) and 1.1 B parameters (drafts).
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 from tests.benchmarks.bench_executor import ExecutorSide
 from tests.benchmarks.comparison import Comparison, compare, figures, table
 from tests.benchmarks.engines import SIZES, make_engine
-from tests.benchmarks.results import finish
+from tests.benchmarks.results import benchmark_parser, finish
 
 PREFIX = 512
 SUFFIX = 16
@@ -125,10 +124,7 @@ def compare_drafts(work: Path, model: str, *, pairs: int) -> tuple[Comparison, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the models between runs")
-    parser.add_argument("--out", type=Path, help="folder for features.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser = benchmark_parser("features", __doc__)
     parser.add_argument("--prefix-model", choices=SIZES, default="llama-135m")
     parser.add_argument("--draft-model", choices=SIZES, default="llama-1b")
     arguments = parser.parse_args()

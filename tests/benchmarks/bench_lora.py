@@ -6,7 +6,6 @@ Run as `python -m tests.benchmarks.bench_lora --work FOLDER --out FOLDER`; the m
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from tests.benchmarks.bench_executor import ExecutorSide
 from tests.benchmarks.comparison import Comparison, compare, figures, table
 from tests.benchmarks.engines import SIZES, make_engine
-from tests.benchmarks.results import finish
+from tests.benchmarks.results import benchmark_parser, finish
 
 STREAMS = 8
 PROMPT = 64
@@ -97,10 +96,7 @@ def compare_model(work: Path, model: str, *, pairs: int) -> list[Comparison]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the models between runs")
-    parser.add_argument("--out", type=Path, help="folder for lora.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser = benchmark_parser("lora", __doc__)
     parser.add_argument("--model", choices=SIZES, action="append", help="only these; may be repeated")
     arguments = parser.parse_args()
     rows: list[Comparison] = []

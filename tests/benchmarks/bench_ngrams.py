@@ -9,7 +9,6 @@ llama.cpp, without speculation, takes part when it is installed (`pip install '.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from tests.benchmarks.bench_executor import KV_TOKENS, ExecutorSide
 from tests.benchmarks.bench_precision import KINDS, MODEL, llama_cpp, two_cpus
 from tests.benchmarks.comparison import Comparison, compare, figures, table
 from tests.benchmarks.engines import SIZES, make_engine
-from tests.benchmarks.results import finish
+from tests.benchmarks.results import benchmark_parser, finish
 
 PROMPT = 96
 # Two passages of new tokens, each with a quotation behind it: 35 of its 4-grams lie within the prompt.
@@ -132,10 +131,7 @@ def compare_kind(work: Path, kind: str, *, pairs: int) -> tuple[list[Comparison]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the models between runs")
-    parser.add_argument("--out", type=Path, help="folder for ngrams.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser = benchmark_parser("ngrams", __doc__)
     parser.add_argument("--kind", choices=KINDS, action="append", help="only these weights; may be repeated")
     arguments = parser.parse_args()
     two_cpus()

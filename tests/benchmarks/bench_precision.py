@@ -10,7 +10,6 @@ llama.cpp takes part when it is installed: `pip install '.[llama-cpp]'` builds i
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from tests.benchmarks import llama_cpp_side
 from tests.benchmarks.bench_executor import ExecutorSide
 from tests.benchmarks.comparison import Comparison, compare, figures, table
 from tests.benchmarks.engines import SIZES, make_engine
-from tests.benchmarks.results import finish
+from tests.benchmarks.results import benchmark_parser, finish
 from trtserve.specs import Quantization
 
 MODEL = "llama-1b"
@@ -132,11 +131,7 @@ def run(work: Path, *, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the models between runs")
-    parser.add_argument("--out", type=Path, help="folder for precision.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
-    arguments = parser.parse_args()
+    arguments = benchmark_parser("precision", __doc__).parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
     print(table(report["against_float16"], measured="Packed", base="float16") + "\n")
     if "against_llama_cpp" in report:

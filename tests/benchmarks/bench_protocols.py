@@ -7,7 +7,6 @@ to the same model, with the 95 % interval of `trtserve bench compare`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.results import finish
+from tests.benchmarks.results import benchmark_parser, finish
 from trtserve.bench.compare import Difference, compare
 from trtserve.bench.report import read_report, read_runs
 
@@ -181,11 +180,7 @@ def diagnosed(line: CommandLine, model: str) -> list[str]:
 
 def main() -> None:
     """Measure, print the table, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
-    parser.add_argument("--out", type=Path, help="folder for protocols.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7, help="not used; every benchmark takes it")
-    arguments = parser.parse_args()
+    arguments = benchmark_parser("protocols", __doc__).parse_args()
     finish(arguments.out or arguments.work, "protocols", run(arguments.work.absolute()), [])
 
 

@@ -6,7 +6,6 @@ again and again; each pair of neighbouring runs is compared, and each group of e
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from tests.benchmarks.bench_client import TURNS, batched, in_turn
 from tests.benchmarks.bench_protocols import CommandLine
-from tests.benchmarks.results import Figure, finish
+from tests.benchmarks.results import Figure, benchmark_parser, finish
 from trtserve.bench import Report, plan_benchmark, run_benchmark
 from trtserve.bench.compare import compare
 from trtserve.cli.endpoint import Connection, find_endpoint
@@ -50,11 +49,7 @@ def alarms(sides: Sequence[tuple[list[Report], list[Report]]]) -> float:
 
 def main() -> None:
     """Measure, print the shares, and write them as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
-    parser.add_argument("--out", type=Path, help="folder for repeats.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7, help="not used; every benchmark takes it")
-    arguments = parser.parse_args()
+    arguments = benchmark_parser("repeats", __doc__).parse_args()
     runs = measured(arguments.work.absolute() / "repeats")
     cases = {
         "one run on each side": [([before], [after]) for before, after in batched(runs, 2)],

@@ -8,7 +8,6 @@ client shares the machine: its gRPC is that of the package grpcio, its HTTP read
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -23,7 +22,7 @@ import numpy as np
 
 from tests.benchmarks.bench_executor import KV_TOKENS, WAIT, ExecutorSide
 from tests.benchmarks.engines import SIZES, make_engine
-from tests.benchmarks.results import Figure, finish
+from tests.benchmarks.results import Figure, benchmark_parser, finish
 from trtserve.bench.processes import run_load
 from trtserve.bench.protocols.base import ProtocolName, Target
 from trtserve.bench.requests import TrafficRequest
@@ -193,11 +192,7 @@ def run(work: Path, *, pairs: int) -> dict[str, Any]:
 
 def main() -> None:
     """Parse, measure, print the table, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
-    parser.add_argument("--out", type=Path, help="folder for serving.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
-    arguments = parser.parse_args()
+    arguments = benchmark_parser("serving", __doc__).parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
     print(table(report["rows"]))
     figures = [Figure(case=row.case, value=row.ratio, target=row.target) for row in report["rows"]]

@@ -7,7 +7,6 @@ by gRPC streaming and the same client, from the first send to the last response.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.results import Figure, finish
+from tests.benchmarks.results import Figure, benchmark_parser, finish
 from tests.support.model_server import ModelServer, Tensors, integers, serving
 from tests.support.release_client import NEWEST
 
@@ -140,11 +139,7 @@ def run(work: Path, *, pairs: int) -> dict[str, Any]:
 
 def main() -> None:
     """Parse, measure, print the table, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder that keeps the model between runs")
-    parser.add_argument("--out", type=Path, help="folder for text.json; default: the work folder")
-    parser.add_argument("--pairs", type=int, default=7)
-    arguments = parser.parse_args()
+    arguments = benchmark_parser("text", __doc__).parse_args()
     report = run(arguments.work.absolute(), pairs=arguments.pairs)
     print(table(report["rows"]))
     figures = [

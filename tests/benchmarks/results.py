@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,15 @@ class Figure:
     def missed(self) -> bool:
         """Return whether the value is on the wrong side of its target."""
         return self.value > self.target if self.at_most else self.value < self.target
+
+
+def benchmark_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has; NAME.json goes to --out."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--work", type=Path, required=True, help="folder that keeps models between runs")
+    parser.add_argument("--out", type=Path, help=f"folder for {name}.json; default: the work folder")
+    parser.add_argument("--pairs", type=int, default=7, help="alternating pairs, where things are compared in pairs")
+    return parser
 
 
 def finish(folder: Path, name: str, report: Mapping[str, Any], figures: Iterable[Figure]) -> None:
