@@ -253,6 +253,19 @@ def test_command_sweeps(
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["concurrency-1", "concurrency-4"]
 
 
+def test_command_searches_a_rate(openai_server: int, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server needs at least 4 ms, so that no rate meets 1 ms."""
+    more = ("--num-requests", "3", "--request-rate", "400", "--find-rate", "--slo", "ttft=1ms", "--no-calibrate")
+    assert run(arguments(openai_server, tokenizer, *more, "--json")) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)["result"]
+    assert found["highest_rate"]["rate"] is None
+    assert found["highest_rate"]["beyond"] == 400 / 2**6
+    assert found["highest_rate"]["limited_by"] in ("server", "client")
+    assert len(found["stages"]) >= 7
+    assert "No rate meets --slo; the lowest tried was 6.25 requests/s" in captured.err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
