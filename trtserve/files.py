@@ -148,6 +148,15 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its lists or objects are nested too deeply") from None
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether a text of a JSON file can be sent: an escape such as \\ud800 alone is half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_json_object(
     path: Path, error: type[TrtserveError] = ArtifactError, *, hint: str | None = None
 ) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from trtserve.check.findings import refusal
 from trtserve.checkpoint.source import read_hf_config, weight_map
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.checkpoint.unified import read_config
+from trtserve.cli import run
 from trtserve.errors import UsageError
 from trtserve.executor.loaders import read_engine_config
 from trtserve.files import read_json_object
@@ -166,3 +167,14 @@ def test_lines_of_samples_that_are_not_json_are_refused(tmp_path: Path) -> None:
     (tmp_path / SAMPLES).write_text("[" * DEEP)
     with pytest.raises(UsageError, match="damaged: its lists or objects are nested too deeply"):
         read_report(tmp_path)
+
+
+def test_half_a_character_is_refused_before_it_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dataset").write_text('[{"prompt": "a"}, {"prompt": "a\\ud800"}]')
+    with pytest.raises(UsageError, match=r"Entry 1 of .* has half a character"):
+        read_dataset(tmp_path / "dataset")
+    (tmp_path / "prompts").write_text('["a", "\\udfff"]')
+    assert run(["query", "--input-file", str(tmp_path / "prompts")]) == UsageError.code
+    assert "is a JSON list with " in capsys.readouterr().err
+    (tmp_path / "dataset").write_text('[{"prompt": "\\ud83d\\ude00"}]')
+    assert [example.prompt for example in read_dataset(tmp_path / "dataset")] == ["\U0001f600"]

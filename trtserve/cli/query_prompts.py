@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trtserve.errors import UsageError
-from trtserve.files import parse_json
+from trtserve.files import is_unicode, parse_json
 
 Prompts = tuple[str, ...]
 TokenIds = tuple[tuple[int, ...], ...]
@@ -93,7 +93,7 @@ def _json_texts(text: str, path: Path) -> Prompts | None:
             f"--input-file: {path} looks like a JSON list but is not: {error}.",
             hint="Fix the list; for one prompt per line, put another line first.",
         ) from None
-    wrong = [item for item in content if not isinstance(item, str)]
+    wrong = [item for item in content if not isinstance(item, str) or not is_unicode(item)]
     if wrong:
         raise UsageError(f"--input-file: {path} is a JSON list with {json.dumps(wrong[0])} in it; expected only texts.")
     return tuple(content)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trtserve.bench.requests import Limits, Traffic, TrafficRequest, clip
 from trtserve.errors import UsageError
-from trtserve.files import parse_json
+from trtserve.files import is_unicode, parse_json
 from trtserve.query.tokenizer import TokenizerFiles
 from trtserve.specs import BenchSpec
 
@@ -47,7 +47,11 @@ def read_dataset(path: Path) -> list[Example]:
     if not isinstance(content, list) or not content:
         wrong = "is an empty list" if content == [] else "is not a JSON list"
         raise UsageError(f"--dataset is {path}, which {wrong}.", hint=_FORM)
-    return [_example(entry, number, path) for number, entry in enumerate(content)]
+    examples = [_example(entry, number, path) for number, entry in enumerate(content)]
+    for number, example in enumerate(examples):
+        if not is_unicode(f"{example.prompt}{example.output}"):
+            raise UsageError(f"Entry {number} of {path} has half a character (\\ud800 … \\udfff).", hint=_FORM)
+    return examples
 
 
 def _entries(path: Path) -> Any:
