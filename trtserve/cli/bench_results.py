@@ -166,13 +166,14 @@ def print_report(found: Report, *, table: Table) -> None:
     from trtserve.bench.statistics import QUANTILES
 
     if table == "upstream":
-        output.print_table(COLUMNS, found.rows())
+        output.print_table(COLUMNS, [*found.rows(), ("Verdict", found.verdict.judgement)])
     else:
         columns = ("Statistic", "avg", "min", "max", *QUANTILES)
         output.print_table(columns, found.interval_rows(), title="LLM Metrics (95 % intervals)")
         statistics = found.statistics
         output.print_data(f"Output token throughput (per sec): {statistics.output_tokens_per_second:,.2f}")
         output.print_data(f"Request throughput (per sec): {statistics.requests_per_second:,.2f}")
+        output.print_data(f"Verdict: {found.verdict.judgement}")
 
 
 def say_course(found: Report, say: Callable[[str], None]) -> None:

@@ -221,8 +221,7 @@ def say_notes(reports: Sequence[Report], progress: Progress) -> None:
         for note in report.notes:
             if note not in common:
                 progress.step(f"note{load}: {note}")
-        # A doubtful result is told in spite of --quiet.
-        (progress.step if report.verdict.valid else output.say)(f"Verdict{load}: {report.verdict}")
+        progress.step(f"Verdict{load}: {report.verdict}")
         if report.interrupted:
             progress.step("Interrupted: the figures cover what had been sent.")
     if any(report.verdict.judgement == "client-limited" for report in reports):
