@@ -128,3 +128,20 @@ def test_what_no_cluster_runs_is_refused_before_the_import(tmp_path: Path, capsy
 def test_down_says_how_a_cluster_stops_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["down", str(written(tmp_path, MANIFEST))]) == 0
     assert f"kubectl delete -f {tmp_path / 'far.yaml'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("host: 0.0.0.0", "servers.far: host 0.0.0.0 can be reached by other machines"),
+        ("host: 0.0.0.0, raw_http: true", "servers.far: raw_http on 0.0.0.0 lets everyone"),
+        ("host: 0.0.0.0, api_key_file: key", "the API key and all prompts would be readable"),
+    ],
+)
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_an_unprotected_server_is_refused_before_the_import(
+    keys: str, message: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"models:\n  demo: {{source: demo, runtime: llmapi}}\nservers:\n  far: {{model: demo, {keys}}}\n"
+    assert run(["up", str(written(tmp_path, text)), *more]) == UsageError.code
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -29,11 +29,12 @@ from trtserve.progress import SILENT, Progress
 from trtserve.runtimes import choose_runtime
 from trtserve.server.addresses import with_free_ports
 from trtserve.server.background import start_in_background
+from trtserve.server.doors import require_protected
 from trtserve.server.shutdown import stop_server
 from trtserve.server.state import Server, recorded_server
 from trtserve.server.systemd import start_arguments
 from trtserve.setup_file.clusters import WrittenJob, has_files, require_cluster, write
-from trtserve.setup_file.content import BenchmarkSetup, ModelSetup, ServerSetup, Setup
+from trtserve.setup_file.content import BenchmarkSetup, ModelSetup, ServerSetup, Setup, in_keys
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 
@@ -111,6 +112,8 @@ def plan_setup(setup: Setup, *, store: Store | None = None, progress: Progress =
         served = models[server.model]
         if server.cluster is not None:
             require_cluster(server, server.cluster, served.plan.runtime)
+        else:
+            _require_protected(server)
         servers.append(PlannedServer(setup=server, action=_action(server, served.repository, store)))
     return SetupPlan(models=tuple(models.values()), servers=tuple(servers), benchmarks=setup.benchmarks, store=store)
 
@@ -217,6 +220,17 @@ def _action(server: ServerSetup, repository: ModelRepository | None, store: Stor
         return "restart"
     wanted = start_arguments(repository, _on_ports_of(running, server.spec))
     return "keep" if _started_with(arguments(running.supervisor)) == wanted else "restart"
+
+
+def _require_protected(server: ServerSetup) -> None:
+    """Raise UsageError for an exposed server without protection, which would be refused only after the imports."""
+    try:
+        require_protected(server.spec, ipv4_address(server.spec.host))
+    except UsageError as error:
+        raise UsageError(
+            f"servers.{server.name}: {in_keys(error.message)}",
+            hint="The keys for it are api_key_file, tls_certificate, tls_key, no_tls and no_auth (docs/security.md).",
+        ) from error
 
 
 def _require_ports(spec: ServerSpec) -> None:
