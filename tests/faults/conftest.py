@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from tests.support.supervised import ALL
 
-collect_ignore = [] if ALL else ["test_file_systems.py", "test_hostile_clients.py", "test_kills_of_models.py"]
+_LONG = ("file_systems", "hostile_clients", "kills_of_models", "kills_of_ranks")
+collect_ignore = [] if ALL else [f"test_{name}.py" for name in _LONG]

@@ -50,7 +50,8 @@ def ended(server: Server, store: Store) -> Ended | None:
 
 def _ended_in(instance: Instance) -> str:
     if not instance.process.alive():
-        return f"tritonserver {how_it_ended(exit_code(instance.process))} unexpectedly"
+        started = "mpirun" if instance.ranks else "tritonserver"
+        return f"{started} {how_it_ended(exit_code(instance.process))} unexpectedly"
     if ranks := instance.dead_ranks:
         return f"rank {', '.join(map(str, ranks))} of {len(instance.ranks)} has ended"
     if stubs := instance.dead_stubs:

@@ -1,0 +1,89 @@
+"""kill -9 of the ranks of a real engine, of a rank's Python stub and of the real mpirun."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.supervised import Supervised, measured, seconds_until, supervised
+from tests.support.tiny_models import write_tiny_model
+from tests.support.waiting import wait_until
+from trtserve.artifacts import Model
+from trtserve.build import build_engine
+from trtserve.convert import convert_model
+from trtserve.repo import assemble_repository, plan_repository
+from trtserve.server.rank_processes import with_members
+from trtserve.specs import BuildSpec, ConvertSpec, RepositorySpec
+
+pytestmark = [pytest.mark.triton, pytest.mark.needs("torch")]
+
+VICTIMS = ("rank 0", "rank 1", "stub of rank 1", "mpirun")
+# A rank notices within 5 s that another one has died; the rest is time for a machine that is busy.
+NOTICED = 30.0
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model in two shards on PyTorch, whose ranks talk through gloo."""
+    root = tmp_path_factory.mktemp("ranks")
+    model = write_tiny_model(root / "model")
+    checkpoint = convert_model(Model(path=model), ConvertSpec(dtype="float32", tp_size=2), out=root / "checkpoint")
+    spec = BuildSpec(runtime="torch", device="cpu", max_batch_size=8, max_seq_len=128)
+    engine = build_engine(checkpoint, spec, out=root / "engine")
+    plan = plan_repository(engine, model, RepositorySpec(name="tiny"), out=root / "repository")
+    return assemble_repository(plan).path
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+def generate(one: Supervised) -> int:
+    return one.post("/v2/models/tensorrt_llm_bls/generate", {"text_input": "hello", "max_tokens": 16})
+
+
+def process_of(one: Supervised, victim: str) -> int:
+    (instance,) = with_members(one.record()).instances
+    if victim == "mpirun":
+        return instance.process.pid
+    if victim == "stub of rank 1":
+        (stub,) = psutil.Process(instance.ranks[1].pid).children()  # the other ranks load the core model alone
+        return stub.pid
+    return instance.ranks[int(victim.removeprefix("rank "))].pid
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["idle", "under load"])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_killed_rank_is_started_again_with_all_others(
+    victim: str, loaded: bool, repository: Path, home: Path
+) -> None:
+    with supervised(repository, home, "--restart", "on-failure", "--oversubscribe") as one:
+        one.ready()
+        wait_until(lambda: generate(one) == 200)
+        with one.load(ask=lambda: generate(one)) if loaded else nullcontext():
+            os.kill(process_of(one, victim), signal.SIGKILL)
+            noticed = seconds_until(lambda: one.state() != "ready", NOTICED)
+        settled = seconds_until(lambda: one.state() == "ready", 120)
+        one.ready()
+        assert [generate(one) for _ in range(10)] == [200] * 10
+    measured("kill of a rank", victim=victim, loaded=loaded, noticed_s=noticed, settled_s=settled)
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_killed_rank_ends_the_server(victim: str, repository: Path, home: Path) -> None:
+    with supervised(repository, home, "--oversubscribe") as one:
+        one.ready()
+        os.kill(process_of(one, victim), signal.SIGKILL)
+        settled = seconds_until(lambda: one.record().state == "failed", NOTICED)
+        failure = one.record().failure
+        assert failure is not None
+        # Which processes mpirun has ended already when the supervisor looks is chance.
+        expected = "mpirun was killed" if victim == "mpirun" else f"{victim.removeprefix('stub of ').capitalize()} "
+        assert expected in failure.message
+    measured("kill of a rank", victim=victim, policy="never", settled_s=settled)
