@@ -215,7 +215,7 @@ def test_damaged_engines_are_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptFileError, match=r"rank0\.xml cannot be read"):
         PagedModel(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(CorruptFileError, match="not valid JSON"):
+    with pytest.raises(CorruptFileError, match="is not JSON"):
         PagedModel(tmp_path)
 
 

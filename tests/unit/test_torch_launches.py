@@ -132,11 +132,11 @@ def test_kubernetes_needs_an_image_with_trtserve(tmp_path: Path) -> None:
     assert "mine:1" in job.files[place]
 
 
-@pytest.mark.parametrize("flag", ["--slurm", "--kubernetes"])
-def test_clusters_are_for_gpus(tmp_path: Path, flag: str) -> None:
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_clusters_are_for_gpus(tmp_path: Path, kind: str) -> None:
     repository = repository_of(tmp_path, tp=2, device="cpu")
-    with pytest.raises(UsageError, match=f"{flag} is for engines on GPUs"):
-        inspect_for_cluster(repository, ServerSpec(), flag, Lines())
+    with pytest.raises(UsageError, match=f"--{kind} is for engines on GPUs"):
+        inspect_for_cluster(repository, ServerSpec(), kind, Lines())
 
 
 def test_instances_divide_the_gpus(tmp_path: Path) -> None:
