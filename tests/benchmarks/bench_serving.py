@@ -113,7 +113,7 @@ def measure_in_process(side: ExecutorSide, prompts: list[list[int]]) -> float:
 
 
 def measure(case: str, endpoint: Endpoint, side: ExecutorSide, *, vocabulary: int, pairs: int) -> list[Row]:
-    """Send the same random prompts to each side in turn; who begins changes from round to round."""
+    """Send each side new random prompts in turn: the server reuses the blocks of those that it has seen."""
     random = np.random.default_rng(0)
     with_client = GrpcClient(endpoint, timeout=10)
     model = with_client.describe(CORE_MODEL)
@@ -121,9 +121,9 @@ def measure(case: str, endpoint: Endpoint, side: ExecutorSide, *, vocabulary: in
     served: dict[ProtocolName, list[Statistics]] = {protocol: [] for protocol in PROTOCOLS}
     in_process: list[float] = []
     for number in range(pairs + 1):
-        prompts = random.integers(3, vocabulary, size=(STREAMS, PROMPT)).tolist()
         sides = [None, *PROTOCOLS]
         for protocol in sides if number % 2 else reversed(sides):
+            prompts = random.integers(3, vocabulary, size=(STREAMS, PROMPT)).tolist()
             if protocol is None:
                 in_process.append(measure_in_process(side, prompts))
             else:
