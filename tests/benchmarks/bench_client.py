@@ -87,19 +87,28 @@ def stall() -> list[Row]:
 
 
 def known_latency() -> list[Row]:
-    """A server that answers 50 ms after a request has reached its socket."""
+    """A server of 50 ms and the load generator on a processor each, median and largest of five runs."""
     rows = []
     for rate, limit in ((10, 0.5), (100, 0.5), (1000, 2.0)):
-        with exact_server(0.05) as (port, lateness):
-            target = target_at(Echo(spoken="http-stream"), port)
-            records = send(target, max(100, min(5000, rate * 10)), rate=rate, tokens=1).records
-            late = sorted(each / 1e6 for each in lateness())
-        firsts = sorted((record.arrivals[0][0] - record.intended_ns) / 1e6 - 50 for record in records)
+        runs = [latency_errors(rate) for _ in range(5)]
         for name, quantile in (("p50", 0.5), ("p99", 0.99)):
+            found = [percentile(errors, quantile) for errors in runs]
             case = f"50 ms server at {rate:,} req/s, TTFT {name} error"
-            rows.append(Row(case=case, value=percentile(firsts, quantile), unit="ms", target=limit))
-            rows.append(Row(case=f"… {name} by which the server was late", value=percentile(late, quantile), unit="ms"))
+            rows.append(Row(case=case, value=statistics.median(found), unit="ms", target=limit))
+            rows.append(Row(case="… the largest of five runs", value=max(found), unit="ms"))
     return rows
+
+
+def latency_errors(rate: int) -> list[float]:
+    """Milliseconds between each answer's TTFT and what the answer took according to the server, sorted."""
+    count = max(100, min(5000, rate * 10))
+    ours, theirs, *_ = processors = sorted(os.sched_getaffinity(0))
+    with exact_server(0.05, processor=theirs) as (port, taken):
+        os.sched_setaffinity(0, {ours})
+        records = send(target_at(Echo(spoken="http-stream"), port), count, rate=rate, tokens=1).records
+        os.sched_setaffinity(0, processors)
+        answers = zip(sorted(records, key=lambda record: record.sent_ns or 0), taken()[-count:], strict=True)
+    return sorted((record.arrivals[0][0] - record.intended_ns - took) / 1e6 for record, took in answers)
 
 
 def highest_rates() -> list[Row]:

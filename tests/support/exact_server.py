@@ -2,7 +2,7 @@
 
 A program that sleeps notices a request 0.1 to 0.3 ms late on an idle processor. A server that counts its delay from
 then on hands that time to its clients, and a load generator cannot be told from it. This one asks the kernel when the
-request arrived (SO_TIMESTAMPNS, socket(7)), and reports how late its own answers were.
+request arrived (SO_TIMESTAMPNS, socket(7)), and reports how long each answer really took.
 """
 
 from __future__ import annotations
@@ -32,37 +32,39 @@ _ANSWER = (
 
 
 @contextmanager
-def exact_server(delay: float) -> Iterator[tuple[int, Callable[[], list[int]]]]:
-    """Run the server in a process of its own; yield its port, and what returns by how many ns its answers were late.
+def exact_server(delay: float, *, processor: int) -> Iterator[tuple[int, Callable[[], list[int]]]]:
+    """Run the server on one processor; yield its port, and what returns the ns that its answers took, in order.
 
     Every POST gets one event of Triton's generate_stream, `delay` seconds after its last byte arrived.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(delay, theirs), daemon=True)
+    process = context.Process(target=_serve, args=(delay, processor, theirs), daemon=True)
     process.start()
     theirs.close()
 
-    def lateness() -> list[int]:
+    def taken() -> list[int]:
         ours.send(None)
-        late: list[int] = ours.recv()
-        return late
+        times: list[int] = ours.recv()
+        return times
 
     try:
         assert ours.poll(_START_TIMEOUT), "the server did not start"
-        yield ours.recv(), lateness
+        yield ours.recv(), taken
     finally:
         ours.close()
         process.terminate()
         process.join()
 
 
-def _serve(delay: float, pipe: Connection) -> None:
+def _serve(delay: float, processor: int, pipe: Connection) -> None:
+    os.sched_setaffinity(0, {processor})
     uvloop.run(_listen(round(delay * 1e9), pipe))
 
 
 async def _listen(delay_ns: int, pipe: Connection) -> None:
-    loop, timers, late = asyncio.get_running_loop(), Timers(), list[int]()
+    loop, timers = asyncio.get_running_loop(), Timers()
+    written: list[tuple[int, int]] = []
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     listening.setblocking(False)
     # Here already, since the kernel takes a moment to begin with it.
@@ -77,7 +79,7 @@ async def _listen(delay_ns: int, pipe: Connection) -> None:
 
     def answer(connection: socket.socket, arrived_ns: int) -> None:
         def write() -> None:
-            late.append(time.monotonic_ns() - arrived_ns - delay_ns)
+            written.append((arrived_ns, time.monotonic_ns()))
             connection.send(_ANSWER)
 
         timers.call_at(arrived_ns + delay_ns, write)
@@ -93,7 +95,7 @@ async def _listen(delay_ns: int, pipe: Connection) -> None:
             ended.set_result(None)
         else:
             os.set_blocking(pipe.fileno(), True)  # uvloop made it non-blocking
-            pipe.send(late)
+            pipe.send([end - begin for begin, end in sorted(written)])
 
     loop.add_reader(pipe.fileno(), report)
     pipe.send(listening.getsockname()[1])
