@@ -15,10 +15,15 @@ _PROC = Path("/proc")
 
 def anonymous_bytes(pid: int) -> int:
     """Bytes of the process and its descendants together; 0 when it has ended."""
-    total = _lines(pid, "status", "RssAnon", "RssShmem")
+    total = process_bytes(pid)
     for child in _children(pid):
         total += _own_bytes(child) if _is_copy(child, pid) else anonymous_bytes(child)
     return total
+
+
+def process_bytes(pid: int) -> int:
+    """Bytes of one process; 0 when it has ended. Program files do not count: who else maps them changes at any time."""
+    return _lines(pid, "status", "RssAnon", "RssShmem")
 
 
 def _own_bytes(pid: int) -> int:

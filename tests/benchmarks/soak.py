@@ -5,7 +5,7 @@ other (model, length, sampling, sequences, stop words) and gives up a third of t
 request with the same id, or, for the share `--grpc-cancels`, by cancelling the call. That can crash the gRPC front end
 of Triton 2.51, whatever the model (the server's pull requests 7840 and 8078 came later). The demo model is served with
 prefix reuse and a KV cache smaller than the load, so that blocks are reused, evicted and waited for. Memory is what
-belongs to the server's processes alone (USS).
+the server's processes allocated (RssAnon + RssShmem).
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from typing import Any
 
 import psutil
 
+from tests.benchmarks.memory import process_bytes
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
 from trtserve.server.repositories import find_repository
-from trtserve.server.state import Server
+from trtserve.server.state import Server, log_file
 from trtserve.store import Store
 from trtserve.triton.client import Endpoint, ModelDescription
 from trtserve.triton.grpc_client import CHANNEL_OPTIONS, GrpcClient, infer_request
@@ -75,8 +76,14 @@ def served(work: Path) -> Iterator[Server]:
     flags = ["--max-batch-size", str(STREAMS), "--max-beam-width", "2", "--name", "soak"]
     cache = ["--max-tokens-in-paged-kv-cache", str(KV_TOKENS), "--set", "enable_kv_cache_reuse=true"]
     trtserve("import", "demo", *flags, *cache, home=home)
-    with running_server(find_repository("soak", store=Store(home)).path, home=home) as server:
+    with running_server(find_repository("soak", store=Store(home)).path, home=home, gracefully=True) as server:
         yield server
+    require_orderly_end(home)
+
+
+def require_orderly_end(home: Path) -> None:
+    """Fail when the server named "soak" ended by an exception of C++."""
+    assert "terminate called" not in log_file("soak", Store(home)).read_text(encoding="utf-8", errors="replace")
 
 
 async def drive(server: Server, seconds: float, *, seed: int, grpc_cancels: float) -> Soak:
@@ -197,11 +204,7 @@ async def _sample(server: Server, begin: float, soak: Soak) -> None:
 
 def _look(server: Server, begin: float) -> Sample:
     root = psutil.Process(server.instances[0].process.pid)
-    memory = 0
-    for process in (root, *root.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            info = process.memory_full_info()
-            memory += int(info.uss)
+    memory = sum(process_bytes(each.pid) for each in (root, *root.children(recursive=True)))
     return Sample(seconds=time.monotonic() - begin, memory=memory, used_blocks=_used_blocks(server))
 
 

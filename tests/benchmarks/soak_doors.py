@@ -28,7 +28,8 @@ import psutil
 
 from tests.benchmarks import soak as grpc_soak
 from tests.benchmarks import soak_openai
-from tests.benchmarks.soak import CANCELLED, CORE, KV_TOKENS, STREAMS
+from tests.benchmarks.memory import process_bytes
+from tests.benchmarks.soak import CANCELLED, CORE, KV_TOKENS, STREAMS, require_orderly_end
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
 from trtserve.server.repositories import find_repository
@@ -72,8 +73,11 @@ def served(work: Path) -> Iterator[Server]:
     flags = ["--max-batch-size", str(STREAMS), "--max-beam-width", "2", "--name", "soak"]
     cache = ["--max-tokens-in-paged-kv-cache", str(KV_TOKENS), "--set", "enable_kv_cache_reuse=true"]
     trtserve("import", "demo", *flags, *cache, home=home)
-    with running_server(find_repository("soak", store=Store(home)).path, home=home, door=True, ui=True) as server:
+    with running_server(
+        find_repository("soak", store=Store(home)).path, home=home, gracefully=True, door=True, ui=True
+    ) as server:
         yield server
+    require_orderly_end(home)
 
 
 async def drive(server: Server, seconds: float, *, seed: int) -> tuple[float, Run]:
@@ -193,13 +197,12 @@ async def _sample(server: Server, begin: float, run: Run) -> None:
     (instance,) = server.instances
     assert instance.door is not None
     triton = psutil.Process(instance.process.pid)
-    processes = {"tritonserver": triton, "door": psutil.Process(instance.door.process.pid)}
-    processes |= {f"stub {each.name()} {each.pid}": each for each in triton.children()}
+    processes = {"tritonserver": triton.pid, "door": instance.door.process.pid}
+    processes |= {f"stub {each.cmdline()[-2]}": each.pid for each in triton.children()}
     while True:
         await asyncio.sleep(PERIOD)
-        for name, process in processes.items():
-            bytes_now = (await asyncio.to_thread(process.memory_full_info)).uss
-            run.memory.setdefault(name, []).append((time.monotonic() - begin, bytes_now))
+        for name, pid in processes.items():
+            run.memory.setdefault(name, []).append((time.monotonic() - begin, process_bytes(pid)))
 
 
 def judge(run: Run, used_blocks: int) -> tuple[dict[str, Any], list[str]]:

@@ -15,13 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 
+from tests.benchmarks.memory import process_bytes
 from tests.benchmarks.soak import CANCELLED, KV_TOKENS, QUESTIONS, STREAMS
 from tests.support.commands import trtserve
 from tests.support.servers import running_server
@@ -114,14 +114,11 @@ def main() -> int:
         door = server.instances[0].door
         assert door is not None
         ended = asyncio.run(drive(server.url, arguments.minutes * 60, seed=arguments.seed))
-        memory = 0
-        with suppress(psutil.NoSuchProcess):
-            memory = int(psutil.Process(door.process.pid).memory_full_info().uss)
         figures = {
             "minutes": arguments.minutes,
             "streams": STREAMS,
             **dict(sorted(ended.items())),
-            "door_mib": round(memory / 2**20, 1),
+            "door_mib": round(process_bytes(door.process.pid) / 2**20, 1),
             "used_blocks_at_the_end": settled(server),
         }
     print(json.dumps(figures, indent=2))

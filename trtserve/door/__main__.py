@@ -14,6 +14,8 @@ from trtserve.host.ports import listening_socket
 def main() -> int:
     """Serve until a signal, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    # Keep transformers from importing PyTorch: seconds and hundreds of megabytes that no tokenizer needs.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     settings = DoorSettings.read(Path(sys.argv[1]))
     try:
         # The port is taken before anything else is loaded, so that a taken one is noticed at once.
