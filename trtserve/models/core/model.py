@@ -18,7 +18,7 @@ from ..shared.fetched_answers import FIRST, NEXT, FetchedAnswers, FetchedSender,
 from ..shared.guarded_sender import GuardedSender
 from ..shared.parameter_classes import check_classes
 from ..shared.parameters import ModelParameters, check_request_type
-from ..shared.periodic import repeat
+from ..shared.periodic import Turns, repeat
 from ..shared.run_folder import Heartbeat
 from .executor_module import load_executor_module
 from .guides import guided_decoding_config
@@ -93,6 +93,7 @@ class TritonPythonModel:
         stats_period = parameters.integer("stats_check_period_ms") or 100
         self._heartbeat = Heartbeat(args["model_name"])
         self._answers = self._steps = 0
+        self._turns = Turns()
         self._failure: str | None = None
         self._report_statistics()
         self._beat()
@@ -236,7 +237,7 @@ class TritonPythonModel:
 
     def _watch_cancellation(self) -> None:
         """Cancel the requests whose clients have gone (gRPC cancel, HTTP disconnect)."""
-        for pending in self._pending.all():
+        for pending in self._turns.next(self._pending.all()):
             if pending.sender.is_cancelled():
                 self._cancel(list(pending.open_rows))
 

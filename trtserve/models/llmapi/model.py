@@ -14,7 +14,7 @@ import triton_python_backend_utils as pb_utils
 
 from ..shared.fetched_answers import FIRST, NEXT, FetchedAnswers, FetchedSender, wanted_answers
 from ..shared.guarded_sender import GuardedSender
-from ..shared.periodic import repeat
+from ..shared.periodic import Turns, repeat
 from .engine import LlmEngine, choose_gpus, read_settings
 from .requests import LlmRequest, read_request
 from .responses import output_arrays
@@ -59,6 +59,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(f"The model cannot be loaded: {error}") from error
         if self._engine.leads:
             period = (settings.get("triton_config") or {}).get("cancellation_check_period_ms", _CANCEL_PERIOD_MS)
+            self._turns = Turns()
             self._watcher = threading.Thread(
                 target=repeat, args=(self._stopping, period / 1000, self._watch_cancellation), daemon=True
             )
@@ -146,7 +147,7 @@ class TritonPythonModel:
         """Cancel the requests whose clients have gone."""
         with self._lock:
             waiting = [running for running in self._running if not running.cancelled]
-        for running in waiting:
+        for running in self._turns.next(waiting):
             if running.sender.is_cancelled():
                 self._cancel(running)
 

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from .guarded_sender import GuardedSender
 from .inner_models import InnerModelError, Tensors, finished_calls, forget_calls
 from .parameters import ModelParameters, check_request_type
-from .periodic import repeat
+from .periodic import Turns, repeat
 
 # Requests served at once, each in a thread that mostly waits for other models; further requests queue.
 _MOST_AT_ONCE = 256
@@ -59,6 +59,7 @@ class TextModel:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._stopped: set[str] = set()
+        self._turns = Turns()
         self._watcher = threading.Thread(
             target=repeat,
             args=(self._stopping, _CANCEL_PERIOD, self._watch_cancellation),
@@ -114,7 +115,7 @@ class TextModel:
             active = dict(self._active)
         self._stopped &= active.keys()
         finished, asked = finished_calls(), False
-        for inner_id, (sender, cancelled, inputs) in active.items():
+        for inner_id, (sender, cancelled, inputs) in self._turns.next(list(active.items())):
             if inner_id in self._stopped:
                 continue
             if sender.is_cancelled():
