@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from .bfloat16 import bfloat16_as_float32
 BFLOAT16 = np.dtype([("bfloat16", "<i2")])
 
 
+@lru_cache(maxsize=16)
 def release_order(release: str) -> tuple[int, int]:
     """`0.17.0.post1` → (0, 17)."""
     major, minor = release.split(".")[:2]
