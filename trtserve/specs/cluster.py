@@ -139,8 +139,8 @@ ON_THIS_MACHINE: Final = {
 INSTEAD: Final = {
     "slurm": "Leave it out. sbatch's --requeue starts a job again; a gateway in front can ask for keys, encrypt "
     "and limit requests.",
-    "kubernetes": "Leave it out. Kubernetes chooses GPUs and addresses, and restarts what ended; a gateway in front can "
-    "ask for keys, encrypt and limit requests.",
+    "kubernetes": "Leave it out. Kubernetes chooses GPUs and addresses, and restarts what ended; a gateway in front "
+    "can ask for keys, encrypt and limit requests.",
 }
 """Kind of cluster → what does the same there."""
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import triton_python_backend_utils as pb_utils
 
-
 _Request = TypeVar("_Request")
 _PARTS = 4
 
