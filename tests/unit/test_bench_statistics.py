@@ -70,6 +70,13 @@ def test_summary_equals_numpy() -> None:
     assert (summary.minimum, summary.maximum) == (values.min(), values.max())
 
 
+def test_interval_of_a_mean_does_not_go_below_zero() -> None:
+    interval = summarize([0.001] * 39 + [1000.0]).intervals["mean"]
+    assert interval is not None
+    assert interval[0] == 0
+    assert interval[1] > 25
+
+
 def test_failed_requests_count_as_slowest() -> None:
     summary = summarize([1.0] * 8, censored=2)
     assert (summary.count, summary.censored, summary.mean, summary.p50) == (8, 2, 1.0, 1.0)

@@ -54,7 +54,7 @@ def percentile(ordered: Sequence[float], quantile: float) -> float:
 
 
 def summarize(values: Iterable[float], *, censored: int = 0, intervals: bool = True) -> Distribution:
-    """Return the distribution of `values`, which are in order of time, and of `censored` more that are larger.
+    """Return the distribution of `values` from 0 up, in order of time, and of `censored` more that are larger.
 
     Infinite values are censored ones whose place in time is known.
     """
@@ -68,7 +68,8 @@ def summarize(values: Iterable[float], *, censored: int = 0, intervals: bool = T
     mean = math.fsum(observed) / len(observed)
     found: dict[str, Interval | None] = {}
     if intervals and len(given) <= _MOST_VALUES:
-        found = {"mean": mean_interval(finite)}
+        around = mean_interval(finite)
+        found = {"mean": None if around is None else (max(0.0, around[0]), around[1])}
         found |= {name: quantile_interval(given, quantile) for name, quantile in QUANTILES.items()}
     return Distribution(
         count=len(observed),

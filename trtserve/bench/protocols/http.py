@@ -34,7 +34,11 @@ class HttpPool:
 
     async def open(self, connections: int) -> None:
         """Connect; more connections are made when all of these are busy."""
-        self._idle.extend(await asyncio.gather(*(self._connect() for _ in range(connections))))
+        made = await asyncio.gather(*(self._connect() for _ in range(connections)), return_exceptions=True)
+        for each in made:  # after all have ended, because the event loop may be closed next
+            if isinstance(each, BaseException):
+                raise each
+            self._idle.append(each)
 
     async def _connect(self) -> _Connection:
         where = f"{self._host}:{self._port}"
