@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from trtserve.errors import ServerDiedError, ServerStartError, TrtserveError
-from trtserve.process import ProcessId, exit_code
+from trtserve.process import ProcessId, exit_code, stop_all
 from trtserve.process.interrupts import stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.server import systemd
@@ -108,6 +108,9 @@ def watch(server: Server, store: Store, interrupted: Callable[[], int], progress
     while not interrupted():
         end = ended(server, store)
         if end is not None and not is_stopping(server, store):
+            if end.instance is not None:
+                # None works without the others, and mpirun says which ended first when all have.
+                stop_all(end.instance.ranks, grace=0)
             raise died_error(server, end)
         if end is not None or time.monotonic() > next_probe:
             next_probe = time.monotonic() + _PROBE

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
+
+_REMEMBERED = 16384
 
 
 class AnchoredDecoder:
@@ -18,25 +21,25 @@ class AnchoredDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._anchor: list[int] = tokenizer.encode("a", add_special_tokens=False)
-        self._anchor_text = self._decode([self._anchor])[0]
+        self._anchor_text = self._decode(self._anchor)
+        self._token = lru_cache(maxsize=_REMEMBERED)(lambda token: self._row([token]))
 
     def decode(self, rows: Sequence[list[int]]) -> list[str]:
-        """Return the text of each row."""
-        texts = self._decode([ids if self._is_beginning(ids) else self._anchor + ids for ids in rows])
-        return [
-            text if self._is_beginning(ids) else self._without_anchor(text, ids)
-            for ids, text in zip(rows, texts, strict=True)
-        ]
+        """Return the text of each row. Texts of single tokens, which streams consist of, are remembered."""
+        return [self._token(ids[0]) if len(ids) == 1 else self._row(ids) for ids in rows]
+
+    def _row(self, ids: list[int]) -> str:
+        if self._is_beginning(ids):
+            return self._decode(ids)
+        text = self._decode(self._anchor + ids)
+        if text.startswith(self._anchor_text):
+            return text[len(self._anchor_text) :]
+        # The tokenizer joined the anchor with what follows, so it cannot be cut off: decode the row alone.
+        return self._decode(ids)
 
     def _is_beginning(self, ids: list[int]) -> bool:
         return bool(ids) and ids[0] in self._special_ids
 
-    def _without_anchor(self, text: str, ids: list[int]) -> str:
-        if text.startswith(self._anchor_text):
-            return text[len(self._anchor_text) :]
-        # The tokenizer joined the anchor with what follows, so it cannot be cut off: decode the row alone.
-        return self._decode([ids])[0]
-
-    def _decode(self, rows: list[list[int]]) -> list[str]:
-        texts: list[str] = self._tokenizer.batch_decode(rows, skip_special_tokens=self._skip_special_tokens)
-        return texts
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        return text
