@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import resource
 import socket
 import statistics
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import psutil
@@ -50,23 +52,30 @@ def latencies(one: Supervised, count: int = 300) -> list[float]:
 
 @contextmanager
 def flood(port: int) -> Iterator[None]:
-    """Connect and leave without end."""
-    ending = threading.Event()
-
-    def connect() -> None:
-        while not ending.is_set():
-            with suppress(OSError):
-                socket.create_connection((HOST, port), timeout=10).close()
-
-    threads = [threading.Thread(target=connect) for _ in range(FLOODS)]
-    for thread in threads:
-        thread.start()
+    """Connect and leave without end, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    begun = context.Event()
+    process = context.Process(target=connect_and_leave, args=(port, begun), daemon=True)
+    process.start()
+    assert begun.wait(60)
     try:
         yield
     finally:
-        ending.set()
-        for thread in threads:
-            thread.join()
+        process.terminate()
+        process.join()
+
+
+def connect_and_leave(port: int, begun: Event) -> None:
+    """Do so in ten threads until the process is ended."""
+
+    def connect() -> None:
+        while True:
+            with suppress(OSError):
+                socket.create_connection((HOST, port), timeout=10).close()
+                begun.set()
+
+    for _ in range(FLOODS):
+        threading.Thread(target=connect).start()
 
 
 def test_other_clients_notice_nothing(tmp_path: Path) -> None:

@@ -117,6 +117,22 @@ def test_only_requests_of_the_active_beam_width_leave_the_queue() -> None:
     assert scheduler.take(queue) is None
 
 
+def test_a_request_of_another_beam_width_is_not_overtaken_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(beams=2)
+    queue = deque([make_sequence(1, 4), make_sequence(2, 4, width=2), make_sequence(3, 4), make_sequence(4, 4)])
+    for expected in (1, 3):
+        sequence = scheduler.take(queue)
+        assert sequence is not None
+        assert sequence.id == expected
+        scheduler.add(sequence)
+    monkeypatch.setattr("trtserve.executor.scheduler._PATIENCE", -1.0)
+    assert scheduler.take(queue) is None
+    scheduler.remove(list(scheduler.active))
+    sequence = scheduler.take(queue)
+    assert sequence is not None
+    assert sequence.id == 2
+
+
 def test_generations_of_another_beam_width_skip_a_step() -> None:
     scheduler = make_scheduler(beams=2, tokens=5)
     for number, width in enumerate((2, 1, 2, 2), start=1):

@@ -5,6 +5,7 @@ The policies are those of TensorRT-LLM's capacity scheduler and micro-batch sche
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from trtserve.executor.ngram_drafts import best_draft_lengths
 from trtserve.executor.sequence import Sequence
 
 Fits = Callable[[set[Any]], bool]
+
+# Seconds that a request of another beam width is overtaken; then the active ones end, and it is next.
+_PATIENCE = 2.0
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class Scheduler:
         self.limits = limits
         self.cache = cache
         self.active: list[Sequence] = []
+        self._turn_began = 0.0
         self._waiting = 0  # active sequences that hold no blocks
         self._adapters = 0  # active sequences with an adapter
         self._static = policy is CapacitySchedulerPolicy.STATIC_BATCH
@@ -82,7 +87,8 @@ class Scheduler:
     def take(self, queue: deque[Sequence]) -> Sequence | None:
         """Remove and return the first sequence of `queue` (ordered by priority) that may become active.
 
-        It must have the beam width of the active ones; if the batch is full, also a priority above the lowest.
+        It must have the beam width of the active ones; if the batch is full, also a priority above the lowest. None
+        overtakes a sequence of another width that has waited for _PATIENCE since the active width's turn began.
         """
         active = self.active
         for index, sequence in enumerate(queue):
@@ -91,10 +97,14 @@ class Scheduler:
             if not active or sequence.width == active[0].width:
                 del queue[index]
                 return sequence
+            if time.monotonic() - max(sequence.arrival, self._turn_began) > _PATIENCE:
+                return None
         return None
 
     def add(self, sequence: Sequence) -> None:
         """Make `sequence` active, after those of the same priority."""
+        if not self.active:
+            self._turn_began = time.monotonic()
         insert_by_priority(self.active, sequence)
         self._waiting += 1
         self._adapters += sequence.adapter is not None
