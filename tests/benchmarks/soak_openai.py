@@ -69,7 +69,7 @@ async def _request(session: aiohttp.ClientSession, choice: random.Random) -> str
         return f"failed: {type(error).__name__}"
     if status != 200:
         return f"failed: {status} {text[:200]}"
-    return "failed: an error in the stream" if '"error"' in text else "completed"
+    return f"failed: {text[-300:]}" if '"error"' in text else "completed"
 
 
 async def _post(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> tuple[int, str]:
