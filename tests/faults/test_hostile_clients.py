@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import resource
 import socket
 import statistics
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.synchronize import Event
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -50,32 +49,33 @@ def latencies(one: Supervised, count: int = 300) -> list[float]:
     return taken
 
 
+FLOOD = """
+import socket, sys, threading
+
+def connect_and_leave():
+    while True:
+        try:
+            socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=10).close()
+        except OSError:
+            pass
+
+for _ in range(int(sys.argv[3])):
+    threading.Thread(target=connect_and_leave).start()
+print("begun", flush=True)
+"""
+
+
 @contextmanager
 def flood(port: int) -> Iterator[None]:
     """Connect and leave without end, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    begun = context.Event()
-    process = context.Process(target=connect_and_leave, args=(port, begun), daemon=True)
-    process.start()
-    assert begun.wait(60)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.join()
-
-
-def connect_and_leave(port: int, begun: Event) -> None:
-    """Do so in ten threads until the process is ended."""
-
-    def connect() -> None:
-        while True:
-            with suppress(OSError):
-                socket.create_connection((HOST, port), timeout=10).close()
-                begun.set()
-
-    for _ in range(FLOODS):
-        threading.Thread(target=connect).start()
+    command = (sys.executable, "-c", FLOOD, HOST, str(port), str(FLOODS))
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def test_other_clients_notice_nothing(tmp_path: Path) -> None:
