@@ -285,7 +285,6 @@ def test_dry_run_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.Captur
         (["--kubernetes", "--claim", "c", "--max-requests", "9"], "--max-requests is for a server on this machine"),
         (["--kubernetes", "--claim", "c", "--request-timeout", "9"], "--request-timeout is for a server on this"),
         (["--kubernetes", "--claim", "c", "--gpus", "0"], "--gpus is for a server on this machine"),
-        (["--kubernetes", "--claim", "c", "--host", "10.0.0.5"], "--host is for a server on this machine"),
     ],
 )
 def test_options_of_another_cluster_are_refused(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +30,15 @@ class Ended:
     log: Path
     instance: Instance | None = None
     """The instance whose log explains it; None for a door and the reverse proxy, which have logs of their own."""
+    ranks: Sequence[int] = ()
+    """Its ranks that had ended by then."""
 
 
 def ended(server: Server, store: Store) -> Ended | None:
     """Return the first part of a server that has ended, or None while all of them work."""
     for instance in server.instances:
         if what := _ended_in(instance):
-            return Ended(what=what, log=instance.log, instance=instance)
+            return Ended(what=what, log=instance.log, instance=instance, ranks=instance.dead_ranks)
         if instance.door is not None and instance.door.dead:
             return Ended(what="its door, which answers HTTP requests, has ended", log=instance.door.log)
     for heartbeat in read_heartbeats(run_folder(server.name, store)):
@@ -85,8 +87,10 @@ def died_error(server: Server, end: Ended) -> ServerDiedError:
     text = server_log.read(instance.log)
     # Ranks in a container do not descend from our process, so only mpirun's own message tells how they ended.
     first = server_log.first_end(text)
+    if end.ranks and first is not None and first.rank not in end.ranks:
+        first = None  # mpirun saw nothing wrong with the end of that rank, but with the end of the others afterwards
     if instance.ranks or first is not None:
-        rank = first.rank if first is not None else next(iter(instance.dead_ranks), 0)
+        rank = first.rank if first is not None else next(iter(end.ranks), 0)
         problem = problem if first is None else f"{first.sentence}, which ends all ranks"
         own = server_log.significant("\n".join(server_log.lines_of(text, rank)))
         lines = indented(own[-5:]) or "  (it wrote nothing)"

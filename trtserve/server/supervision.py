@@ -108,7 +108,7 @@ def watch(server: Server, store: Store, interrupted: Callable[[], int], progress
     while not interrupted():
         end = ended(server, store)
         if end is not None and not is_stopping(server, store):
-            if end.instance is not None:
+            if end.instance is not None and end.ranks:
                 # None works without the others, and mpirun says which ended first when all have.
                 stop_all(end.instance.ranks, grace=0)
             raise died_error(server, end)

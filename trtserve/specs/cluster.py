@@ -133,14 +133,14 @@ _WITHOUT_TRTSERVE = (
 )
 ON_THIS_MACHINE: Final = {
     "slurm": (*_WITHOUT_TRTSERVE, "ready_timeout"),
-    "kubernetes": (*_WITHOUT_TRTSERVE, "gpus", "host"),
+    "kubernetes": (*_WITHOUT_TRTSERVE, "gpus"),
 }
 """Kind of cluster → fields of ServerSpec that it cannot have: Triton runs there without supervisor, door and proxy."""
 INSTEAD: Final = {
     "slurm": "Leave it out. sbatch's --requeue starts a job again; a gateway in front can ask for keys, encrypt "
     "and limit requests.",
-    "kubernetes": "Leave it out. Kubernetes chooses GPUs and addresses, and restarts what ended; a gateway in front "
-    "can ask for keys, encrypt and limit requests.",
+    "kubernetes": "Leave it out. Kubernetes chooses GPUs and restarts what ended; a gateway in front can ask for keys, "
+    "encrypt and limit requests.",
 }
 """Kind of cluster → what does the same there."""
 
