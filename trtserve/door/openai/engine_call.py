@@ -17,8 +17,8 @@ from trtserve.query.request import IDS_INPUT
 from trtserve.triton.client import STOP_TIMEOUT, Reply, stop_tensors
 from trtserve.triton.grpc_client import infer_request
 
-# A stop that arrives before its request has no effect, so it is repeated until the request has ended.
-_STOP_INTERVAL = 0.25
+# A stop that arrives before its request has no effect: it is repeated, ever more rarely, until the request has ended.
+_FIRST_PAUSE = 0.25
 _STOPPED_WITHIN = 60.0
 
 
@@ -80,7 +80,7 @@ class EngineCall:
             self._reader.cancel()
             return
         message = infer_request(core.name, stop_tensors(core), request_id=self._id)
-        deadline = time.monotonic() + _STOPPED_WITHIN
+        deadline, pause = time.monotonic() + _STOPPED_WITHIN, _FIRST_PAUSE
         while not self._reader.done():
             if time.monotonic() > deadline:  # the engine hangs
                 self._reader.cancel()
@@ -88,7 +88,8 @@ class EngineCall:
             with suppress(TrtserveError):  # the server may be gone
                 async for _ in self._infer(message, decoupled=core.decoupled, timeout=STOP_TIMEOUT):
                     pass
-            await asyncio.wait({self._reader}, timeout=_STOP_INTERVAL)
+            await asyncio.wait({self._reader}, timeout=pause)
+            pause *= 2
 
     def _infer(self, message: Any, *, decoupled: bool, timeout: float) -> AsyncIterator[Reply]:
         return self._backend.client.infer(message, decoupled=decoupled, timeout=timeout)
