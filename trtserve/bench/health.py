@@ -47,9 +47,7 @@ class HealthMonitor:
     _pauses: list[float] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Start measuring. What exists now is left out of garbage collections."""
-        gc.collect()
-        gc.freeze()
+        """Start measuring."""
         gc.callbacks.append(self._on_gc)
         self._began, self._cpu, self._queued = time.monotonic(), time.process_time(), _run_queue_ns()
         self._beat = asyncio.ensure_future(self._heartbeat())
