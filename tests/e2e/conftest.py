@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from tests.support.devices import DEVICE
 from tests.support.in_process import InProcess
-from tests.support.model_server import ModelServer, serving
+from tests.support.model_server import ModelServer, restart_broken, serving
 from tests.support.openai_endpoint import openai_endpoint
 from tests.support.peft_adapters import write_adapter
 from tests.support.text_requests import MAX_SEQ_LEN
@@ -34,6 +35,14 @@ RUNTIME: dict[str, Any] = (
 LENGTHS = {"max_input_len": MAX_SEQ_LEN, "max_seq_len": MAX_SEQ_LEN}
 LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_beam_width": 4, **LENGTHS, **RUNTIME}
 ADAPTERS = ("left", "right")
+
+
+@pytest.fixture(autouse=True)
+def whole_servers(pytestconfig: pytest.Config) -> None:
+    """Start servers again that a former test lost, so that it fails alone, and show how they ended."""
+    for log in restart_broken():
+        with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            sys.stderr.write(f"\n--- a server of the former test has ended:\n{log}\n---\n")
 
 
 @pytest.fixture(scope="session")

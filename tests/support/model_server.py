@@ -5,10 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import queue
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trtserve.process import ProcessId, exit_code, spawn, stop
+from trtserve.host.ports import free_ports
+from trtserve.process import Command, ProcessId, exit_code, spawn, stop, tree
 from trtserve.store import Store
 from trtserve.triton.installation import find_triton, prepare_backends
 from trtserve.triton.tritonserver import Address, is_ready, server_command, sweep_shared_memory, unique_prefix
@@ -165,46 +165,79 @@ def _outputs(result: Any) -> Tensors:
     return {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
 
 
+class _Triton:
+    """The process of one server, which can be started again."""
+
+    def __init__(self, command: Command, address: Address, log: Path) -> None:
+        self._command, self._address, self._log = command, address, log
+        self._process: ProcessId | None = None
+        self._stubs: set[ProcessId] = set()
+
+    def start(self) -> None:
+        """Start it, and wait until it is ready."""
+        if not self._ready_in_time():
+            # Triton 2.51 waits for ever when a Python model gets no CPU for a second while it loads.
+            self.stop()
+            assert self._ready_in_time(), self.last_lines()
+
+    def _ready_in_time(self) -> bool:
+        self._process = spawn(self._command, log=self._log)
+        deadline = time.monotonic() + 120
+        while not is_ready(self._address):
+            assert exit_code(self._process) is None, self.last_lines()
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        self._stubs = tree(self._process)
+        return True
+
+    def stop(self) -> None:
+        """Kill it: models need seconds to unload, which other tests look at."""
+        if self._process is not None:
+            stop(self._process, grace=0)
+
+    def is_whole(self) -> bool:
+        """Whether it and the processes of all its models still run."""
+        return self._process is not None and all(each.alive() for each in (self._process, *self._stubs))
+
+    def last_lines(self) -> str:
+        """The end of its log."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-100:])
+
+
+_running: list[_Triton] = []
+
+
 @contextmanager
 def serving(repository: Path, root: Path, *, backends: Path | None = None) -> Iterator[ModelServer]:
     """Start tritonserver on `repository`, wait until it is ready, and end it; `root` receives its log and links.
 
     `backends` is the folder of its backends, where it is not that of the installation.
     """
-    triton, log, prefix = find_triton(), root / "triton.log", unique_prefix("test")
-    address = _free_address()
+    triton, prefix = find_triton(), unique_prefix("test")
+    http_port, grpc_port, metrics_port = free_ports("127.0.0.1", 3)
+    address = Address(host="127.0.0.1", http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port)
     backends = backends or prepare_backends(triton, Store(root / "home"))
     command = server_command(triton, repository, address, backends=backends, shm_prefix=prefix)
-    process = spawn(command, log=log)
+    process = _Triton(command, address, root / "triton.log")
+    _running.append(process)
     try:
-        if not _ready_in_time(process, address, log):
-            # Triton 2.51 waits for ever when a Python model gets no CPU for a second while it loads.
-            stop(process, grace=0)
-            process = spawn(command, log=log)
-            assert _ready_in_time(process, address, log), log.read_text(errors="replace")
+        process.start()
         yield ModelServer(address)
     finally:
-        stop(process, grace=0)  # models need seconds to unload, which other tests look at
+        _running.remove(process)
+        process.stop()
         sweep_shared_memory(prefix)
 
 
-def _ready_in_time(process: ProcessId, address: Address, log: Path) -> bool:
-    deadline = time.monotonic() + 120
-    while not is_ready(address):
-        assert exit_code(process) is None, log.read_text(errors="replace")
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-def _free_address() -> Address:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in sockets]
-    return Address(host="127.0.0.1", http_port=ports[0], grpc_port=ports[1], metrics_port=ports[2])
+def restart_broken() -> list[str]:
+    """Start the servers again that have ended, or lost a model's process; return the last lines of their logs."""
+    broken = [process for process in _running if not process.is_whole()]
+    logs = [process.last_lines() for process in broken]
+    for process in broken:
+        process.stop()
+        process.start()
+    return logs
 
 
 def texts(*values: str) -> npt.NDArray[Any]:

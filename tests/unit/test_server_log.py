@@ -62,6 +62,22 @@ def test_noise_and_tables_are_not_reasons() -> None:
     assert not any("CUDA" in line or "NVML" in line or line.startswith(("+", "|")) for line in lines)
 
 
+def test_a_crash_in_native_code_is_named_without_the_stacks_of_all_threads() -> None:
+    text = """
+Fatal Python error: Segmentation fault
+
+Thread 0x00007fe9e8fff000 (most recent call first):
+  File "/lib/python3.11/concurrent/futures/thread.py", line 81 in _worker
+  File "/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007fea36d3b000 (most recent call first):
+  <no Python frame>
+
+Extension modules: numpy.core._multiarray_umath, psutil._psutil_linux (total: 2)
+"""
+    assert server_log.significant(text) == ["Fatal Python error: Segmentation fault"]
+
+
 def test_models_that_are_still_loading() -> None:
     assert server_log.still_loading(LOG) == ["bad"]
 

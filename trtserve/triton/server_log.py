@@ -31,6 +31,8 @@ _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _CAPTURED = re.compile(r"Captured the decode step of \d+ rows, (\d+ of \d+)")
 _INITIALIZING = re.compile(r"python_be.*TRITONBACKEND_ModelInstanceInitialize: (.+)_\d+_\d+ \(")
 _ERROR_LINE = re.compile(r"^(E\d{4} |error:|Error:)")
+# Stacks of all threads that Python's faulthandler writes below "Fatal Python error: Segmentation fault".
+_STACKS = re.compile(r'^(  File ".+", line \d+ in |  <no Python frame>|(Current t|T)hread 0x|Extension modules: )')
 # mpirun --tag-output puts `[job,rank]<stdout>:` in front of each line.
 _TAG = re.compile(r"^\[\d+,(\d+)\]<(?:stdout|stderr|stddiag)>: ?")
 # The words of Open MPI 4 and 5 about the rank that ended first.
@@ -95,9 +97,9 @@ def captured(text: str) -> str:
 
 
 def significant(text: str) -> list[str]:
-    """Return the lines that matter: without tables, blank lines, messages about missing GPUs, and rank tags."""
+    """Return the lines that matter: without tables, stacks, blank lines, messages about missing GPUs, and rank tags."""
     lines = (untagged(line).rstrip() for line in text.splitlines())
-    return [line for line in lines if line and line[0] not in "|+" and not is_noise(line)]
+    return [line for line in lines if line and line[0] not in "|+" and not _STACKS.match(line) and not is_noise(line)]
 
 
 def is_noise(line: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import threading
@@ -42,7 +43,8 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the engine and start the threads; worker ranks serve the leader until it ends."""
-        # What the executor reports belongs into the server's log.
+        # What the executor reports belongs into the server's log, and so do the stacks of its threads when it crashes.
+        faulthandler.enable()
         logging.basicConfig(format="%(message)s")
         logging.getLogger("trtserve").setLevel(logging.INFO)
         config = json.loads(args["model_config"])
