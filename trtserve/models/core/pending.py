@@ -118,8 +118,11 @@ class PendingTable:
 
     def find(self, executor_id: int) -> Pending | None:
         """Return the request of an executor id, or None when it has ended."""
-        with self.lock:
-            return self._by_executor_id.get(executor_id)
+        found = self._by_executor_id.get(executor_id)
+        if found is None:  # it may be about to be added
+            with self.lock:
+                found = self._by_executor_id.get(executor_id)
+        return found
 
     def close(self, executor_id: int) -> None:
         """Remove an executor request that ended."""

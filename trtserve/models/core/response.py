@@ -55,7 +55,7 @@ def output_arrays(module: ExecutorModule, result: Any, wanted: Wanted, earlier: 
         outputs["sequence_index"] = _number(result.sequence_index)
     if wanted.finish_reason and (words := finish_words(result)):
         outputs["finish_reason"] = np.array([[word.encode() for word in words]], dtype=np.object_)
-    _add_counts(outputs, wanted, generated_tokens(result, wanted) + len(earlier))
+    _add_counts(outputs, result, wanted, earlier)
     if getattr(result, "request_perf_metrics", None) is not None:
         outputs.update(_performance(result.request_perf_metrics))
     return outputs
@@ -79,11 +79,7 @@ def zero_filled(outputs: Outputs, wanted: Wanted) -> Outputs:
 
 def _tokens(beams: list[list[int]]) -> Outputs:
     if len(beams) == 1:  # the path of every streamed token
-        ids = beams[0]
-        return {
-            "output_ids": np.array(ids, dtype=np.int32).reshape(1, 1, len(ids)),
-            "sequence_length": np.array([[len(ids)]], dtype=np.int32),
-        }
+        return {"output_ids": np.array([beams], dtype=np.int32), "sequence_length": _number(len(beams[0]))}
     lengths = [len(ids) for ids in beams]
     return {"output_ids": _padded(beams, np.int32), "sequence_length": np.array([lengths], dtype=np.int32)}
 
@@ -103,8 +99,8 @@ def _logits(module: ExecutorModule, tensor: Any, wanted: Wanted) -> NDArray[Any]
 
 def finish_words(result: Any) -> list[str]:
     """Return why each beam ended, in lower case, or [] while it runs, and before release 0.13."""
-    words = [reason.name.lower() for reason in getattr(result, "finish_reasons", ())]
-    return [] if all(word == "not_finished" for word in words) else words
+    names = [reason.name for reason in getattr(result, "finish_reasons", ())]
+    return [] if set(names) <= {"NOT_FINISHED"} else [name.lower() for name in names]
 
 
 def response_parameters(result: Any, wanted: Wanted, generated: int) -> dict[str, Any]:
@@ -128,11 +124,11 @@ def generated_tokens(result: Any, wanted: Wanted) -> int:
     return max(0, sum(map(len, beams)) - wanted.output_prompt_length * len(beams))
 
 
-def _add_counts(outputs: Outputs, wanted: Wanted, generated: int) -> None:
+def _add_counts(outputs: Outputs, result: Any, wanted: Wanted, earlier: Sequence[int]) -> None:
     if wanted.count_input:
         outputs["num_input_tokens"] = _number(wanted.prompt_length)
     if wanted.count_output:
-        outputs["num_output_tokens"] = _number(generated)
+        outputs["num_output_tokens"] = _number(generated_tokens(result, wanted) + len(earlier))
 
 
 def _performance(metrics: Any) -> Outputs:
