@@ -51,6 +51,16 @@ def test_text_models_do_the_work_of_the_core_model(endpoint: Endpoint, model: st
     assert not any("not the server's tokenizer" in note for note in report.notes)
 
 
+def test_conversations_with_an_engine_in_this_process(endpoint: Endpoint) -> None:
+    """Every answer is read twice: for the next prompt, and for the record."""
+    report = measure(
+        endpoint, "tensorrt_llm", traffic="sessions", turns=2, in_process=str(endpoint.repository), concurrency=2
+    )
+    assert report.statistics.counts.completed == 6
+    first, second = report.records[:2]
+    assert second.input_tokens > first.input_tokens + first.output_tokens == first.input_tokens + first.requested_tokens
+
+
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
     """Six prompts whose answers get 39 tokens."""

@@ -121,6 +121,7 @@ def test_benchmarks_count_every_token_once(server: ModelServer, repository: Mode
     report = run_benchmark(plan_benchmark(spec, endpoint))
     assert report.tokens_counted_by == "server"
     assert report.statistics.short_answers == 0
+    assert report.statistics.finish_reasons == {"length": 3}
     for record in report.records:
         assert "".join(response.text or "" for response in record.responses) == words(record.requested_tokens)
         assert [tokens for _, tokens in record.arrivals] == [1] * record.requested_tokens

@@ -216,6 +216,7 @@ def test_sparklines() -> None:
     line = sparkline([(moment, float(moment)) for moment in range(80)])
     assert (len(line), line[0], line[-1]) == (40, "▁", "█")
     assert sparkline([]) == ""
+    assert sparkline([(0, 4.0), (100, 4.0)]) == "█" * 40  # sampled rarely, not zero in between
 
 
 @pytest.mark.needs("vl_convert")

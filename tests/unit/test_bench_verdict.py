@@ -85,6 +85,13 @@ def test_few_answers_and_changing_times_are_not_steady() -> None:
     assert report_of(changed).verdict.judgement == "not-steady"
 
 
+def test_a_burst_that_is_over_before_its_answers_is_not_steady() -> None:
+    """60 requests/s for a second, at a server that takes three seconds for all of them alike."""
+    burst = [answered(index, intended=index * 1000 / 60, first=3000.0, scheduled=True) for index in range(60)]
+    verdict = report_of(burst, spec={"concurrency": None}).verdict
+    assert str(verdict).startswith("not-steady: 60 of 60 requests were still unanswered")
+
+
 BIG = Machine(weight_bytes=16 * 10**9, bytes_per_second=3.35e12, operations_per_second=1e15)
 
 
@@ -137,6 +144,21 @@ def test_shortened_times_are_refused() -> None:
     assert "N = X·R" in found
     report = report_of(_doctored(step=12.0), samples=Samples(rows=rows))
     assert report.verdict.judgement == "implausible"
+
+
+def test_ranks_are_compared_with_what_the_first_one_sampled() -> None:
+    true = [replace(each, worker=each.index % 4) for each in _doctored(step=30.0)]
+    rows: list[dict[str, float]] = [
+        {
+            "time_ns": moment * 50 * MS,
+            "in_flight": sum(
+                (each.sent_ns or 0) <= moment * 50 * MS < each.ended_ns for each in true if each.worker == 0
+            ),
+        }
+        for moment in range(100)
+    ]
+    assert implausible(true, rows=rows, ranks=4) == []
+    assert len(implausible(true, rows=rows)) == 1
 
 
 def test_times_that_run_backwards_are_refused() -> None:

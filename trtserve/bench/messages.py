@@ -23,7 +23,7 @@ OUTPUT_COUNT, INPUT_COUNT = "num_output_tokens", "num_input_tokens"
 LLM_API_LENGTH = "sampling_param_max_tokens"
 # Outputs that a model sends only if an input such as return_num_output_tokens requests them.
 COUNTS = (OUTPUT_COUNT, INPUT_COUNT)
-UNFINISHED = ("", "not_finished")
+UNFINISHED = ("", "not_finished", "None")  # the last one from NVIDIA's LLM API model
 
 
 def takes_text(model: ModelDescription) -> bool:

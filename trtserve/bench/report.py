@@ -62,6 +62,8 @@ class Report:
     calibration: Calibration | None = None
     health: tuple[Health, ...] = ()
     samples: Samples = field(default_factory=Samples, repr=False)
+    ranks: int = 1
+    """Processes of mpirun or srun that sent the requests; the first one sampled its own requests in flight."""
     queue_wait_ms: float | None = None
     """Mean wait in the server's own queue, from its metrics."""
     interrupted: bool = False
@@ -85,6 +87,7 @@ class Report:
                 machine=self.bounds,
                 rows=self.samples.rows,
                 server_tokens=self.samples.tokens.get("generated"),
+                ranks=self.ranks,
             ),
         )
         object.__setattr__(self, "statistics", statistics)
@@ -232,7 +235,9 @@ def sparkline(points: Sequence[tuple[int, float]], *, total: bool = False) -> st
     bars: list[list[float]] = [[] for _ in range(_SPARK_WIDTH)]
     for time, value in points:
         bars[min(_SPARK_WIDTH - 1, (time - first) * _SPARK_WIDTH // max(1, last - first))].append(value)
-    heights = [sum(bar) if total else sum(bar) / len(bar) if bar else 0.0 for bar in bars]
+    heights: list[float] = []
+    for bar in bars:  # one without a value repeats the one before it
+        heights.append(sum(bar) if total else sum(bar) / len(bar) if bar else heights[-1])
     most = max(heights) or 1.0
     return "".join(_SCALES[round(height / most * (len(_SCALES) - 1))] for height in heights)
 

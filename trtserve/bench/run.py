@@ -43,8 +43,10 @@ def run_benchmark(
     calibration = _calibrate(plan, ranks, progress)
     progress.step(f"Benchmark of {measured.name!r} at {target.address}: {plan.pace}")
     started = datetime.datetime.now(datetime.timezone.utc).isoformat()
-    total = len(requests)
-    with progress.task(f"Sending {len(load.warmup)} + {total} requests", total=total) as task:
+    sending, total = f"Sending {len(load.warmup)} + {len(requests)} requests", len(requests)
+    if ranks.count > 1:
+        sending, total = f"{sending} from {ranks.count} ranks, shown for the first", -(-total // ranks.count)
+    with progress.task(sending, total=total) as task:
         sampler = Sampler(metrics, on_sample=_reporter(task))
         watcher = Watcher(begin=sampler.begin, end=sampler.end)
         outcome = run_load(load, workers=spec.workers, ranks=ranks, watcher=watcher)
@@ -57,6 +59,11 @@ def run_benchmark(
         )
         counted_by = counted.by
         notes += counted.notes(measured.tokenizer)
+    if ranks.count > 1:
+        notes.append(
+            f"{ranks.count} ranks sent the requests. The requests in flight of the first one were sampled, and the "
+            "client was not measured on the echo server."
+        )
     if outcome.timed_out:
         notes.append(f"--timeout {spec.timeout:g} ended the run: the figures cover the requests sent before.")
     served = endpoint.repository if target.openai is None and target.engine is None else None
@@ -80,6 +87,7 @@ def run_benchmark(
         calibration=calibration,
         health=tuple(outcome.health),
         samples=sampler.samples,
+        ranks=ranks.count,
         queue_wait_ms=queue_wait_ms(sampler.samples.server, measured.core_model),
         interrupted=outcome.interrupted,
         timed_out=outcome.timed_out,

@@ -86,7 +86,7 @@ class InProcessTransport:
     def read(self, chunk: Chunk) -> Response:
         time_ns, (answer, rows) = chunk
         try:
-            reply = self._client.reply(answer, rows)
+            reply = self._client.reply(answer, dict(rows))  # a turn of a conversation is read twice
         except RequestError as error:
             return Response(time_ns=time_ns, error=error.message)
         outputs = {name: array.reshape(-1).tolist() for name, array in reply.outputs.items()}
