@@ -24,6 +24,7 @@ from trtserve.triton.stub_probe import write_probe_repository
 pytestmark = pytest.mark.triton
 
 SLOW, HALF_OPEN, FLOODS = 1_000, 800, 10
+FLOOD_RATES = (1_000, 2_000, 4_000, 0)
 ANSWER = 1_000_000
 MOST_MEMORY = 2**30
 
@@ -50,25 +51,31 @@ def latencies(one: Supervised, count: int = 300) -> list[float]:
 
 
 FLOOD = """
-import socket, sys, threading
+import socket, sys, threading, time
+
+host, port, threads, rate = sys.argv[1], *map(int, sys.argv[2:])
 
 def connect_and_leave():
+    due = time.monotonic()
     while True:
         try:
-            socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=10).close()
+            socket.create_connection((host, port), timeout=10).close()
         except OSError:
             pass
+        if rate:
+            due += threads / rate
+            time.sleep(max(0, due - time.monotonic()))
 
-for _ in range(int(sys.argv[3])):
+for _ in range(threads):
     threading.Thread(target=connect_and_leave).start()
 print("begun", flush=True)
 """
 
 
 @contextmanager
-def flood(port: int) -> Iterator[None]:
-    """Connect and leave without end, in a process of its own."""
-    command = (sys.executable, "-c", FLOOD, HOST, str(port), str(FLOODS))
+def flood(port: int, rate: int) -> Iterator[None]:
+    """Connect and leave `rate` times a second, 0 for as often as possible, in a process of its own."""
+    command = (sys.executable, "-c", FLOOD, HOST, str(port), str(FLOODS), str(rate))
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -104,8 +111,9 @@ def test_other_clients_notice_nothing(tmp_path: Path) -> None:
         for number in range(HALF_OPEN):
             connected().sendall(request_of(1)[: 20 if number % 2 else -10])
         found["half-open"] = latencies(one)
-        with flood(port):
-            found["flood"] = latencies(one)
+        for rate in FLOOD_RATES:
+            with flood(port, rate):
+                found[f"flood of {rate or 'all that fit'} a second"] = latencies(one)
         memory = door.memory_info().rss
         assert memory < MOST_MEMORY
         assert one.state() == "ready"

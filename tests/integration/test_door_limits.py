@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -190,10 +191,23 @@ def test_too_many_requests_get_503_and_a_hint(door: RunningDoor, triton: Triton)
 def test_more_connections_than_allowed_are_closed(door: RunningDoor) -> None:
     with ExitStack() as stack:
         for _ in range(LIMITS.connections):
-            stack.enter_context(socket.create_connection((HOST, door.port), timeout=30))
-        with socket.create_connection((HOST, door.port), timeout=30) as late, suppress(ConnectionResetError):
-            assert late.recv(1) == b""
+            connection = stack.enter_context(door.connected())
+            connection.request("GET", "/v2/health/live")
+            connection.getresponse().read()
+        assert door.status("/v2/health/live") is None
     wait_until(lambda: door.status("/v2/health/live") == 200)
+
+
+def test_connections_wait_while_no_file_descriptor_is_left(door: RunningDoor) -> None:
+    soft, hard = resource.prlimit(door.process.pid, resource.RLIMIT_NOFILE)
+    with door.connected() as connection:
+        resource.prlimit(door.process.pid, resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            connection.request("GET", "/v2/health/live")
+            wait_until(lambda: "connections wait" in door.log.read_text())
+        finally:
+            resource.prlimit(door.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert connection.getresponse().status == 200
 
 
 def test_a_request_that_takes_too_long_is_ended(door: RunningDoor, triton: Triton) -> None:

@@ -24,6 +24,7 @@ class RunningDoor:
 
     port: int
     process: ProcessId
+    log: Path
 
     @contextmanager
     def connected(self) -> Iterator[http.client.HTTPConnection]:
@@ -55,7 +56,8 @@ def running_door(folder: Path, http_port: int, *, grpc_port: int = 1, **settings
         **settings,
     ).write(folder / "door.json")
     command = Command(argv=(sys.executable, "-m", "trtserve.door", str(folder / "door.json")), cwd=folder)
-    door = RunningDoor(port, spawn(command, log=folder / "door.log"))
+    log = folder / "door.log"
+    door = RunningDoor(port, spawn(command, log=log), log)
     try:
         wait_until(lambda: door.status("/v2/health/live") == 200)
         yield door

@@ -7,8 +7,11 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 from asyncio import TimerHandle, Transport
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -22,6 +25,9 @@ _LOG = logging.getLogger(__name__)
 _BACKLOG = 2048
 _POLL = 0.05
 _FILES = 65536
+_ACCEPTED_AT_ONCE = 16
+_SILENT_SECONDS = 1
+_PAUSE = 1.0
 
 
 def serve(settings: DoorSettings, listening: socket.socket) -> None:
@@ -42,7 +48,6 @@ def serve(settings: DoorSettings, listening: socket.socket) -> None:
         log_config=None,
         server_header=False,
         date_header=False,
-        backlog=_BACKLOG,
         timeout_keep_alive=round(settings.limits.idle_seconds),
         timeout_graceful_shutdown=1,
         ssl_certfile=settings.certificate,
@@ -64,11 +69,79 @@ class _Server(uvicorn.Server):
         _LOG.info("refusing new requests; %d are running", self._door.gate.running)
         self._door.gate.draining = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        state = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        self.servers = [
+            _Acceptor(each, lambda: _BoundedProtocol(**state), self.config.ssl)  # type: ignore[misc]
+            for each in sockets or []
+        ]
+
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second: end when the last request has ended."""
         if self._door.gate.draining and not self._door.gate.running:
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+class _Acceptor:
+    """Takes connections from a socket, a few at a time, and drops those whose clients have left.
+
+    uvloop's own server takes all that there are before it does anything else, which a flood of connections makes long.
+    """
+
+    def __init__(
+        self, listening: socket.socket, protocol: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None
+    ) -> None:
+        self._listening, self._protocol, self._context = listening, protocol, context
+        self._loop = asyncio.get_running_loop()
+        self._pause: TimerHandle | None = None
+        self._beginning: set[asyncio.Task[None]] = set()
+        # The kernel keeps a connection to itself until the client sends something or leaves.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_SECONDS)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._loop.remove_reader(self._listening)
+        if self._pause is not None:
+            self._pause.cancel()
+
+    async def wait_closed(self) -> None:
+        """Return at once: uvicorn waits for the connections itself."""
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                client, _address = self._listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no file descriptor is left
+                _LOG.warning("connections wait for %g s: %s", _PAUSE, error)
+                self._loop.remove_reader(self._listening)
+                self._pause = self._loop.call_later(_PAUSE, self._resume)
+                return
+            client.setblocking(False)
+            with suppress(BlockingIOError):  # it has sent nothing yet
+                try:
+                    left = not client.recv(1, socket.MSG_PEEK)
+                except ConnectionResetError:
+                    left = True
+                if left:
+                    client.close()
+                    continue
+            task = self._loop.create_task(self._begin(client))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, client: socket.socket) -> None:
+        with suppress(OSError):  # the client left, or does not speak TLS
+            await self._loop.connect_accepted_socket(self._protocol, client, ssl=self._context)
 
 
 class _BoundedProtocol(HttpToolsProtocol):
