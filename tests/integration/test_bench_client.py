@@ -292,3 +292,20 @@ def test_ranks_of_mpirun_divide_the_requests(openai_server: int, tokenizer: Path
     assert {line["worker"] for line in lines} == {0, 1}
     assert {line["status"] for line in lines} == {"completed"}
     assert result.stdout.count("Requests/Sec") == 1
+
+
+def test_a_rank_that_waits_leaves_the_cores_to_the_others() -> None:
+    program = """
+import time
+from trtserve.bench.ranks import find_ranks
+ranks = find_ranks()
+time.sleep(2 * ranks.number)
+used = time.process_time()
+ranks.compare_clocks()
+print(ranks.number, time.process_time() - used)
+"""
+    command = [mpirun_program(), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    used = dict(map(str.split, result.stdout.splitlines()))
+    assert float(used["0"]) < 0.5
