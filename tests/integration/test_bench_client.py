@@ -272,6 +272,12 @@ def test_command_searches_a_rate(openai_server: int, tokenizer: Path, capsys: py
         (("--find-rate",), "give --slo"),
         (("--sweep-rate", "1,2", "--sweep-concurrency", "1"), "Give one of"),
         (("--ramp-to", "5"), "give both"),
+        (("--arrivals", "constant"), "--arrivals has no effect without --request-rate"),
+        (("--burstiness", "2", "--request-rate", "3"), "--burstiness has no effect without --arrivals gamma"),
+        (("--protocol", "http"), "--protocol has no effect with --openai"),
+        (("--diagnose",), "--diagnose has no effect with --openai"),
+        (("--html", "plots.pdf"), "must end in .html"),
+        (("--sweep-rate", "1,0"), "--sweep-rate is 0.0; it must be above 0"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(

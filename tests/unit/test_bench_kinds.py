@@ -88,14 +88,15 @@ def test_azures_traces_are_read(tmp_path: Path) -> None:
     assert (first.seconds, first.input_len, first.output_len) == (0.0, 374, 44)
     assert second.seconds == pytest.approx(0.052)
     trace.write_text("a,b\n1,2\n")
-    with pytest.raises(UsageError, match="not a trace"):
+    with pytest.raises(UsageError, match="not a trace: a request has no 'TIMESTAMP'"):
         read_trace(trace)
 
 
 def test_sharegpt_and_json_lines_are_read(tmp_path: Path) -> None:
     talk = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "a b c"}]}
-    (tmp_path / "share.json").write_text(json.dumps([talk]))
-    (example,) = read_dataset(tmp_path / "share.json")
+    (tmp_path / "share.json").write_text(json.dumps([talk, {"conversations": []}]))
+    example, empty = read_dataset(tmp_path / "share.json")
+    assert empty.prompt == ""  # and skipped
     assert (example.prompt, example.output_len(2.0, 9)) == ("hi", 6)
     lines = [{"prompt": "x", "output_len": 4}, {"text": "y", "completion": "a b"}, {"prompt": "z"}]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")

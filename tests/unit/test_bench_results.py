@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support.bench_records import answered, correlated, report_of
 from trtserve.bench.compare import compare
+from trtserve.bench.health import Health
 from trtserve.bench.report import Report, read_report, sparkline
 from trtserve.bench.sampling import Samples
 from trtserve.cli import run
@@ -188,6 +190,40 @@ def test_compare_command_with_several_runs(tmp_path: Path, capsys: pytest.Captur
     assert "they differ in concurrency" in capsys.readouterr().err
 
 
+def test_compare_command_tells_what_speaks_against_a_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that refuses requests can be faster; other loads are no fair comparison, and neither are few answers."""
+    made(1).write(tmp_path / "a")
+    quick = made(1, factor=0.5, count=20, spec={"concurrency": 16})
+    failed = [replace(each, status="failed") for each in quick.records[:10]]
+    replace(quick, records=(*failed, *quick.records[10:])).write(tmp_path / "b")
+    arguments = ["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert run([*arguments, "--max-regression", "5%"]) == 52
+    said = " ".join(capsys.readouterr().err.split())
+    assert "failed requests, which the means leave out, 0.0% before and 50.0% after" in said
+    assert "the sides differ in concurrency" in said
+    assert "b is not-steady: 10 completed answers are too few" in said
+    assert run([*arguments, "--max-regression", "60%"]) == 0
+
+
+def test_report_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (16, 8):
+        made(number, count=120, spec={"concurrency": number}).write(tmp_path / f"concurrency-{number}")
+    assert run(["bench", "report", str(tmp_path), "--strict"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    # 120 answers are not enough for p99, here as in the report of each.
+    assert header.split("\t")[3:5] == ["TTFT p50", "TTFT p95"]
+    assert [row.split("\t")[0] for row in rows] == ["8 in flight", "16 in flight"]
+    assert run(["bench", "report", str(tmp_path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["result"]["stages"]) == 2
+    busy = (Health(seconds=6, cpu=0.97),)
+    made(8, count=120, spec={"concurrency": 8}, health=busy).write(tmp_path / "concurrency-8")
+    assert run(["bench", "report", str(tmp_path), "--strict"]) == 51
+    assert run(["bench", "report", str(tmp_path), "--html", str(tmp_path / "page.pdf")]) == 2
+    assert "must end in .html, .svg, .png" in capsys.readouterr().err
+
+
 def test_report_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(1).write(tmp_path / "a")
     assert run(["bench", "report", str(tmp_path / "a")]) == 0
@@ -225,14 +261,19 @@ def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> Non
     from trtserve.bench.plots import write_plots
 
     path = tmp_path / f"plots.{ending}"
-    write_plots([made(1), made(2, factor=1.5, spec={"concurrency": 16, "slo": {"ttft": "30ms"}})], path)
+    rows = [{"time_ns": moment * 1e8, "in_flight": 1.0, "cpu": 90.0} for moment in range(4)]
+    last = made(2, factor=1.5, spec={"concurrency": 16, "slo": {"ttft": "30ms"}}, samples=Samples(rows=rows))
+    write_plots([made(1), last], path)
     content = path.read_bytes()
     if ending == "png":
         assert content.startswith(b"\x89PNG")
         return
     text = content.decode()
-    for title in ("Distributions", "Latency over time", "Time before each response", "Throughput and latency"):
+    stage = ", 16 in flight"
+    of_the_last = ("Distributions", "Requests in flight and batch size", "Server and machine over time")
+    for title in (*(f"{name}{stage}" for name in of_the_last), "Throughput and latency"):
         assert title in text
+    assert "8 in flight: valid, 16 in flight: valid" in text
     assert "<script src" not in text
     if ending == "html":
         assert text.rstrip().endswith("</html>")

@@ -134,6 +134,21 @@ def test_a_bar_leaves_its_text_whole(
     assert all(len(line) <= 80 for line in lines)
 
 
+def test_a_bar_shows_how_much_is_left_beside_a_long_description(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _narrow(monkeypatch)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    described = "8.79/s, 12 in flight, TTFT p50 11.9 p99 23.1 ms"
+    with output.TerminalProgress().task("Sending 10 + 150 requests", total=150) as task:
+        task.advance(73)
+        task.describe(described)
+    shown = capsys.readouterr().err
+    assert described in shown
+    assert "73 of 150" in shown.rpartition(described)[2]
+
+
 def test_control_characters_in_a_message_are_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
     output.say("tensor \x1b[2K\rerror: forged")
     assert capsys.readouterr().err == "tensor \\x1b[2K\\rerror: forged\n"

@@ -88,6 +88,12 @@ def take_turns(before: Sequence[Report], after: Sequence[Report]) -> bool:
     return len(first) == len(second) and all(one[1] < next_one[0] for one, next_one in pairwise(turns))
 
 
+def failed_share(reports: Sequence[Report]) -> float:
+    """Return failed requests as a part of those sent."""
+    counts = [each.statistics.counts for each in reports]
+    return sum(each.failed for each in counts) / max(1, sum(each.sent for each in counts))
+
+
 def _start(report: Report) -> str:
     return report.started
 

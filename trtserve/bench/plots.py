@@ -8,17 +8,19 @@ from __future__ import annotations
 import html
 import importlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trtserve.bench.goals import first_token_ms, latency_ms, per_token_ms
 from trtserve.bench.records import Record
 from trtserve.bench.report import Report
-from trtserve.errors import MissingDependencyError
+from trtserve.bench.statistics import highest_known
+from trtserve.errors import MissingDependencyError, UsageError
 from trtserve.files import writing
 from trtserve.host.install_command import install_command
 
+_ENDINGS = (".html", ".svg", ".png")
 _WIDTH, _HEIGHT = 430, 240
 _MOST_POINTS = 4000
 _HEAT_REQUESTS = 150
@@ -29,9 +31,9 @@ Spec = dict[str, Any]
 def write_plots(reports: Sequence[Report], path: Path) -> None:
     """Write the plots of one result, or of the stages of a sweep; the ending .html, .svg or .png sets the form.
 
-    Raises MissingDependencyError without vl-convert.
+    Raises the errors of `check_plots`.
     """
-    convert = _vl_convert()
+    convert = check_plots(path)
     spec = chart(reports)
     with writing(path):
         if path.suffix == ".svg":
@@ -43,7 +45,10 @@ def write_plots(reports: Sequence[Report], path: Path) -> None:
             path.write_text(_with_figures(page, reports), encoding="utf-8")
 
 
-def _vl_convert() -> Any:
+def check_plots(path: Path) -> Any:
+    """Return the module that draws. Raises UsageError for another ending, MissingDependencyError without vl-convert."""
+    if path.suffix not in _ENDINGS:
+        raise UsageError(f"--html is {path}; its name must end in {', '.join(_ENDINGS)}.")
     try:
         return importlib.import_module("vl_convert")
     except ImportError:
@@ -55,18 +60,25 @@ def _vl_convert() -> Any:
 
 
 def chart(reports: Sequence[Report]) -> Spec:
-    """Return the Vega-Lite specification of all plots; its data are inside."""
-    first = reports[-1]
-    plots = [_latency_curves(first.records), _timeline(first), _samples(first), _heat_map(first.records)]
+    """Return the Vega-Lite specification of all plots; its data are inside.
+
+    Of the stages of a sweep there is one curve, and the other plots show the last stage.
+    """
+    last = reports[-1]
+    found = [_latency_curves(last.records), _timeline(last), *_samples(last), _heat_map(last.records)]
+    plots, subtitle = [plot for plot in found if plot is not None], str(last.verdict)
     if len(reports) > 1:
+        for plot in plots:
+            plot["title"] += f", {last.load}"
         plots.insert(0, _throughput_curve(reports))
+        subtitle = ", ".join(f"{each.load}: {each.verdict.judgement}" for each in reports)
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "title": {"text": f"{first.model} at {first.endpoint}", "subtitle": str(first.verdict), "anchor": "start"},
+        "title": {"text": f"{last.model} at {last.endpoint}", "subtitle": subtitle, "anchor": "start"},
         "config": {"view": {"stroke": None}, "axis": {"grid": True}},
         "resolve": {"scale": {"color": "independent"}},
         "columns": 2,
-        "concat": [plot for plot in plots if plot is not None],
+        "concat": plots,
     }
 
 
@@ -79,20 +91,24 @@ def _field(name: str, kind: str, title: str, **rest: Any) -> Spec:
 
 
 def _throughput_curve(reports: Sequence[Report]) -> Spec:
+    streaming = reports[-1].streaming
+    goal, measure = ("ttft", "time to first token") if streaming else ("latency", "latency")
+    times = [each.statistics.time_to_first_token_ms if streaming else each.statistics.latency_ms for each in reports]
+    quantile = highest_known(times) or "p50"
     points = [
         {
             "throughput": each.statistics.output_tokens_per_second,
-            "ttft": each.statistics.time_to_first_token_ms.p99,
+            "ms": getattr(time, quantile),
             "stage": each.load,
             "offered": each.spec.get("request_rate") or each.spec.get("concurrency") or 0,
             "judgement": each.verdict.judgement,
         }
-        for each in reports
-        if each.statistics.time_to_first_token_ms.p99 not in (None, float("inf"))
+        for each, time in zip(reports, times, strict=True)
+        if getattr(time, quantile) not in (None, float("inf"))
     ]
     encoding = {
         "x": _field("throughput", "quantitative", "output tokens/s"),
-        "y": _field("ttft", "quantitative", "p99 time to first token (ms)"),
+        "y": _field("ms", "quantitative", f"{quantile} {measure} (ms)"),
     }
     layers: list[Spec] = [
         {"mark": {"type": "line", "color": "#888"}, "encoding": {**encoding, "order": {"field": "offered"}}},
@@ -106,7 +122,7 @@ def _throughput_curve(reports: Sequence[Report]) -> Spec:
         },
         {"mark": {"type": "text", "dy": -12}, "encoding": {**encoding, "text": {"field": "stage"}}},
     ]
-    limit = reports[-1].goals.limits_ms.get("ttft")
+    limit = reports[-1].goals.limits_ms.get(goal)
     if limit is not None:
         layers.insert(
             0,
@@ -168,26 +184,34 @@ def _timeline(report: Report) -> Spec | None:
     )
 
 
-def _samples(report: Report) -> Spec | None:
+def _samples(report: Report) -> list[Spec]:
+    """Return two plots over time, since counts and percentages have different scales."""
+    shares = {"kv_use": "KV cache use", "cpu": "CPU", "gpu": "GPU", "steal": "CPU steal"}
+    counts = {"in_flight": "in flight", "batch_size": "batch size"}
     rows = report.samples.rows
-    names = {"in_flight": "in flight", "batch_size": "batch size", "kv_use": "KV cache use (%)", "cpu": "CPU (%)"}
-    names |= {"gpu": "GPU (%)", "steal": "CPU steal (%)"}
     if not rows:
-        return None
+        return []
+    return [
+        _over_time("Server and machine over time", rows, shares, "%"),
+        _over_time("Requests in flight and batch size", rows, counts, "requests"),
+    ]
+
+
+def _over_time(title: str, rows: Sequence[Mapping[str, float]], names: Mapping[str, str], unit: str) -> Spec:
     start = rows[0]["time_ns"]
     points = [
-        {"s": (row["time_ns"] - start) / 1e9, "what": title, "value": row[name] * (100 if name == "kv_use" else 1)}
+        {"s": (row["time_ns"] - start) / 1e9, "what": label, "value": row[name] * (100 if name == "kv_use" else 1)}
         for row in rows
-        for name, title in names.items()
+        for name, label in names.items()
         if name in row
     ]
     return _plot(
-        "Server and machine over time",
+        title,
         points,
         mark="line",
         encoding={
             "x": _field("s", "quantitative", "seconds"),
-            "y": _field("value", "quantitative", ""),
+            "y": _field("value", "quantitative", unit),
             "color": _field("what", "nominal", ""),
         },
     )

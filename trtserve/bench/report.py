@@ -179,7 +179,7 @@ class Report:
             ratio = statistics.delivered_ratio
             rows += [
                 *_distribution_rows("latency from send", statistics.latency_from_send_ms, always=always),
-                ("P99 dispatch delay (ms)", _percentile(statistics.dispatch_delay_ms, "p99", always=always)),
+                ("P99 dispatch delay (ms)", percentile_cell(statistics.dispatch_delay_ms, "p99", always=always)),
                 ("Delivered / offered rate", "n/a" if ratio is None else f"{ratio:.3f}"),
             ]
         if self.goals:
@@ -294,20 +294,35 @@ def read_runs(path: Path) -> list[Report]:
 
     Raises UsageError when one cannot be read, or when they differ in what was asked for (but the seed).
     """
-    inner = sorted(each.parent for each in path.glob(f"*/{FILE_NAME}"))
-    if not inner or (path / FILE_NAME).exists():
+    inner = _inner(path)
+    if not inner:
         return [read_report(path)]
     reports = [read_report(each) for each in inner]
-    first = _asked(reports[0])
     for folder, report in zip(inner, reports, strict=True):
-        other = _asked(report)
-        differing = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
-        if differing:
+        found = differing(reports[0], report)
+        if found:
             raise UsageError(
-                f"{inner[0]} and {folder} are not runs of one benchmark: they differ in {', '.join(differing)}.",
+                f"{inner[0]} and {folder} are not runs of one benchmark: they differ in {', '.join(found)}.",
                 hint="Give a folder whose results were made by the same command, or one result.",
             )
     return reports
+
+
+def read_stages(path: Path) -> list[Report]:
+    """Read one result, or those of a sweep in the order of their load."""
+    reports = [read_report(each) for each in _inner(path)] or [read_report(path)]
+    return sorted(reports, key=lambda each: each.spec.get("request_rate") or each.spec.get("concurrency") or 0)
+
+
+def _inner(path: Path) -> list[Path]:
+    """Return the folders of the results in a folder that is not a result itself."""
+    return [] if (path / FILE_NAME).exists() else sorted(each.parent for each in path.glob(f"*/{FILE_NAME}"))
+
+
+def differing(first: Report, second: Report) -> list[str]:
+    """Return the names of what was asked for differently, but for the seed."""
+    one, other = _asked(first), _asked(second)
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 
 
 def _asked(report: Report) -> dict[str, Any]:
@@ -335,12 +350,13 @@ def _distribution_rows(name: str, values: Distribution, *, always: bool) -> list
     """Return upstream's rows of a measure; without `always`, percentiles need enough data."""
     return [
         (f"Avg. {name} (ms)", _number(values.mean)),
-        *((f"{each.upper()} {name} (ms)", _percentile(values, each, always=always)) for each in ("p99", "p90")),
+        *((f"{each.upper()} {name} (ms)", percentile_cell(values, each, always=always)) for each in ("p99", "p90")),
     ]
 
 
-def _percentile(values: Distribution, name: str, *, always: bool) -> str:
-    enough = always or values.intervals.get(name) is not None
+def percentile_cell(values: Distribution, name: str, *, always: bool = False) -> str:
+    """Return a percentile for a table; without `always` it needs enough data."""
+    enough = always or not values.count or values.intervals.get(name) is not None
     return _number(getattr(values, name)) if enough else NOT_ENOUGH
 
 

@@ -64,6 +64,8 @@ def run_benchmark(
             f"{ranks.count} ranks sent the requests. The requests in flight of the first one were sampled, and the "
             "client was not measured on the echo server."
         )
+    if outcome.interrupted:
+        notes.append("Interrupted: the figures cover what had been sent.")
     if outcome.timed_out:
         notes.append(f"--timeout {spec.timeout:g} ended the run: the figures cover the requests sent before.")
     served = endpoint.repository if target.openai is None and target.engine is None else None

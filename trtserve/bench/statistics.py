@@ -84,6 +84,12 @@ def summarize(values: Iterable[float], *, censored: int = 0, intervals: bool = T
     )
 
 
+def highest_known(distributions: Sequence[Distribution]) -> str | None:
+    """Return the highest percentile for which all distributions have enough data."""
+    known = (name for name in reversed(QUANTILES) if all(each.intervals.get(name) for each in distributions))
+    return next(known, None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """Numbers of requests: planned = sent + unsent; sent = completed + failed + cancelled."""

@@ -21,8 +21,15 @@ if TYPE_CHECKING:
     from trtserve.bench.compare import Difference
 
 Table = Literal["upstream", "genai-perf"]
+MORE_CLIENT = (
+    "Use more --workers or another machine. On the server's own, as root, `chrt -f 10 trtserve bench …` gives the "
+    "client the CPU first."
+)
 ResultArgument = Annotated[
-    Path, typer.Argument(metavar="RESULT", help="Folder of --out, or its requests.jsonl.", autocompletion=paths)
+    Path,
+    typer.Argument(
+        metavar="RESULT", help="Folder of --out, of one run or of a sweep, or a requests.jsonl.", autocompletion=paths
+    ),
 ]
 
 
@@ -36,7 +43,13 @@ def report(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write plots and tables as one page (.svg, .png: only the plots)."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail if the verdict is not `valid`.")] = False,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Fail if the verdict is not `valid`; of a sweep, if one is `client-limited` or `implausible`.",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Compute the figures of a result again from its records.
@@ -45,26 +58,30 @@ def report(
         trtserve bench report results
         trtserve bench report results/requests.jsonl --html results.html
     """
-    from trtserve.bench.report import read_report
+    from trtserve.bench.report import read_stages
 
     if table not in ("upstream", "genai-perf"):
         raise UsageError(f"--table is {table!r}; expected upstream or genai-perf.")
-    found = read_report(result)
+    if html is not None:
+        from trtserve.bench.plots import check_plots
+
+        check_plots(html)
+    found = read_stages(result)
     if json:
-        output.print_json("bench report", found.to_json())
+        whole = [each.to_json() for each in found]
+        output.print_json("bench report", whole[0] if len(found) == 1 else {"stages": whole})
+    elif len(found) > 1:
+        print_stages(found)
     else:
-        print_report(found, table="upstream" if table == "upstream" else "genai-perf")
-    say_course(found, output.say)
-    for note in found.notes:
-        output.say(f"note: {note}")
-    output.say(f"Verdict: {found.verdict}")
+        print_report(found[0], table="upstream" if table == "upstream" else "genai-perf")
+    say_notes(found, output.say)
     if html is not None:
         from trtserve.bench.plots import write_plots
 
-        write_plots([found], html)
+        write_plots(found, html)
         output.say(f"Written: {html}")
-    if strict and not found.verdict.valid:
-        raise DoubtfulResultError(f"The verdict is {found.verdict}")
+    if strict:
+        require_valid(found)
 
 
 RunsArgument = typer.Argument(
@@ -100,15 +117,17 @@ def compare(
         trtserve bench compare old-runs new-runs --max-regression 5%
     """
     from trtserve.bench.compare import compare as compare_reports
-    from trtserve.bench.compare import take_turns
-    from trtserve.bench.report import read_runs
+    from trtserve.bench.compare import failed_share, take_turns
+    from trtserve.bench.report import differing, read_runs
 
     allowed, between = _percentage("--max-regression", max_regression), _percentage("--drift", drift)
     sides = read_runs(before), read_runs(after)
     differences = compare_reports(*sides, drift=between)
+    failed = [failed_share(side) for side in sides]
     if json:
         rows = [{**asdict(each), "regression": each.worse_than(allowed)} for each in differences]
-        output.print_json("bench compare", {"max_regression": allowed, "drift": between, "differences": rows})
+        whole = {"max_regression": allowed, "drift": between, "differences": rows, "failed_shares": failed}
+        output.print_json("bench compare", whole)
     else:
         output.print_table(
             ("Mean", "Before", "After", "Change", "95 % interval", "Judgement"),
@@ -121,11 +140,18 @@ def compare(
         )
     elif not take_turns(*sides):
         output.say("note: the runs of both sides did not take turns, so that slow drift looks like a change.")
-    worse = [each for each in differences if each.worse_than(allowed)]
+    differ = differing(sides[0][0], sides[1][0])
+    if differ:
+        output.say(f"note: the sides differ in {', '.join(differ)}.")
+    for path, side in zip((before, after), sides, strict=True):
+        for verdict in dict.fromkeys(str(each.verdict) for each in side if not each.verdict.valid):
+            output.say(f"note: {path} is {verdict}")
+    worse = [f"{each.name} by {each.relative:+.1%}" for each in differences if each.worse_than(allowed)]
+    if failed[1] > failed[0] + allowed:
+        worse.append(f"failed requests, which the means leave out, {failed[0]:.1%} before and {failed[1]:.1%} after")
     if worse:
-        found = "; ".join(f"{each.name} by {each.relative:+.1%}" for each in worse)
         raise RegressionError(
-            f"{after} is worse than {before} by more than {allowed:.1%}: {found}.",
+            f"{after} is worse than {before} by more than {allowed:.1%}: {'; '.join(worse)}.",
             hint="Measure each several times, in turn, before you believe it." if single else None,
         )
 
@@ -176,31 +202,60 @@ def print_report(found: Report, *, table: Table) -> None:
         output.print_data(f"Verdict: {found.verdict.judgement}")
 
 
-def say_course(found: Report, say: Callable[[str], None]) -> None:
-    """Show how the run went over time, one line of bars for each measure."""
-    for name, line in found.sparklines():
-        say(f"{name:<12} {line}")
+def say_notes(reports: Sequence[Report], say: Callable[[str], None]) -> None:
+    """Tell what a reader of the figures must know; what several runs have in common, once."""
+    common = [note for note in reports[0].notes if all(note in report.notes for report in reports)]
+    for note in common:
+        say(f"note: {note}")
+    for report in reports:
+        load = f" at {report.load}" if len(reports) > 1 else ""
+        if not load:  # how the run went over time
+            for name, line in report.sparklines():
+                say(f"{name:<12} {line}")
+        for note in report.notes:
+            if note not in common:
+                say(f"note{load}: {note}")
+        say(f"Verdict{load}: {report.verdict}")
+    if any(report.verdict.judgement == "client-limited" for report in reports):
+        say(f"hint: {MORE_CLIENT}")
+
+
+def require_valid(reports: Sequence[Report]) -> None:
+    """Raise DoubtfulResultError for --strict; stages of a sweep may be beyond what the server can do."""
+    for report in reports:
+        doubtful = report.verdict.judgement in ("client-limited", "implausible")
+        if doubtful or (len(reports) == 1 and not report.verdict.valid):
+            where = f" at {report.load}" if len(reports) > 1 else ""
+            raise DoubtfulResultError(
+                f"The verdict{where} is {report.verdict}", hint="Change the load or the machine, or leave --strict out."
+            )
 
 
 def print_stages(reports: Sequence[Report]) -> None:
-    """Print one row for each stage of a sweep."""
-    columns = ("Load", "Requests/s", "Tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "Latency p90", "Good/s", "Verdict")
+    """Print one row for each stage of a sweep, with the highest percentiles that all stages have data for."""
+    from trtserve.bench.report import percentile_cell
+    from trtserve.bench.statistics import highest_known
+
+    first = highest_known([each.statistics.time_to_first_token_ms for each in reports]) or "p90"
+    whole = highest_known([each.statistics.latency_ms for each in reports]) or "p90"
+    times = ("TTFT p50", f"TTFT {first}", "ITL p50", f"Latency {whole}")
+    columns = ("Load", "Requests/s", "Tokens/s", *times, "Good/s", "Verdict")
     rows = []
     for each in reports:
         figures = each.statistics
         cells = (
-            figures.time_to_first_token_ms.p50,
-            figures.time_to_first_token_ms.p99,
-            figures.inter_token_ms.p50,
-            figures.latency_ms.p90,
-            figures.goodput_per_second,
+            percentile_cell(figures.time_to_first_token_ms, "p50", always=True),
+            percentile_cell(figures.time_to_first_token_ms, first),
+            percentile_cell(figures.inter_token_ms, "p50", always=True),
+            percentile_cell(figures.latency_ms, whole),
         )
         rows.append(
             (
                 each.load,
                 f"{figures.requests_per_second:.2f}",
                 f"{figures.output_tokens_per_second:.1f}",
-                *("n/a" if cell is None else f"{cell:.2f}" for cell in cells),
+                *cells,
+                f"{figures.goodput_per_second:.2f}",
                 each.verdict.judgement,
             )
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trtserve.cli import output
-from trtserve.cli.bench_results import print_report, print_stages, say_course
+from trtserve.cli.bench_results import MORE_CLIENT, print_report, print_stages, require_valid, say_notes
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DRY_RUN_HELP, JSON_HELP, QUIET_HELP
 from trtserve.errors import BenchmarkError, DoubtfulResultError, UsageError
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
     from trtserve.bench.search import Found
     from trtserve.progress import Progress
     from trtserve.triton.client import Endpoint
-
-_MORE_CLIENT = (
-    "Use more --workers or another machine. On the server's own, as root, `chrt -f 10 trtserve bench …` gives the "
-    "client the CPU first."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +49,12 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     if results.out is not None:
         _make_folder(results.out, "--out")
     if runs.html is not None:
+        from trtserve.bench.plots import check_plots
+
+        check_plots(runs.html)
         _make_folder(runs.html.absolute().parent, "--html")
+    if runs.diagnose:
+        _check_diagnosis(endpoint)
     progress = output.TerminalProgress(quiet=results.quiet)
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
     stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
@@ -63,7 +62,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     if not reports:
         return  # a rank of an MPI run other than the first
     _print(spec, runs, reports, stages.found, json=results.json)
-    say_notes(reports, progress)
+    say_notes(reports, progress.step)
     if stages.found is not None:
         _say_found(stages.found, progress)
     if runs.diagnose:
@@ -106,8 +105,23 @@ def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection)
         raise UsageError("Give one of --sweep-rate, --sweep-concurrency and --find-rate.")
     if runs.find_rate and not spec.slo:
         raise UsageError("--find-rate searches the rate at which --slo is met; give --slo, such as ttft=200ms.")
-    if spec.ramp_to is not None and spec.request_rate is None:
-        raise UsageError("--ramp-to changes the rate of --request-rate; give both.")
+    scheduled = spec.open_loop or bool(runs.sweep_rate) or runs.find_rate
+    for flag, alone, needed in (
+        ("--ramp-to", spec.ramp_to is not None and not scheduled, "--request-rate"),
+        ("--arrivals", spec.arrivals != "exponential" and not scheduled, "--request-rate"),
+        ("--burstiness", spec.burstiness != 1.0 and spec.arrivals != "gamma", "--arrivals gamma"),
+        ("--chat", spec.chat and spec.openai is None, "--openai"),
+    ):
+        if alone:
+            raise UsageError(f"{flag} has no effect without {needed}; give both.")
+    other = "--openai" if spec.openai is not None else "--in-process" if spec.in_process is not None else None
+    for flag, useless in (
+        ("--protocol", spec.protocol != "grpc"),
+        ("--diagnose", runs.diagnose),
+        ("--model", other == "--in-process" and spec.model not in (None, "tensorrt_llm")),
+    ):
+        if other is not None and useless:
+            raise UsageError(f"{flag} has no effect with {other}; leave one of them out.")
 
 
 def _no_endpoint(connection: Connection) -> Endpoint:
@@ -175,7 +189,7 @@ class _Stages:
         from trtserve.bench.search import TRIES, Answer, highest_rate, rate_answer
 
         if self._ranks.count > 1:
-            raise UsageError("--find-rate runs in one process of mpirun; use --sweep-rate for several.")
+            raise UsageError("--find-rate cannot run under mpirun or srun; use --sweep-rate, or start one process.")
 
         def answer(rate: float) -> Answer:
             found: Answer = "unclear"
@@ -209,25 +223,6 @@ def _say_found(found: Found, progress: Progress) -> None:
     progress.step(f"{told}.")
 
 
-def say_notes(reports: Sequence[Report], progress: Progress) -> None:
-    """Tell what a reader of the figures must know; what several runs have in common, once."""
-    common = [note for note in reports[0].notes if all(note in report.notes for report in reports)]
-    for note in common:
-        progress.step(f"note: {note}")
-    for report in reports:
-        load = f" at {report.load}" if len(reports) > 1 else ""
-        if not load:
-            say_course(report, progress.step)
-        for note in report.notes:
-            if note not in common:
-                progress.step(f"note{load}: {note}")
-        progress.step(f"Verdict{load}: {report.verdict}")
-        if report.interrupted:
-            progress.step("Interrupted: the figures cover what had been sent.")
-    if any(report.verdict.judgement == "client-limited" for report in reports):
-        progress.step(f"hint: {_MORE_CLIENT}")
-
-
 def require_complete(report: Report, *, strict: bool) -> None:
     """Raise BenchmarkError for failed requests, and with `strict` DoubtfulResultError for a verdict but `valid`."""
     failed = [record for record in report.records if record.status == "failed"]
@@ -244,17 +239,29 @@ def require_complete(report: Report, *, strict: bool) -> None:
             f"{len(failed)} of {len(report.records)} requests failed: {'; '.join(map(str, list(reasons)[:3]))}",
             hint="The figures above include them as infinitely slow; `trtserve logs` shows the server's side.",
         )
-    if strict and not report.verdict.valid:
-        raise DoubtfulResultError(
-            f"The verdict is {report.verdict}", hint="Change the load or the machine, or leave --strict out."
-        )
+    if strict:
+        require_valid([report])
 
 
 def _require_answers(reports: list[Report], found: Found | None, runs: BenchRuns) -> None:
     for report in reports:
-        require_complete(report, strict=runs.strict and not runs.several)
+        require_complete(report, strict=False)
+    if runs.strict and not runs.find_rate:
+        require_valid(reports)
     if runs.strict and found is not None and found.limited_by == "client":
-        raise DoubtfulResultError("The search ended at the client's limit, not the server's.", hint=_MORE_CLIENT)
+        raise DoubtfulResultError("The search ended at the client's limit, not the server's.", hint=MORE_CLIENT)
+
+
+def _check_diagnosis(endpoint: Endpoint) -> None:
+    from trtserve.bench.ranks import find_ranks
+
+    if endpoint.repository is None:
+        raise UsageError(
+            "--diagnose needs the server's repository on this machine, whose engine it runs.",
+            hint="Run it where the server was started, without --url.",
+        )
+    if find_ranks().count > 1:
+        raise UsageError("--diagnose cannot run under mpirun or srun; start one process.")
 
 
 def _diagnose(
@@ -265,11 +272,6 @@ def _diagnose(
     from trtserve.bench.diagnose import diagnose
     from trtserve.triton.client import CORE_MODEL
 
-    if endpoint.repository is None:
-        raise UsageError(
-            "--diagnose needs the server's repository on this machine, whose engine it runs.",
-            hint="Run it where the server was started, without --url.",
-        )
     quiet = replace(spec, calibrate=False)
     own = replace(quiet, in_process=str(endpoint.repository), model=None)
     asked = (own, replace(quiet, model=CORE_MODEL))

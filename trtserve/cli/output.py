@@ -359,4 +359,6 @@ class _BarTask:
         self._bar.advance(self._identifier, amount)
 
     def describe(self, text: str) -> None:
-        self._bar.update(self._identifier, description=f"{self._text}: {text}".lstrip(": "))
+        whole = f"{self._text}: {text}" if self._text else text
+        short = len(whole) > self._bar.console.width // 2
+        self._bar.update(self._identifier, description=text if short else whole)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trtserve.cli.bench_results import print_report
-from trtserve.cli.bench_runs import metrics_url, require_complete, say_notes
+from trtserve.cli.bench_results import print_report, say_notes
+from trtserve.cli.bench_runs import metrics_url, require_complete
 from trtserve.cli.completion import imports, paths
 from trtserve.cli.endpoint import Connection, find_endpoint
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
@@ -127,7 +127,7 @@ def _measure(plan: SetupPlan, progress: Progress, *, json: bool) -> list[Result]
         results.append(result)
         if not json:
             print_report(result.report, table="upstream")
-        say_notes([result.report], progress)
+        say_notes([result.report], progress.step)
         if result.report.interrupted:
             raise KeyboardInterrupt
     return results

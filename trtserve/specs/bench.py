@@ -172,16 +172,20 @@ class BenchRuns(Spec):
     """Which runs a benchmark consists of, and what becomes of their results."""
 
     sweep_rate: tuple[float, ...] = option(
-        (), metavar="RATE,…", help="One run for each of these rates.", separator=",", panel=RUNS
+        (), metavar="RATE,…", help="One run for each of these rates.", above=0, separator=",", panel=RUNS
     )
     sweep_concurrency: tuple[int, ...] = option(
-        (), metavar="N,…", help="One run for each number of requests in flight.", separator=",", panel=RUNS
+        (), metavar="N,…", help="One run for each number of requests in flight.", minimum=1, separator=",", panel=RUNS
     )
     find_rate: bool = option(False, help="Search the highest rate at which 99 % of the answers meet --slo.", panel=RUNS)
     diagnose: bool = option(
         False, help="Measure the engine in this process and the core model too, and name the gaps.", panel=RUNS
     )
-    strict: bool = option(False, help="Fail if the verdict is not `valid`.", panel=RESULTS)
+    strict: bool = option(
+        False,
+        help="Fail if the verdict is not `valid`; of a sweep, if one is `client-limited` or `implausible`.",
+        panel=RESULTS,
+    )
     table: Literal["upstream", "genai-perf"] = option(
         "upstream", help="Table to print; genai-perf's has 95 % intervals.", panel=RESULTS
     )

@@ -94,6 +94,8 @@ def _example(entry: Any, number: int, path: Path) -> Example:
 def _first_turns(turns: list[Any], number: int, path: Path) -> Example:
     """Return the first question of a ShareGPT conversation, and the answer to it."""
     texts = [turn["value"] for turn in turns if isinstance(turn, Mapping) and isinstance(turn.get("value"), str)]
+    if not turns:  # ShareGPT has such entries; prompts without a token are skipped
+        return Example(prompt="")
     if not texts:
         raise UsageError(f"Entry {number} of {path} is a conversation without text (`value`).", hint=_FORM)
     return Example(prompt=texts[0], output=texts[1] if len(texts) > 1 else None)

@@ -42,8 +42,10 @@ def read_trace(path: Path) -> list[Arrival]:
         found = _mooncake(lines) if lines and lines[0].lstrip().startswith("{") else _azure(lines)
     except OSError as error:
         raise UsageError(f"--trace is {path}: {error.strerror}.", hint=_FORM) from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
-        raise UsageError(f"--trace is {path}, which is not a trace: {error!r}.", hint=_FORM) from None
+    except KeyError as error:
+        raise UsageError(f"--trace is {path}, which is not a trace: a request has no {error}.", hint=_FORM) from None
+    except (ValueError, TypeError, AttributeError, OverflowError, csv.Error) as error:
+        raise UsageError(f"--trace is {path}, which is not a trace: {error}.", hint=_FORM) from None
     if not found:
         raise UsageError(f"--trace is {path}, which has no requests.", hint=_FORM)
     found.sort(key=lambda arrival: arrival.seconds)
@@ -106,7 +108,7 @@ def replay(spec: BenchSpec, limits: Limits, *, write: Writer | None = None, end_
         clipped_inputs=clipped_inputs,
         clipped_outputs=clipped_outputs,
         offsets=tuple(arrival.seconds / spec.speed for arrival in arrivals),
-        notes=(f"Replayed {len(arrivals)} requests of {spec.trace} at {spec.speed:g} times their speed.",),
+        notes=(f"Replayed {len(arrivals)} requests of {spec.trace}, at {spec.speed:g} × the recorded speed.",),
     )
 
 
