@@ -13,6 +13,7 @@ I1120 12:14:51.293426 7022 model_lifecycle.cc:472] "loading: bad:1"
 I1120 12:14:51.293460 7022 model_lifecycle.cc:472] "loading: ident:1"
 I1120 12:14:51.368941 7022 model_lifecycle.cc:839] "successfully loaded 'ident'"
 E1120 12:14:51.634461 7022 model_lifecycle.cc:642] "failed to load 'bad' version 1: Internal: ValueError: \"x\" is odd\n\nAt:\n  /r/bad/1/model.py(3): initialize\n"
+E1120 12:14:51.699583 7022 ensemble_scheduler.cc:1468] "unable to create stream for ensemble: CUDA driver version is insufficient for CUDA runtime version"
 +-------+---------+
 | Model | Version |
 +-------+---------+

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.server_records import server_record
-from trtserve.errors import ServerAmbiguousError, ServerNotFoundError
+from trtserve.errors import ServerAmbiguousError, ServerDiedError, ServerNotFoundError
 from trtserve.process import ProcessId
 from trtserve.server.discovery import find_server
 from trtserve.server.shutdown import stop_server
@@ -18,14 +18,16 @@ from trtserve.server.state import (
     Server,
     Stub,
     change_state,
+    failure_of,
     last_record,
     list_servers,
+    log_file,
     recorded_server,
     recorded_servers,
     state_file,
     write_state,
 )
-from trtserve.server.status import server_state
+from trtserve.server.status import server_state, server_status
 from trtserve.store import NameRecord, Store
 
 
@@ -125,6 +127,14 @@ def test_a_dead_stub_is_a_failure(store: Store) -> None:
     stubs = (Stub(pid=own.pid, started=own.started, model="a"), Stub(pid=own.pid, started=own.started - 60, model="b"))
     state, reason = server_state(server(store, "demo", stubs=stubs))
     assert (state, reason) == ("failed", "1 of 2 Python stubs have ended (b); requests to them fail")
+
+
+def test_a_failure_names_the_log_of_what_ended(store: Store) -> None:
+    log = log_file("demo@door", store)
+    error = ServerDiedError("demo: its door has ended", log=log)
+    write_state(server(store, "demo", state="failed", failure=failure_of(error)), store)
+    (status,) = server_status("demo", store=store)
+    assert (status.state, status.reason, status.log) == ("failed", error.message, log)
 
 
 def test_a_server_that_does_not_answer_yet_is_starting(store: Store) -> None:

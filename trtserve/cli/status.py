@@ -29,7 +29,7 @@ def status(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the servers that were started here; the exit code is 0 if each of them is ready, 35 if one has failed.
+    """Show the servers that were started here; exit with 0 if all are ready, 35 if one has failed, else 37.
 
     Examples:
         trtserve status

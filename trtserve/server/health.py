@@ -40,7 +40,8 @@ def ended(server: Server, store: Store) -> Ended | None:
         if what := _ended_in(instance):
             return Ended(what=what, log=instance.log, instance=instance, ranks=instance.dead_ranks)
         if instance.door is not None and instance.door.dead:
-            return Ended(what="its door, which answers HTTP requests, has ended", log=instance.door.log)
+            how = how_it_ended(exit_code(instance.door.process))
+            return Ended(what=f"its door, which answers HTTP requests, {how}", log=instance.door.log)
     for heartbeat in read_heartbeats(run_folder(server.name, store)):
         if heartbeat.failure is not None:
             what = f"the executor of {heartbeat.model} has stopped working: {heartbeat.failure}"

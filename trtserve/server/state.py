@@ -48,6 +48,14 @@ class Failure:
     """What ended, with the last lines of its log."""
     exit_code: int | None = None
     """Exit code of the process that was launched, negative for a signal; None: unknown."""
+    log: Path | None = None
+    """Log of the part that ended."""
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Failure:
+        """Return the failure that a state file describes."""
+        log = content.get("log")
+        return cls(**{**content, "log": None if log is None else Path(log)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +239,7 @@ class Server:
                 "proxy": None if content["proxy"] is None else ProxyState.from_json(content["proxy"]),
                 "supervisor": None if content["supervisor"] is None else ProcessId(**content["supervisor"]),
                 "stopper": None if content["stopper"] is None else ProcessId(**content["stopper"]),
-                "failure": None if content["failure"] is None else Failure(**content["failure"]),
+                "failure": None if content["failure"] is None else Failure.from_json(content["failure"]),
             }
         )
 
@@ -346,7 +354,7 @@ def forget(server: Server, store: Store, *, failure: Failure | None = None) -> N
 
 def failure_of(error: TrtserveError, exit_code: int | None = None) -> Failure:
     """Return the failure that an error describes."""
-    return Failure(time=time.time(), message=error.message, exit_code=exit_code)
+    return Failure(time=time.time(), message=error.message, exit_code=exit_code, log=error.log)
 
 
 def _read(path: Path) -> Server | None:

@@ -56,7 +56,8 @@ def _examined(server: Server, store: Store) -> tuple[State, str, Path]:
     if server.state == "stopped":
         return "stopped", "", log
     if server.state == "failed":
-        return "failed", "" if server.failure is None else server.failure.message, log
+        failure = server.failure
+        return "failed", "" if failure is None else failure.message, log if failure is None else failure.log or log
     if supervisor is not None and not supervisor.alive():
         return "failed", f"its supervisor (pid {supervisor.pid}) was killed, which ends the server too", log
     if server.state == "starting" and supervisor is not None and server.reason:

@@ -14,6 +14,7 @@ _NOISE = (
     "CUDA memory pool disabled",
     "CudaDriverHelper has not been initialized",
     "Failed to initialize NVML",
+    "unable to create stream for ensemble: CUDA driver version is insufficient",
     "DCGM unable to start",
     "Collecting CPU metrics",
     "Non-graceful termination detected",
