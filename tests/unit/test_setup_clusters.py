@@ -145,3 +145,18 @@ def test_an_unprotected_server_is_refused_before_the_import(
     text = f"models:\n  demo: {{source: demo, runtime: llmapi}}\nservers:\n  far: {{model: demo, {keys}}}\n"
     assert run(["up", str(written(tmp_path, text)), *more]) == UsageError.code
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("raw_http: true", "servers.far: raw_http: Triton itself answers on http_port"),
+        ("host: 0.0.0.0, no_auth: true", "servers.far: Other machines can reach 0.0.0.0, and need no API key."),
+    ],
+)
+def test_a_dry_run_names_the_risks_of_a_server(
+    keys: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"models:\n  demo: {{source: demo, runtime: llmapi}}\nservers:\n  far: {{model: demo, {keys}}}\n"
+    assert run(["up", str(written(tmp_path, text)), "--dry-run"]) == 0
+    assert message in " ".join(capsys.readouterr().err.split())

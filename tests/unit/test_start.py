@@ -259,7 +259,8 @@ def test_dry_run_prints_the_whole_command(repository: ModelRepository, capsys: p
     printed = capsys.readouterr().out
     assert "transaction_policy: no-streaming" in printed
     assert f"cd {repository.path} && env PATH=" in printed
-    assert printed.rstrip().endswith("--log-verbose=1")
+    assert "--log-verbose=1\ndoor: " in printed
+    assert " -m trtserve.door " in printed.splitlines()[-1]
 
 
 def test_dry_run_as_json(repository: ModelRepository, capsys: pytest.CaptureFixture[str]) -> None:

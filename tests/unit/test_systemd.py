@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from trtserve.artifacts import ModelRepository
+from trtserve.cli.app import run
 from trtserve.errors import UsageError
-from trtserve.server.systemd import notify, start_arguments, write_unit
+from trtserve.server.systemd import notify, plan_unit, start_arguments
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
 from trtserve.triton.stub_probe import write_probe_repository
@@ -21,15 +22,16 @@ def repository(tmp_path: Path) -> ModelRepository:
     return ModelRepository(path=write_probe_repository(tmp_path / "a 100% $HOME model"))
 
 
-def entries(unit: Path) -> dict[str, str]:
-    lines = (line.partition("=") for line in unit.read_text().splitlines() if not line.startswith(("#", "[")))
+def entries(unit: str) -> dict[str, str]:
+    lines = (line.partition("=") for line in unit.splitlines() if not line.startswith(("#", "[")))
     return {key: value.strip() for key, _, value in lines if key}
 
 
 def test_the_unit_starts_and_stops_the_server(repository: ModelRepository, tmp_path: Path) -> None:
     spec = ServerSpec(name="demo", http_port=9000, ready_timeout=100.0, extra_arguments=("--log-verbose=1",))
-    unit = write_unit(repository, spec, out=tmp_path / "demo.service", store=Store(tmp_path / "home"))
-    found = entries(unit)
+    path, text = plan_unit(repository, spec, out=tmp_path / "demo.service", store=Store(tmp_path / "home"))
+    assert path == tmp_path / "demo.service"
+    found = entries(text)
     assert (found["Type"], found["NotifyAccess"], found["TimeoutStartSec"]) == ("notify", "main", "160")
     assert found["Environment"] == f"TRTSERVE_HOME={tmp_path / 'home'}"
     # systemd turns %% and $$ into % and $.
@@ -52,7 +54,36 @@ def test_the_arguments_give_every_option(repository: ModelRepository) -> None:
 
 def test_a_unit_needs_its_suffix(repository: ModelRepository, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no unit file"):
-        write_unit(repository, ServerSpec(), out=tmp_path / "demo.unit", store=Store())
+        plan_unit(repository, ServerSpec(), out=tmp_path / "demo.unit", store=Store())
+
+
+def test_a_dry_run_prints_the_unit_and_writes_nothing(
+    repository: ModelRepository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unit = tmp_path / "demo.service"
+    words = ["start", "--model-repository", str(repository.path), "--systemd", "--out", str(unit)]
+    assert run([*words, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert not unit.exists()
+    assert run(words) == 0
+    assert printed == unit.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--systemd", "--detach"], "--systemd starts nothing"),
+        (["--systemd", "--slurm"], "--systemd is for a server on this machine"),
+        (["--systemd", "--nodes", "2"], "--nodes belongs to --slurm and --kubernetes"),
+        (["--systemd", "--claim", "models"], "--claim belongs to --kubernetes"),
+        (["--out", "x.service"], "--out belongs to --slurm and --kubernetes and --systemd"),
+    ],
+)
+def test_options_that_do_not_fit_a_unit_are_refused(
+    flags: list[str], message: str, repository: ModelRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["start", "--model-repository", str(repository.path), *flags]) == UsageError.code
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -14,7 +14,6 @@ from trtserve.specs.options import Spec, given_flags
 
 if TYPE_CHECKING:
     from trtserve.artifacts import ModelRepository
-    from trtserve.server.launch.cluster import ClusterJob
     from trtserve.specs import ServerSpec
 
 
@@ -29,15 +28,16 @@ class ClusterCall:
     dry_run: bool
     quiet: bool
 
-    def require_cluster(self) -> None:
-        """Raise UsageError for options of a cluster that was not requested."""
+    def require_cluster(self, *, systemd: bool = False) -> None:
+        """Raise UsageError for options of a cluster that was not requested; `--systemd` has an --out too."""
         for name, options in self.options.items():
             if name != self.cluster.kind and (given := given_flags(options)):
                 raise UsageError(f"{given[0]} belongs to --{name}.", hint=f"Give --{name} with it.")
-        given = given_flags(self.cluster, ("nodes", "ntasks_per_node", "out"))
+        given = given_flags(self.cluster, ("nodes", "ntasks_per_node", *(() if systemd else ("out",))))
         if given and self.cluster.kind is None:
+            owners = [*OPTIONS, "systemd"] if given[0] == "--out" else list(OPTIONS)
             raise UsageError(
-                f"{given[0]} belongs to {' and '.join(f'--{name}' for name in OPTIONS)}.",
+                f"{given[0]} belongs to {' and '.join(f'--{name}' for name in owners)}.",
                 hint="Here a server runs on one machine, with as many ranks as its engine has.",
             )
 
@@ -53,7 +53,7 @@ def write_for_cluster(repository: ModelRepository, spec: ServerSpec, kind: str, 
     progress = TerminalProgress(quiet=call.quiet)
     job = cluster.plan_job(repository, spec, settings, place, progress=progress)
     if call.dry_run:
-        _print_files(job, json=call.json)
+        print_files(job.files, json=call.json)
         return
     write_job(job)
     for note in job.notes:
@@ -68,10 +68,11 @@ def write_for_cluster(repository: ModelRepository, spec: ServerSpec, kind: str, 
             say(line)
 
 
-def _print_files(job: ClusterJob, *, json: bool) -> None:
+def print_files(files: Mapping[Path, str], *, json: bool) -> None:
+    """Print the files that a dry run does not write."""
     if json:
-        print_json("start", {"files": {str(path): text for path, text in job.files.items()}, "dry_run": True})
-    elif len(job.files) == 1:
-        print_data("".join(job.files.values()).rstrip("\n"))
+        print_json("start", {"files": {str(path): text for path, text in files.items()}, "dry_run": True})
+    elif len(files) == 1:
+        print_data("".join(files.values()).rstrip("\n"))
     else:
-        print_data("\n".join(f"# --- {path}\n{text}" for path, text in job.files.items()).rstrip("\n"))
+        print_data("\n".join(f"# --- {path}\n{text}" for path, text in files.items()).rstrip("\n"))

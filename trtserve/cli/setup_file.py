@@ -77,6 +77,8 @@ def up(
     plan = plan_setup(read_setup(file), progress=progress)
     if dry_run:
         _print_plan("up", plan, json=json)
+        for warning in plan.warnings:
+            progress.warn(warning)
         return
     _announce(plan, progress)
     brought = bring_up(plan, progress=progress)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trtserve.cli.clusters import ClusterCall, write_for_cluster
+from trtserve.cli.clusters import ClusterCall, print_files, write_for_cluster
 from trtserve.cli.completion import imports, paths
 from trtserve.cli.options import DryRunOption, JsonOption, QuietOption
 from trtserve.cli.output import TerminalProgress, print_commands, print_data, print_json, print_stages, say
@@ -96,11 +96,13 @@ def start(
         dry_run=dry_run,
         quiet=quiet,
     )
-    if not systemd:
-        call.require_cluster()
+    call.require_cluster(systemd=systemd)
     on_cluster = cluster.kind is not None
-    if on_cluster and detach:
-        raise UsageError("--detach is for a server on this machine.", hint="Leave it out.")
+    if on_cluster and (detach or systemd):
+        flag = "--detach" if detach else "--systemd"
+        raise UsageError(f"{flag} is for a server on this machine.", hint="Leave it out.")
+    if systemd and detach:
+        raise UsageError("--systemd starts nothing, so there is nothing to detach.", hint="Leave --detach out.")
     if cluster.kind is not None:
         require_options(spec, cluster.kind)
     extra = tuple(triton_arguments or ())
@@ -110,7 +112,7 @@ def start(
     spec = with_free_ports(spec) if spec.auto_ports else spec
     progress = TerminalProgress(quiet=quiet)
     found = find_repository(model, path=model_repository)
-    if dry_run and not on_cluster:
+    if dry_run and not on_cluster and not systemd:
         _dry_run(found, spec, progress, rebuild=rebuild, json=json)
         return
     repository = repository_for(
@@ -119,7 +121,7 @@ def start(
     if cluster.kind is not None:
         write_for_cluster(repository, spec, cluster.kind, call)
     elif systemd:
-        _write_unit(repository, spec, cluster, progress, json=json, quiet=quiet)
+        _write_unit(repository, spec, call, progress)
     elif detach:
         from trtserve.server.background import start_in_background
 
@@ -166,27 +168,25 @@ def _serve(
         raise
 
 
-def _write_unit(
-    repository: ModelRepository,
-    spec: ServerSpec,
-    cluster: ClusterSpec,
-    progress: TerminalProgress,
-    *,
-    json: bool,
-    quiet: bool,
-) -> None:
+def _write_unit(repository: ModelRepository, spec: ServerSpec, call: ClusterCall, progress: TerminalProgress) -> None:
+    from trtserve.files import writing
     from trtserve.server.announcements import announce_risks
     from trtserve.server.launch_plan import plan_server
-    from trtserve.server.systemd import write_unit
+    from trtserve.server.systemd import plan_unit
     from trtserve.store import Store
 
     announce_risks(plan_server(repository, spec), progress)  # raises what the service would end with
-    path = write_unit(repository, spec, out=cluster.out, store=Store())
-    if json:
+    path, text = plan_unit(repository, spec, out=call.cluster.out, store=Store())
+    if call.dry_run:
+        print_files({path: text}, json=call.json)
+        return
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
+    if call.json:
         print_json("start", {"unit": path})
     else:
         print_data(str(path))
-    if not quiet:
+    if not call.quiet:
         say(f"Install it: cp {path} ~/.config/systemd/user/ && systemctl --user enable --now {path.stem}")
 
 
@@ -220,15 +220,19 @@ def _dry_run(
 
 def _print_plan(plan: ServerPlan, stages: Sequence[Stage], *, json: bool) -> None:
     commands = [str(instance.launch.command) for instance in plan.instances]
+    doors = [str(instance.door.command) for instance in plan.instances if instance.door is not None]
     if json:
         more = {"commands": commands} if len(commands) > 1 else {}
+        more |= {"doors": doors} if doors else {}
         imported = {"stages": stages} if stages else {}
         print_json("start", {**_described(plan), **imported, "command": commands[0], **more, "dry_run": True})
         return
     print_stages(stages)
     print_commands(stages)
     lines = [f"{key}: {value}" for key, value in _described(plan).items()]
-    print_data("\n".join([*lines, *(f"command: {command}" for command in commands)]))
+    print_data(
+        "\n".join([*lines, *(f"command: {command}" for command in commands), *(f"door: {door}" for door in doors)])
+    )
 
 
 def _described(plan: ServerPlan) -> dict[str, Any]:

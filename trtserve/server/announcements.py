@@ -10,6 +10,7 @@ from trtserve.releases.advisories import EMBEDDED_TAG, known_faults
 from trtserve.server.doors import is_loopback
 from trtserve.server.launch_plan import ServerPlan
 from trtserve.server.proxy import ProxyPlan
+from trtserve.specs import ServerSpec
 
 
 def announce(plan: ServerPlan, progress: Progress) -> None:
@@ -35,18 +36,26 @@ def announce(plan: ServerPlan, progress: Progress) -> None:
 
 def announce_risks(plan: ServerPlan, progress: Progress) -> None:
     """Warn of what others can do to the server, and of an engine that was built on another machine."""
-    spec = plan.spec
+    address = plan.instances[0].address.host
+    for warning in access_warnings(plan.spec, address, embedded=plan.triton.package is not None):
+        progress.warn(warning)
+    for difference in differences(plan.served.machine):
+        progress.warn(difference)
+
+
+def access_warnings(spec: ServerSpec, address: str, *, embedded: bool) -> list[str]:
+    """Return what others can do to a server at an IPv4 address; `embedded` means the Triton of the package index."""
+    warnings = []
     if spec.raw_http:
-        progress.warn("--raw-http: Triton itself answers on --http-port; a malformed request can crash it.")
-    if not is_loopback(plan.instances[0].address.host):
+        warnings.append("--raw-http: Triton itself answers on --http-port; a malformed request can crash it.")
+    if not is_loopback(address):
         known = None if spec.container is None else known_container(spec.container)
-        tag = known.tag if known is not None else EMBEDDED_TAG if plan.triton.package is not None else None
+        tag = known.tag if known is not None else EMBEDDED_TAG if embedded else None
         faults = None if tag is None else known_faults(tag)
         no_key = "" if spec.api_key or spec.api_key_file else ", and need no API key"
         plain = "" if spec.tls_certificate else ". Nothing is encrypted"
-        progress.warn(f"Other machines can reach {spec.host}{no_key}{plain}.{f' {faults}' if faults else ''}")
-    for difference in differences(plan.served.machine):
-        progress.warn(difference)
+        warnings.append(f"Other machines can reach {spec.host}{no_key}{plain}.{f' {faults}' if faults else ''}")
+    return warnings
 
 
 def announce_commands(plan: ServerPlan, progress: Progress) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import UsageError
-from trtserve.files import writing
 from trtserve.server.render import render
 from trtserve.server.state import server_name
 from trtserve.specs import ServerSpec
@@ -42,8 +41,8 @@ def start_arguments(repository: ModelRepository, spec: ServerSpec, *, report_to:
     return [*words, "--", *spec.extra_arguments] if spec.extra_arguments else words
 
 
-def write_unit(repository: ModelRepository, spec: ServerSpec, *, out: Path | None, store: Store) -> Path:
-    """Write the unit of a server and return its path. Raises UsageError for what a unit cannot have."""
+def plan_unit(repository: ModelRepository, spec: ServerSpec, *, out: Path | None, store: Store) -> tuple[Path, str]:
+    """Return the file of a server's unit and its text. Raises UsageError for what a unit cannot have."""
     if spec.api_key is not None:
         raise UsageError("A unit would show the API key to everyone.", hint="Give it in a file: --api-key-file FILE")
     name = server_name(repository, spec)
@@ -51,7 +50,7 @@ def write_unit(repository: ModelRepository, spec: ServerSpec, *, out: Path | Non
     if path.suffix != ".service":
         raise UsageError(f"--out {path} is no unit file.", hint="Its name must end with .service.")
     program = [sys.executable, "-m", "trtserve"]
-    text = render(
+    return path, render(
         "server.service.j2",
         name=name,
         start=[*program, *start_arguments(repository, spec)],
@@ -60,6 +59,3 @@ def write_unit(repository: ModelRepository, spec: ServerSpec, *, out: Path | Non
         start_seconds=int(spec.ready_timeout) + 60,
         stop_seconds=_DRAIN + 60,
     )
-    with writing(path):
-        path.write_text(text, encoding="utf-8")
-    return path

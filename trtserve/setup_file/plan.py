@@ -26,8 +26,9 @@ from trtserve.pipeline import (
 from trtserve.pipeline.imported_names import as_json, pinned_source
 from trtserve.process import arguments
 from trtserve.progress import SILENT, Progress
-from trtserve.runtimes import choose_runtime
+from trtserve.runtimes import RUNTIMES, choose_runtime
 from trtserve.server.addresses import with_free_ports
+from trtserve.server.announcements import access_warnings
 from trtserve.server.background import start_in_background
 from trtserve.server.doors import require_protected
 from trtserve.server.shutdown import stop_server
@@ -89,6 +90,21 @@ class SetupPlan:
     benchmarks: tuple[BenchmarkSetup, ...] = ()
     """What is measured when all servers are ready."""
     store: Store
+
+    @property
+    def warnings(self) -> list[str]:
+        """What others will be able to do to the servers that `up` starts on this machine."""
+        embedded = {model.setup.name: RUNTIMES[model.plan.runtime].EMBEDDED for model in self.models}
+        return [
+            f"servers.{server.name}: {in_keys(warning)}"
+            for server, action in ((each.setup, each.action) for each in self.servers)
+            if action in ("start", "restart")
+            for warning in access_warnings(
+                server.spec,
+                ipv4_address(server.spec.host),
+                embedded=embedded[server.model] and server.spec.container is None,
+            )
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
