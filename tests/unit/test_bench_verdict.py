@@ -90,6 +90,8 @@ def test_a_burst_that_is_over_before_its_answers_is_not_steady() -> None:
     burst = [answered(index, intended=index * 1000 / 60, first=3000.0, scheduled=True) for index in range(60)]
     verdict = report_of(burst, spec={"concurrency": None}).verdict
     assert str(verdict).startswith("not-steady: 60 of 60 requests were still unanswered")
+    together = [answered(index, intended=index / 1000, first=500.0) for index in range(60)]
+    assert "were still unanswered" in str(report_of(together, spec={"concurrency": 200}).verdict)
 
 
 BIG = Machine(weight_bytes=16 * 10**9, bytes_per_second=3.35e12, operations_per_second=1e15)

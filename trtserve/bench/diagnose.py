@@ -28,7 +28,9 @@ class Gap:
 def diagnose(in_process: Report, core: Report, measured: Report, repository: Path | None) -> list[Gap]:
     """Return the gaps from the engine in this process to what was measured, largest parts named."""
     gaps = [_gap("Triton and the protocol (in process → tensorrt_llm)", in_process, core, "the same engine and tokens")]
-    if measured.model != core.model:
+    if measured.protocol == "openai":
+        gaps.append(_gap("OpenAI's API (tensorrt_llm → /v1)", core, measured, "HTTP, tokenising and the door"))
+    elif measured.model != core.model:
         gaps.append(
             _gap(f"text models (tensorrt_llm → {measured.model})", core, measured, "tokenising and BLS or ensemble")
         )
@@ -82,9 +84,13 @@ def _settings(repository: Path, measured: Report) -> list[tuple[str, str]]:
         for flag in ("gather_context_logits", "gather_generation_logits")
         if build.get(flag)
     ]
+    # The core model batches within one instance, the ensemble does not use the BLS model, and OpenAI's API none.
+    used = {"preprocessing", "postprocessing", "tensorrt_llm_bls", measured.model}
+    used -= {"tensorrt_llm_bls"} if measured.model == "ensemble" else set()
+    used = set() if measured.model == CORE_MODEL or measured.protocol == "openai" else used
     for model, text in _configurations(repository).items():
         instances = _count(text)
-        if model in ("preprocessing", "postprocessing", "tensorrt_llm_bls", measured.model) and 0 < instances < asked:
+        if model in used and 0 < instances < asked:
             found.append((f"instances of {model}", f"{instances} for {asked} requests in flight"))
         if model == CORE_MODEL and "decoupled: true" not in text.replace("decoupled:true", "decoupled: true"):
             found.append(("decoupled", "the core model is not decoupled: no answer is streamed"))

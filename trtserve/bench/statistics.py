@@ -85,9 +85,9 @@ def summarize(values: Iterable[float], *, censored: int = 0, intervals: bool = T
 
 
 def highest_known(distributions: Sequence[Distribution]) -> str | None:
-    """Return the highest percentile for which all distributions have enough data."""
-    known = (name for name in reversed(QUANTILES) if all(each.intervals.get(name) for each in distributions))
-    return next(known, None)
+    """Return the highest percentile above the median for which all distributions have enough data."""
+    above = ("p99", "p95", "p90", "p75")
+    return next((name for name in above if all(each.intervals.get(name) for each in distributions)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,9 +91,17 @@ def _tokenizer(spec: BenchSpec, endpoint: Endpoint, client: Client, *, needed: b
     return tokenizer
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port, or brackets around something else than an IPv6 address
+        return False
+
+
 def _openai_server(spec: BenchSpec, endpoint: Endpoint, url: str) -> Measured:
     url = url.rstrip("/")
-    if not url.startswith(("http://", "https://")):
+    if not _is_address(url):
         raise UsageError(f"--openai is {url!r}; expected an address such as http://localhost:8000/v1.")
     name = spec.model or _first_model(url, endpoint.connect_timeout)
     # No Triton model stands behind it; prompts are texts.

@@ -127,12 +127,12 @@ def _unsteadiness(statistics: Statistics, records: Sequence[Record]) -> list[str
     completed = [record for record in records if record.status == "completed"]
     if len(completed) < FEWEST:
         return [f"{len(completed)} completed answers are too few to tell (at least {FEWEST})."]
-    scheduled = [record for record in records if record.scheduled and record.sent_ns is not None]
-    last = max((record.intended_ns for record in scheduled), default=0)
-    waiting = sum(record.ended_ns > last for record in scheduled)
-    if 2 * waiting > len(scheduled):
-        left = f"{waiting} of {len(scheduled)} requests were still unanswered when the last one arrived"
-        return [f"{left}: the run is too short for this rate, or the server too slow."]
+    sent = [record for record in records if record.sent_ns is not None]
+    last = max(record.intended_ns for record in sent)
+    waiting = sum(record.ended_ns > last for record in sent)
+    if 2 * waiting > len(sent):
+        left = f"{waiting} of {len(sent)} requests were still unanswered when the last one was due"
+        return [f"{left}: too few requests to reach a steady state at this load."]
     if statistics.steady.warmup_requests >= len(completed):
         return ["No steady state: the times still changed in the second half of the run (MSER)."]
     values = [(record.ended_ns - record.intended_ns) / 1e6 for record in completed]

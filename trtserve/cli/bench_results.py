@@ -237,7 +237,7 @@ def print_stages(reports: Sequence[Report]) -> None:
     from trtserve.bench.statistics import highest_known
 
     first = highest_known([each.statistics.time_to_first_token_ms for each in reports]) or "p90"
-    whole = highest_known([each.statistics.latency_ms for each in reports]) or "p90"
+    whole = highest_known([each.statistics.latency_ms for each in reports]) or "p50"
     times = ("TTFT p50", f"TTFT {first}", "ITL p50", f"Latency {whole}")
     columns = ("Load", "Requests/s", "Tokens/s", *times, "Good/s", "Verdict")
     rows = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trtserve.cli import output
 from trtserve.cli.bench_results import MORE_CLIENT, print_report, print_stages, require_valid, say_notes
-from trtserve.cli.endpoint import Connection, find_endpoint
+from trtserve.cli.endpoint import Connection, find_endpoint, find_openai_endpoint
 from trtserve.cli.options import DRY_RUN_HELP, JSON_HELP, QUIET_HELP
 from trtserve.errors import BenchmarkError, DoubtfulResultError, UsageError
 from trtserve.specs import BenchRuns, BenchSpec
@@ -53,8 +53,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
 
         check_plots(runs.html)
         _make_folder(runs.html.absolute().parent, "--html")
-    if runs.diagnose:
-        _check_diagnosis(endpoint)
+    diagnosed = _check_diagnosis(spec, endpoint) if runs.diagnose else endpoint
     progress = output.TerminalProgress(quiet=results.quiet)
     metrics = runs.metrics_url or (metrics_url(connection) if served else None)
     stages = _Stages(endpoint, metrics=metrics, out=results.out, progress=progress)
@@ -66,7 +65,7 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     if stages.found is not None:
         _say_found(stages.found, progress)
     if runs.diagnose:
-        _diagnose(spec, endpoint, reports[-1], metrics=metrics, progress=progress)
+        _diagnose(spec, diagnosed, reports[-1], metrics=metrics, progress=progress)
     if runs.html is not None:
         from trtserve.bench.plots import write_plots
 
@@ -117,7 +116,7 @@ def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection)
     other = "--openai" if spec.openai is not None else "--in-process" if spec.in_process is not None else None
     for flag, useless in (
         ("--protocol", spec.protocol != "grpc"),
-        ("--diagnose", runs.diagnose),
+        ("--diagnose", other == "--in-process" and runs.diagnose),
         ("--model", other == "--in-process" and spec.model not in (None, "tensorrt_llm")),
     ):
         if other is not None and useless:
@@ -252,16 +251,20 @@ def _require_answers(reports: list[Report], found: Found | None, runs: BenchRuns
         raise DoubtfulResultError("The search ended at the client's limit, not the server's.", hint=MORE_CLIENT)
 
 
-def _check_diagnosis(endpoint: Endpoint) -> None:
+def _check_diagnosis(spec: BenchSpec, endpoint: Endpoint) -> Endpoint:
+    """Return the server to diagnose, for an OpenAI address the one behind it; refuse what cannot be diagnosed."""
     from trtserve.bench.ranks import find_ranks
 
+    if spec.openai is not None:
+        endpoint = find_openai_endpoint(spec.openai) or endpoint
     if endpoint.repository is None:
         raise UsageError(
             "--diagnose needs the server's repository on this machine, whose engine it runs.",
-            hint="Run it where the server was started, without --url.",
+            hint="Run it where the server was started by trtserve.",
         )
     if find_ranks().count > 1:
         raise UsageError("--diagnose cannot run under mpirun or srun; start one process.")
+    return endpoint
 
 
 def _diagnose(
@@ -272,7 +275,7 @@ def _diagnose(
     from trtserve.bench.diagnose import diagnose
     from trtserve.triton.client import CORE_MODEL
 
-    quiet = replace(spec, calibrate=False)
+    quiet = replace(spec, calibrate=False, openai=None, chat=False)
     own = replace(quiet, in_process=str(endpoint.repository), model=None)
     asked = (own, replace(quiet, model=CORE_MODEL))
     alone, core = (run_benchmark(plan_benchmark(each, endpoint), progress=progress, metrics=metrics) for each in asked)

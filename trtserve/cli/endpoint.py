@@ -155,6 +155,19 @@ def _explicit(
     return endpoint
 
 
+def find_openai_endpoint(url: str) -> Endpoint | None:
+    """Return the server that was started here and whose OpenAI API has this address."""
+    from trtserve.server.endpoints import endpoint_of
+    from trtserve.server.state import list_servers
+
+    asked = url.partition("//")[2].partition("/")[0]
+    for server in list_servers():
+        ports = server.address.http_port, server.endpoint.http_port
+        if asked in {f"{host}:{port}" for host in _LOOPBACK for port in ports}:
+            return endpoint_of(server)
+    return None
+
+
 def require_port(host: str, port: int, wanted: Literal["HTTP", "gRPC", "metrics"]) -> None:
     """Raise UsageError when a server that was started here serves something other than `wanted` on this port."""
     from trtserve.server.state import list_servers

@@ -327,7 +327,7 @@ class _LineTask:
     """Progress for a log: a line every ten seconds, with rate and remaining time."""
 
     def __init__(self, text: str, *, total: int, unit: Unit, done: int) -> None:
-        self._text = text
+        self._text, self._unit = text, unit
         self._total = total
         self._done = self._began_with = done
         self._show = format_bytes if unit == "bytes" else str
@@ -340,10 +340,12 @@ class _LineTask:
         if now - self._said < _SECONDS_BETWEEN_LINES:
             return
         self._said = now
-        rate = max(1.0, (self._done - self._began_with) / (now - self._began))
-        left = max(0, self._total - self._done) / rate
-        amounts = f"{self._show(self._done)} of {self._show(self._total)}, {self._show(round(rate))}/s"
-        say(f"{self._text}: {amounts}, {left:.0f} s left{self._described}")
+        rate = (self._done - self._began_with) / (now - self._began)
+        amounts = f"{self._show(self._done)} of {self._show(self._total)}"
+        if self._unit == "bytes":
+            amounts += f", {self._show(round(rate))}/s"
+        left = f", {max(0, self._total - self._done) / rate:.0f} s left" if rate else ""
+        say(f"{self._text}: {amounts}{left}{self._described}")
 
     def describe(self, text: str) -> None:
         self._described = f"; {text}"
