@@ -207,6 +207,15 @@ def test_the_client_calibrates_itself() -> None:
     assert 0 <= found.dispatch_p50_ms <= found.dispatch_max_ms
 
 
+def test_an_interrupt_of_the_calibration_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured until then would be called the client's limit."""
+    interrupted = Outcome(records=[Record(index=0, input_tokens=1, requested_tokens=1)], interrupted=True)
+    monkeypatch.setattr("trtserve.bench.calibration.run_load", lambda *_, **__: interrupted)
+    target = target_at(Echo(spoken="grpc-stream"), 1)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(target, requests(50), workers=1, concurrency=8)
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")

@@ -220,6 +220,9 @@ def test_report_command_reads_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixt
     busy = (Health(seconds=6, cpu=0.97),)
     made(8, count=120, spec={"concurrency": 8}, health=busy).write(tmp_path / "concurrency-8")
     assert run(["bench", "report", str(tmp_path), "--strict"]) == 51
+    made(8, spec={"concurrency": 4, "input_mean": 9}).write(tmp_path / "older")
+    assert run(["bench", "report", str(tmp_path)]) == 2
+    assert "they differ in input_mean" in capsys.readouterr().err
     assert run(["bench", "report", str(tmp_path), "--html", str(tmp_path / "page.pdf")]) == 2
     assert "must end in .html, .svg, .png" in capsys.readouterr().err
 

@@ -84,7 +84,9 @@ def _first_ns(record: Record) -> int:
 
 def _records(load: Load, *, workers: int = 1) -> list[Record]:
     outcome = run_load(load, workers=workers)
-    return [] if outcome is None else outcome.records
+    if outcome is None or outcome.interrupted:
+        raise KeyboardInterrupt
+    return outcome.records
 
 
 def _spoken(target: Target) -> Spoken:

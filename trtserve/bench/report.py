@@ -294,24 +294,28 @@ def read_runs(path: Path) -> list[Report]:
 
     Raises UsageError when one cannot be read, or when they differ in what was asked for (but the seed).
     """
+    return _read_alike(path)
+
+
+def read_stages(path: Path) -> list[Report]:
+    """Read one result, or those of a sweep in the order of their load; raises UsageError as `read_runs` does."""
+    reports = _read_alike(path, "request_rate", "concurrency")
+    return sorted(reports, key=lambda each: each.spec.get("request_rate") or each.spec.get("concurrency") or 0)
+
+
+def _read_alike(path: Path, *varied: str) -> list[Report]:
     inner = _inner(path)
     if not inner:
         return [read_report(path)]
     reports = [read_report(each) for each in inner]
     for folder, report in zip(inner, reports, strict=True):
-        found = differing(reports[0], report)
+        found = sorted({*differing(reports[0], report)} - {*varied})
         if found:
             raise UsageError(
                 f"{inner[0]} and {folder} are not runs of one benchmark: they differ in {', '.join(found)}.",
                 hint="Give a folder whose results were made by the same command, or one result.",
             )
     return reports
-
-
-def read_stages(path: Path) -> list[Report]:
-    """Read one result, or those of a sweep in the order of their load."""
-    reports = [read_report(each) for each in _inner(path)] or [read_report(path)]
-    return sorted(reports, key=lambda each: each.spec.get("request_rate") or each.spec.get("concurrency") or 0)
 
 
 def _inner(path: Path) -> list[Path]:

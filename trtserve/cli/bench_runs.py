@@ -64,14 +64,15 @@ def run_benchmarks(spec: BenchSpec, runs: BenchRuns, connection: Connection, res
     say_notes(reports, progress.step)
     if stages.found is not None:
         _say_found(stages.found, progress)
-    if runs.diagnose:
+    interrupted = any(report.interrupted for report in reports)
+    if runs.diagnose and not interrupted:
         _diagnose(spec, diagnosed, reports[-1], metrics=metrics, progress=progress)
     if runs.html is not None:
         from trtserve.bench.plots import write_plots
 
         write_plots(reports, runs.html)
         progress.step(f"Written: {runs.html}")
-    if any(report.interrupted for report in reports):
+    if interrupted:
         raise KeyboardInterrupt
     _require_answers(reports, stages.found, runs)
 
@@ -278,7 +279,12 @@ def _diagnose(
     quiet = replace(spec, calibrate=False, openai=None, chat=False)
     own = replace(quiet, in_process=str(endpoint.repository), model=None)
     asked = (own, replace(quiet, model=CORE_MODEL))
-    alone, core = (run_benchmark(plan_benchmark(each, endpoint), progress=progress, metrics=metrics) for each in asked)
+    found = []
+    for each in asked:
+        found.append(run_benchmark(plan_benchmark(each, endpoint), progress=progress, metrics=metrics))
+        if found[-1].interrupted:
+            raise KeyboardInterrupt
+    alone, core = found
     gaps = diagnose(alone, core, measured, endpoint.repository)
     for gap in gaps:
         first = "" if gap.first_token_ms is None else f" {gap.first_token_ms:+.2f} ms to the first token,"
