@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -244,8 +245,9 @@ def test_every_failing_model_is_named_with_its_reason(repository: Path, store: S
 
 def test_models_that_never_end_loading_are_named(repository: Path, store: Store) -> None:
     add_model(repository, "endless", "time.sleep(60)")
-    with pytest.raises(ServerStartError, match=r"not ready after 1 s; models still loading: .*endless"):
-        start_server(plan_server(ModelRepository(path=repository), free_spec(ready_timeout=1.0), store=store))
+    with pytest.raises(ServerStartError, match=r"not ready after 2 s; models still loading: .*endless") as caught:
+        start_server(plan_server(ModelRepository(path=repository), free_spec(ready_timeout=2.0), store=store))
+    assert re.search(r"\n  endless: [\d.]+ [KM]i?B, \d+ % CPU\n  last line: \w", caught.value.message)
     assert list_servers(store) == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +68,19 @@ def _model(stub: ProcessId) -> str:
     """Return the model that a stub runs: the path of <model>/<version>/model.py is its first argument."""
     program = next((Path(word) for word in arguments(stub) if word.endswith("/model.py")), None)
     return "" if program is None else program.parents[1].name
+
+
+def describe_stubs(root: ProcessId, models: Collection[str], text: str) -> str:
+    """Return one line for the stub of each model, with its memory and CPU use, and the last line of the log `text`."""
+    stubs = [stub for stub in stubs_of(root) if stub.model in models]
+    used = usage(stubs)
+    lines = [
+        f"  {stub.model}: {format_bytes(used[stub].memory)}, {used[stub].cpu:.0f} % CPU"
+        for stub in stubs
+        if stub in used
+    ]
+    last = next((server_log.plain(line) for line in reversed(server_log.significant(text))), "(nothing written)")
+    return "\n".join([*lines, f"  last line: {last}"])
 
 
 def kept_waiting(processes: Mapping[int, ProcessId], ranks: int, text: str) -> str:

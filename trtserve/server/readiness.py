@@ -13,7 +13,7 @@ from trtserve.repo.programs import PACKAGE
 from trtserve.server.launch import llmapi, single
 from trtserve.server.launch_plan import InstancePlan, ServerPlan
 from trtserve.server.logs import last_lines
-from trtserve.server.rank_processes import describe_ranks, kept_waiting, rank_processes, stubs_of
+from trtserve.server.rank_processes import describe_ranks, describe_stubs, kept_waiting, rank_processes, stubs_of
 from trtserve.server.standstill import Standstill
 from trtserve.server.state import Server
 from trtserve.triton import server_log
@@ -216,7 +216,9 @@ class _Waiting:
     def timeout_error(self, timeout: float) -> ServerStartError | PortInUseError:
         """Return the error for an instance that is not ready in time."""
         if self.planned.launch.ranks == 1:
-            return timeout_error(timeout, self.planned.log)
+            text = server_log.read(self.planned.log)
+            stubs = describe_stubs(self.root, server_log.still_loading(text), text)
+            return timeout_error(timeout, self.planned.log, f"\n{stubs}")
         if not self.root.alive():
             return start_error(self.root, self.planned.log)
         return timeout_error(timeout, self.planned.log, self._report())

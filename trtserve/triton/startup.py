@@ -90,11 +90,11 @@ def start_error(identity: ProcessId, log: Path) -> ServerStartError | PortInUseE
     return ServerStartError(message, log=log)
 
 
-def timeout_error(timeout: float, log: Path, ranks: str = "") -> ServerStartError:
-    """Return the error for a server that is not ready in time; `ranks` describes its ranks, if any."""
+def timeout_error(timeout: float, log: Path, details: str = "") -> ServerStartError:
+    """Return the error for a server that is not ready in time; `details` describes its processes."""
     loading = ", ".join(server_log.still_loading(server_log.read(log))) or "unknown"
     return ServerStartError(
-        f"The server was not ready after {timeout:g} s; models still loading: {loading}.{ranks}",
+        f"The server was not ready after {timeout:g} s; models still loading: {loading}.{details}",
         hint="Give it more time with --ready-timeout, or read the log.",
         log=log,
     )
