@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import python_backend
 from tests.support.executors import Start, executors
+from trtserve.query.chat import render
 
 # The models import it; Triton's own exists in its stub alone.
 sys.modules["triton_python_backend_utils"] = python_backend
@@ -26,8 +27,14 @@ def _refuse(event: str, _: object) -> None:
 sys.addaudithook(_refuse)
 
 
+@pytest.fixture(scope="session")
+def template_process() -> None:
+    """The process that renders chat templates: it starts before the tests, and serves them all."""
+    render("", [], {})
+
+
 @pytest.fixture(autouse=True)
-def no_process() -> Iterator[None]:
+def no_process(template_process: None) -> Iterator[None]:
     """Let a test that starts a process fail."""
     global _running  # noqa: PLW0603  an audit hook cannot be removed again
     _running = True

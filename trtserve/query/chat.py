@@ -1,23 +1,28 @@
 """Chat templates: put a question into the text format that a chat model was trained on.
 
 Templates are rendered with Jinja as transformers' `apply_chat_template` does, but without importing transformers, which
-would take longer than most answers. Templates come from untrusted model authors, hence the sandbox.
+would take longer than most answers. Templates come from untrusted model authors, hence the process of their own.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
-import json
+import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trtserve.errors import MissingDependencyError, UsageError
+from trtserve.process.answering import AnsweringProcess
 from trtserve.query.spec import QuerySpec
 from trtserve.query.tokenizer import TokenizerFiles
 
+TEMPLATE_SECONDS = 5.0
+"""Longest time that a template may take."""
+TEMPLATE_MEMORY = 1 << 30
+"""Bytes of memory of the process that renders templates."""
 _FILE = "chat_template.jinja"
+_RENDERER = AnsweringProcess((sys.executable, "-m", "trtserve.query.template_process"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,54 +91,22 @@ def render(
 
     Raises UsageError with the reason the template gives.
     """
-    environment = _environment()
-    from jinja2 import TemplateError
-
-    try:
-        compiled = _compiled(environment, template)
-        text: str = environment.render(
-            compiled, {"add_generation_prompt": True, **variables, **special_tokens, "messages": list(conversation)}
-        )
-    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError, RecursionError) as error:
-        raise UsageError(
-            f"The model's chat template rejects this prompt: {str(error) or type(error).__name__}",
-            hint="--raw sends the prompt without a template.",
-        ) from None
-    return text
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(environment: Any, template: str) -> Any:
-    return environment.from_string(template)
-
-
-@functools.cache
-def _environment() -> Any:
-    try:
-        from trtserve.query.template_sandbox import BoundedEnvironment
-    except ImportError:
+    if importlib.util.find_spec("jinja2") is None:
         raise MissingDependencyError(
             "This model has a chat template, which needs the package jinja2.",
             hint="pip install jinja2, or send the prompt without a template: --raw.",
-        ) from None
-    environment = BoundedEnvironment()
-    environment.filters["tojson"] = _to_json  # Jinja's own filter escapes HTML; models are trained without that
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
+        )
+    given = {"add_generation_prompt": True, **variables, **special_tokens, "messages": list(conversation)}
+    try:
+        answer = _RENDERER.ask({"template": template, "variables": given, "seconds": TEMPLATE_SECONDS})
+    except TimeoutError:
+        answer = {"error": f"it takes longer than {TEMPLATE_SECONDS:g} s"}
+    except ChildProcessError as error:
+        answer = {"error": f"the process that renders it {error}"}
+    if "error" in answer:
+        raise UsageError(
+            f"The model's chat template rejects this prompt: {answer['error']}",
+            hint="--raw sends the prompt without a template.",
+        )
+    text: str = answer["text"]
+    return text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from trtserve.door.openai.bodies import ChatBody
+from trtserve.door.openai.bodies import ChatBody, NamedTool
 from trtserve.door.openai.errors import ApiError
 from trtserve.door.openai.served import Served
 from trtserve.errors import UsageError
@@ -53,7 +53,8 @@ async def chat_prompt(served: Served, body: ChatBody) -> Prompt:
             raise ApiError("tools need a chat template, and this model has none.", param="tools")
         return replace(await completion_prompt(served, body.messages[-1]["content"]), chat=True)
     tokens = files.special_tokens()
-    variables = {**body.chat_template_kwargs, **({"tools": tools, "tool_choice": body.tool_choice} if tools else {})}
+    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedTool) else body.tool_choice
+    variables = {**body.chat_template_kwargs, **({"tools": tools, "tool_choice": choice} if tools else {})}
     try:
         # A template may compute for seconds, up to its limit, while others are answered.
         text = await asyncio.to_thread(render, template, body.messages, tokens, **variables)

@@ -1,0 +1,35 @@
+"""Chat templates of an unknown author: the process that renders them is ended when one takes too much."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtserve.errors import UsageError
+from trtserve.query.chat import messages, render
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+DOUBLED = "{{% set x = namespace(t={}) %}}{{% for i in range(99) %}}{{% set x.t = x.t {} x.t %}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (f"{{% set x = namespace(n=0) %}}{LOOP}{{% set x.n = x.n + 1 %}}{'{% endfor %}' * 3}", "longer than"),
+        ("{{ (range(100000) | list * 300) | sort | length }}", "longer than"),  # one call, of which Python sees no end
+        (DOUBLED.format("[1]", ", ").replace("x.t ,  x.t", "[x.t, x.t]") + "{{ x.t }}", "longer than"),
+        (DOUBLED.format("'ab'", "~"), "more than 1024 MiB"),
+        (DOUBLED.format("'ab'", "+"), "more than 1024 MiB"),
+        (DOUBLED.format("['a' * 999999]", ", ").replace("x.t ,  x.t", "x.t + [loop.index ~ 'a' * 30000000]"), "MiB"),
+        ("{{ 'a' * 10000000000 }}", "more than 1024 MiB"),
+        ("{{ 'a'.ljust(10000000000) }}", "more than 1024 MiB"),
+        ("{% for i in range(40) %}{{ 'b' * 1000000 }}{% endfor %}", "a text of 40000000 characters"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ 1 + 'a' }}", "unsupported operand"),
+    ],
+)
+def test_a_template_cannot_take_all_time_or_memory(template: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if words == "longer than":
+        monkeypatch.setattr("trtserve.query.chat.TEMPLATE_SECONDS", 0.2)
+    with pytest.raises(UsageError, match=words):
+        render(template, messages("hi", None), {})
+    assert render("{{ messages[0].content }}", messages("hi", None), {}) == "hi"

@@ -1,0 +1,67 @@
+"""A child process that answers requests one after the other, for work that the kernel must bound."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trtserve.process import how_it_ended
+
+
+class AnsweringProcess:
+    """Starts a command with its first request and keeps it; each request and each answer is one line of JSON.
+
+    The command ends when its input ends. It may end earlier; the next request starts it again.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        atexit.register(self._end)
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """Return the answer. Raises TimeoutError when a timer ended the process, and ChildProcessError otherwise."""
+        with self._lock:
+            answer, code = self._answer(request)
+            if code == 0:  # it had ended by itself after its last answer
+                answer, code = self._answer(request)
+        if code is None:
+            return json.loads(answer)
+        if code == -signal.SIGALRM:
+            raise TimeoutError
+        raise ChildProcessError(how_it_ended(code))
+
+    def _answer(self, request: Mapping[str, Any]) -> tuple[bytes, int | None]:
+        """Return the line that the process answers, or the exit code with which it ended instead."""
+        if self._child is None or self._child.poll() is not None:
+            self._end()
+            self._child = subprocess.Popen(
+                self._argv,
+                cwd="/",  # Python imports modules from the working directory
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for us
+            )
+        stdin, stdout = self._child.stdin, self._child.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(json.dumps(request).encode() + b"\n")
+            stdin.flush()
+            answer = stdout.readline()
+        except BrokenPipeError:
+            answer = b""
+        return answer, None if answer.endswith(b"\n") else self._child.wait()
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None
