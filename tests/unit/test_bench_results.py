@@ -13,6 +13,7 @@ import pytest
 from tests.support.bench_records import answered, correlated, report_of
 from trtserve.bench.compare import compare
 from trtserve.bench.health import Health
+from trtserve.bench.plots import chart
 from trtserve.bench.report import Report, read_report, sparkline
 from trtserve.bench.sampling import Samples
 from trtserve.cli import run
@@ -283,6 +284,18 @@ def test_plots_are_written_without_a_network(tmp_path: Path, ending: str) -> Non
         assert "<td>Requests/Sec</td>" in text
         assert "<td>P99 TTFT (ms)</td><td>not enough data</td>" in text
         assert "<h2>demo, 16 in flight</h2>" in text
+
+
+def test_failed_requests_are_in_curves_and_tables() -> None:
+    run_ = made(1, count=100)
+    failed = [replace(each, status="failed", arrivals=[]) for each in run_.records[::4]]
+    report = replace(run_, records=(*failed, *(each for each in run_.records if each.index % 4)))
+    curve = next(plot for plot in chart([report])["concat"] if plot["title"] == "Distributions")
+    shares = {point["measure"]: point["share"] for point in curve["data"]["values"]}  # the last ones
+    assert shares == {"time to first token": 0.75, "time per output token": 1.0, "latency": 0.75}
+    first = next(row for row in report.interval_rows() if row[0].startswith("Time to first"))
+    assert "∞ (requests failed)" in first
+    assert not any(cell.count("requests failed") > 1 for cell in first)
 
 
 @pytest.fixture

@@ -136,6 +136,7 @@ def _throughput_curve(reports: Sequence[Report]) -> Spec:
 
 def _latency_curves(records: Sequence[Record]) -> Spec | None:
     measures = {"time to first token": first_token_ms, "time per output token": per_token_ms, "latency": latency_ms}
+    failed = sum(each.status == "failed" for each in records)
     points = []
     for name, measure in measures.items():
         values = sorted(
@@ -143,9 +144,11 @@ def _latency_curves(records: Sequence[Record]) -> Spec | None:
             for each in records
             if each.status == "completed" and (value := measure(each)) is not None and value > 0
         )
+        # Failed requests count as infinitely slow: the curve does not reach 100 %.
+        most = len(values) + (0 if measure is per_token_ms else failed)
         step = max(1, len(values) // 500)
         points += [
-            {"measure": name, "ms": value, "share": (place + 1) / len(values)}
+            {"measure": name, "ms": value, "share": (place + 1) / most}
             for place, value in enumerate(values)
             if place % step == 0 or place == len(values) - 1
         ]
@@ -157,7 +160,7 @@ def _latency_curves(records: Sequence[Record]) -> Spec | None:
         mark={"type": "line", "interpolate": "step-after"},
         encoding={
             "x": _field("ms", "quantitative", "milliseconds", scale={"type": "log"}),
-            "y": _field("share", "quantitative", "share of answers", axis={"format": "%"}),
+            "y": _field("share", "quantitative", "share of requests", axis={"format": "%"}, scale={"domain": [0, 1]}),
             "color": _field("measure", "nominal", ""),
         },
     )

@@ -397,7 +397,10 @@ def _with_interval(values: Distribution, name: str) -> str:
     interval = values.intervals.get(name)
     if interval is None:
         return f"{_number(figure)} ({NOT_ENOUGH})" if name == "mean" else NOT_ENOUGH
-    return f"{_number(figure)} ({_number(interval[0])} – {_number(interval[1])})"
+    if math.isinf(figure):
+        return _number(figure)
+    low, high = (f"{bound:.2f}" if math.isfinite(bound) else "∞" for bound in interval)
+    return f"{_number(figure)} ({low} – {high})"
 
 
 def _number(value: float | None) -> str:
