@@ -101,14 +101,14 @@ def compare(
         typer.Option(
             "--drift",
             metavar="5%",
-            help="How far two runs of one server differ by themselves; several runs on each side tell it instead.",
+            help="How far two runs of one server may differ by chance; with several runs on each side it is measured.",
         ),
     ] = "5%",
     json: JsonOption = False,
 ) -> None:
     """Compare results of two servers; ends with code 52 if AFTER is worse than allowed, beyond the uncertainty.
 
-    One run on each side cannot tell a change from drift: its interval is wider by --drift. With several runs, best
+    AFTER is also worse if more of its requests failed. One run on each side cannot tell a change from drift: its interval is wider by --drift. With several runs, best
     measured in turn, the interval comes from the differences between runs. Results of the same requests (same traffic
     and --seed) are compared request by request.
 
