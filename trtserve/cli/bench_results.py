@@ -101,7 +101,7 @@ def compare(
         typer.Option(
             "--drift",
             metavar="5%",
-            help="How far two runs of one server may differ by chance; with several runs on each side it is measured.",
+            help="How far two runs of one server may differ by chance; several runs on each side measure it.",
         ),
     ] = "5%",
     json: JsonOption = False,
