@@ -108,9 +108,9 @@ def compare(
 ) -> None:
     """Compare results of two servers; ends with code 52 if AFTER is worse than allowed, beyond the uncertainty.
 
-    AFTER is also worse if more of its requests failed. One run on each side cannot tell a change from drift: its interval is wider by --drift. With several runs, best
-    measured in turn, the interval comes from the differences between runs. Results of the same requests (same traffic
-    and --seed) are compared request by request.
+    AFTER is also worse if more of its requests failed. One run on each side cannot tell a change from drift: its
+    interval is wider by --drift. With several runs, best measured in turn, the interval comes from the differences
+    between runs. Results of the same requests (same traffic and --seed) are compared request by request.
 
     Examples:
         trtserve bench compare monday tuesday
