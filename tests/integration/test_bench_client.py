@@ -287,6 +287,7 @@ def test_command_searches_a_rate(openai_server: int, tokenizer: Path, capsys: py
         (("--openai", "http://localhost:abc/v1"), "expected an address such as"),
         (("--openai", "http://[::1/v1"), "expected an address such as"),
         (("--diagnose",), "--diagnose needs the server's repository"),
+        (("--sweep-rate", "1,2", "--request-rate", "1"), "--request-rate has no effect with --sweep-rate"),
         (("--html", "plots.pdf"), "must end in .html"),
         (("--sweep-rate", "1,0"), "--sweep-rate is 0.0; it must be above 0"),
     ],

@@ -246,6 +246,7 @@ def test_a_result_names_its_load() -> None:
         ({"concurrency": None, "request_rate": 2.5}, "2.5/s"),
         ({"concurrency": 4, "request_rate": 5.94604}, "5.946/s"),
         ({"concurrency": 4, "request_rate": 1000.0}, "1000/s"),
+        ({"request_rate": 3.0, "ramp_to": 40.0}, "3 to 40/s"),
         ({}, ""),
     ]
     for spec, load in loads:

@@ -40,6 +40,8 @@ def test_a_steady_run_is_valid() -> None:
     report = report_of(STEADY, calibration=CALIBRATION, health=(Health(seconds=20, cpu=0.2),))
     assert report.verdict.judgement == "valid"
     assert dict(report.rows())["Rate / the client's highest"] == f"{report.statistics.requests_per_second / 1000:.3f}"
+    ramp = replace(report, spec={"concurrency": 8, "request_rate": 5.0, "ramp_to": 600.0})
+    assert dict(ramp.rows())["Rate / the client's highest"] == "0.600"
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,10 @@ class Report:
 
     @property
     def load(self) -> str:
-        """The offered load, for people: `4/s` or `8 in flight`; empty for a trace."""
-        rate, number = self.spec.get("request_rate"), self.spec.get("concurrency")
+        """The offered load, for people: `4/s`, `4 to 8/s` or `8 in flight`; empty for a trace."""
+        rate, number, ramp_to = (self.spec.get(name) for name in ("request_rate", "concurrency", "ramp_to"))
         if rate is not None:
-            return f"{round(rate, 3):g}/s"
+            return f"{round(rate, 3):g}{'' if ramp_to is None else f' to {ramp_to:g}'}/s"
         return "" if number is None else f"{number} in flight"
 
     @property
@@ -185,7 +185,9 @@ class Report:
         if self.goals:
             rows.append((f"Good requests/sec ({self.goals})", _number(statistics.goodput_per_second)))
         if self.capacity is not None:
-            rate = self.spec.get("request_rate") or statistics.requests_per_second
+            # A ramp ends at another rate, and conversations have several requests.
+            asked = (self.spec.get(name) or 0.0 for name in ("request_rate", "ramp_to"))
+            rate = max(statistics.requests_per_second, *asked)
             rows.append(("Rate / the client's highest", f"{rate / self.capacity:.3f}"))
         if self.queue_wait_ms is not None:
             rows.append(("Avg. wait in the server's queue (ms)", _number(self.queue_wait_ms)))

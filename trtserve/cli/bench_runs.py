@@ -114,13 +114,16 @@ def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection)
     ):
         if alone:
             raise UsageError(f"{flag} has no effect without {needed}; give both.")
-    other = "--openai" if spec.openai is not None else "--in-process" if spec.in_process is not None else None
-    for flag, useless in (
-        ("--protocol", spec.protocol != "grpc"),
-        ("--diagnose", other == "--in-process" and runs.diagnose),
-        ("--model", other == "--in-process" and spec.model not in (None, "tensorrt_llm")),
+    local, remote = spec.in_process is not None, spec.openai is not None
+    for flag, other, both in (
+        ("--protocol", "--openai", remote and spec.protocol != "grpc"),
+        ("--protocol", "--in-process", local and spec.protocol != "grpc"),
+        ("--diagnose", "--in-process", local and runs.diagnose),
+        ("--model", "--in-process", local and spec.model not in (None, "tensorrt_llm")),
+        ("--request-rate", "--sweep-rate", spec.request_rate is not None and bool(runs.sweep_rate)),
+        ("--concurrency", "--sweep-concurrency", spec.concurrency is not None and bool(runs.sweep_concurrency)),
     ):
-        if other is not None and useless:
+        if both:
             raise UsageError(f"{flag} has no effect with {other}; leave one of them out.")
 
 
