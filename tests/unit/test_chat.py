@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from trtserve.cli import run
+from trtserve.cli.chat import typed_ahead
 from trtserve.cli.chat_answer import MarkdownAnswer, complete_blocks
 from trtserve.errors import RequestError, ServerNotFoundError
 from trtserve.query import Generation, QuerySpec, conversation
@@ -138,3 +141,13 @@ def test_markdown_is_rendered_once() -> None:
         " • one",
         " • two",
     ]
+
+
+def test_lines_that_were_typed_too_early_are_questions_of_their_own() -> None:
+    keyboard, terminal = pty.openpty()
+    try:
+        os.write(keyboard, "What is ML?\rund für später\rnot yet sent".encode())
+        assert list(typed_ahead(terminal)) == ["What is ML?", "und für später"]
+    finally:
+        os.close(keyboard)
+        os.close(terminal)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -176,8 +178,20 @@ def _typed() -> Iterator[str]:
         completer=WordCompleter(list(_COMMANDS), sentence=True),
         complete_while_typing=False,
     )
-    while (line := _read(session.prompt)) is not None:
-        yield line
+    while True:
+        for line in typed_ahead(sys.stdin.fileno()):
+            say(f"› {line}")
+            yield line
+        answer = _read(session.prompt)
+        if answer is None:
+            return
+        yield answer
+
+
+def typed_ahead(descriptor: int) -> Iterator[str]:
+    """Yield the lines that were typed into a terminal while nothing read them; the prompt would join them into one."""
+    while select.select([descriptor], [], [], 0)[0] and (line := os.read(descriptor, 65536)):
+        yield line.decode(errors="replace").removesuffix("\n")
 
 
 def _read(prompt: Callable[[], str]) -> str | None:
