@@ -127,7 +127,9 @@ def test_other_paths(client: TestClient) -> None:
     )
     assert error(client.get("/v1/files"))[:2] == (404, "Unknown request URL: GET /v1/files.")
     json_type = {"Content-Type": "application/json"}
-    assert error(client.post("/v1/completions", content=b"{", headers=json_type))[1] == "The body is not valid JSON."
+    for body in (b"{", b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"):
+        refusal = error(client.post("/v1/completions", content=body, headers=json_type))
+        assert refusal[:2] == (400, "The body is not valid JSON.")
     assert "Content-Type" in error(client.post("/v1/completions", content=b"{}"))[1]
     assert "JSON object" in error(client.post("/v1/completions", json=[]))[1]
     assert error(client.post("/v1/completions", json={"model": NAME}))[1] == "Missing required parameter: 'prompt'."

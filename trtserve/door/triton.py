@@ -103,7 +103,8 @@ class Triton:
         known = self._models.get(name)
         if known is not None and time.monotonic() - known[0] < _DESCRIPTION_SECONDS:
             return known[1]
-        async with self.send("GET", f"/v2/models/{quote(name, safe='')}/config") as response:
+        path = f"/v2/models/{quote(name, safe='')}/config"
+        async with self.send("GET", path, seconds=_ANSWER_SECONDS) as response:
             content = await response.read()
         config: Any = from_json(content)
         if response.status != 200:

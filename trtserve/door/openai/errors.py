@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from fastapi import HTTPException, Request, Response
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from trtserve.door.refusals import RefusedError
 from trtserve.errors import ServerUnreachableError, TrtserveError
@@ -88,11 +89,11 @@ class OpenAIRoute(APIRoute):
                 return error.response()
             except RefusedError as refusal:
                 return ApiError(refusal.text, status=refusal.status).response()
-            except HTTPException as error:  # FastAPI's, when it cannot read the body
+            except HTTPException as error:  # FastAPI cannot read the body
                 cause = error.__cause__
                 if isinstance(cause, RefusedError):
                     return ApiError(cause.text, status=cause.status).response()
-                return ApiError(str(error.detail), status=error.status_code).response()
+                return ApiError("The body is not valid JSON.", status=error.status_code).response()
             except TrtserveError as error:
                 return api_error(error).response()
 
