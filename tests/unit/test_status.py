@@ -118,7 +118,18 @@ def test_everything_is_shown(repository: Path, capsys: pytest.CaptureFixture[str
     assert status.models == {"a": "READY", "b": "UNAVAILABLE broken"}
     assert status.kv_blocks == {"max": 96, "used": 12, "tokens_per": 32}
     captured = capsys.readouterr()
-    expected = ["demo", "ready", "-", "probe", f"127.0.0.1:{port}", "1", str(port), str(os.getpid()), "streaming"]
+    expected = [
+        "demo",
+        "ready",
+        "-",
+        "probe",
+        "1 of 2 ready",
+        f"127.0.0.1:{port}",
+        "1",
+        str(port),
+        str(os.getpid()),
+        "streaming",
+    ]
     columns, row = (line.split("\t") for line in captured.out.splitlines())
     assert (columns[:2], columns[-2:]) == (["name", "state"], ["kv cache", "restarts"])
     assert row == [*expected, "compute bf16, kv u8", "0 running, 0 done", "12 of 96 blocks of 32 tokens", "0"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trtserve.server.status import Status
 
 _COLUMNS = (
-    *("name", "state", "uptime", "model", "http", "grpc", "metrics", "pid", "policy", "engine"),
+    *("name", "state", "uptime", "model", "models", "http", "grpc", "metrics", "pid", "policy", "engine"),
     *("requests", "kv cache", "restarts"),
 )
 
@@ -120,6 +120,7 @@ def _row(one: Status) -> tuple[object, ...]:
         one.state,
         "-" if one.uptime is None else str(timedelta(seconds=int(one.uptime))),
         server.model,
+        _models_text(one) or "-",
         f"{server.address.host}:{proxy}" + ",".join(str(each.http_port) for each in addresses),
         ",".join(str(each.grpc_port) for each in addresses),
         ",".join(str(each.metrics_port) for each in addresses),
@@ -130,6 +131,12 @@ def _row(one: Status) -> tuple[object, ...]:
         _kv_text(one) or "-",
         server.restarts,
     )
+
+
+def _models_text(one: Status) -> str:
+    # Such as: 6 of 6 ready.
+    ready = sum(state == "READY" for state in one.models.values())
+    return f"{ready} of {len(one.models)} ready" if one.models else ""
 
 
 def _kv_text(one: Status) -> str:
