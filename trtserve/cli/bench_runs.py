@@ -96,6 +96,8 @@ def _print(spec: BenchSpec, runs: BenchRuns, reports: list[Report], found: Found
 
 
 def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection) -> None:
+    from trtserve.triton.client import CORE_MODEL
+
     if spec.protocol == "http" and connection.url is not None:
         raise UsageError(
             "--url is the gRPC address, which also describes the model; --protocol http needs both ports.",
@@ -119,7 +121,7 @@ def _check_combination(spec: BenchSpec, runs: BenchRuns, connection: Connection)
         ("--protocol", "--openai", remote and spec.protocol != "grpc"),
         ("--protocol", "--in-process", local and spec.protocol != "grpc"),
         ("--diagnose", "--in-process", local and runs.diagnose),
-        ("--model", "--in-process", local and spec.model not in (None, "tensorrt_llm")),
+        ("--model", "--in-process", local and spec.model not in (None, CORE_MODEL)),
         ("--request-rate", "--sweep-rate", spec.request_rate is not None and bool(runs.sweep_rate)),
         ("--concurrency", "--sweep-concurrency", spec.concurrency is not None and bool(runs.sweep_concurrency)),
     ):
