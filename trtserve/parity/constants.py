@@ -84,14 +84,16 @@ def _windows(model: Any, config: Any) -> tuple[int | None, ...]:
 
 def _rotations(model: Any, config: Any) -> Iterator[tuple[str, Rotation]]:
     """Return a model's rotary embeddings, each with its kind of layer."""
+    import torch
+
     longest = int(getattr(config, "max_position_embeddings", None) or 2)
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
+        if isinstance(table := getattr(module, "embed_positions", None), torch.Tensor):  # GPT-J
+            sine, cosine = table[1].float().chunk(2)
+            yield _FULL, Rotation(frequencies=_angles(sine, cosine), scale=float((sine**2 + cosine**2).sqrt()[0]))
+        elif type(module).__name__.endswith("RotaryEmbedding"):
             for kind in getattr(module, "layer_types", None) or [_SLIDING if name.endswith("_local") else _FULL]:
                 yield kind, _rotation(module, longest, kind)
-        elif hasattr(module, "embed_positions") and hasattr(module, "rotary_dim"):
-            sine, cosine = module.embed_positions[1].float().chunk(2)  # GPT-J keeps a table
-            yield _FULL, Rotation(frequencies=_angles(sine, cosine), scale=float((sine**2 + cosine**2).sqrt()[0]))
 
 
 def _rotation(module: Any, longest: int, kind: str) -> Rotation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -207,11 +208,13 @@ def _logits(model: Any, tokens: Sequence[int]) -> Logits:
 def _greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     import torch
 
+    # transformers 5.24 renamed the argument and warns about the old name.
+    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     tokens: list[int] = []
     fresh, past = list(prompt), None
     with torch.inference_mode():
         while len(tokens) < count:
-            result = model(torch.tensor([fresh]), past_key_values=past, use_cache=True)
-            past, fresh = result.past_key_values, [int(result.logits[0, -1].argmax())]
+            result = model(torch.tensor([fresh]), use_cache=True, **{cache: past})
+            past, fresh = result[cache], [int(result.logits[0, -1].argmax())]
             tokens += fresh
     return tokens
