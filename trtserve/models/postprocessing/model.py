@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException("Parameter tokenizer_dir is not set; it names the tokenizer's folder.")
         skip = parameters.choice("skip_special_tokens", default=True)
         self._decoder = AnchoredDecoder(load_tokenizer(folder), skip_special_tokens=skip)
-        self._outputs = {output["name"] for output in config["output"]}
+        outputs = {output["name"] for output in config["output"]}
+        self._passed_on = [name for name in _PASSED_ON if f"OUT_{name}" in outputs]
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer each request; one that fails does not affect the others."""
@@ -47,18 +49,14 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
         encoded = np.array([text.encode("utf-8") for text in texts], dtype=np.object_)
         tensors = [pb_utils.Tensor("OUTPUT", encoded)]
-        tensors += [
-            pb_utils.Tensor(f"OUT_{name}", inputs[name])
-            for name in _PASSED_ON
-            if name in inputs and f"OUT_{name}" in self._outputs
-        ]
+        tensors += [pb_utils.Tensor(f"OUT_{name}", inputs[name]) for name in self._passed_on if name in inputs]
         return pb_utils.InferenceResponse(output_tensors=tensors)
 
 
 def _rows(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[list[int]]:
     """Cut ids [batch, beams, length] to their lengths [batch, beams]; row-major over (row, beam)."""
     # Without -1: the last response of a stream may be empty, and NumPy cannot infer an axis of an empty array.
-    flat = tokens.reshape(int(np.prod(tokens.shape[:-1])), tokens.shape[-1])
+    flat = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
     if flat.shape[0] != lengths.size:
         raise ValueError(f"SEQUENCE_LENGTH has {lengths.size} entries for {flat.shape[0]} rows.")
     return [row[:length].tolist() for row, length in zip(flat, lengths.reshape(-1), strict=True)]
