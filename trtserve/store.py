@@ -119,12 +119,13 @@ def reusable(kind: type[A], destination: Path, wanted: str) -> A | None:
     """
     with writing(destination):
         if not (destination / MANIFEST).exists():
-            if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+            if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
+                return None
+            if not (destination / MANIFEST).exists():  # else another process has published it since the first look
                 raise ArtifactError(
                     f"{destination} exists and was not made by trtserve; refusing to replace it.",
                     hint="Choose another place (--out, ENGINE_DEST_PATH), or remove it.",
                 )
-            return None
     manifest = Manifest.read(destination)
     if manifest.kind != KINDS[kind]:
         raise ArtifactError(

@@ -53,6 +53,17 @@ def test_equal_fingerprint_is_reused(tmp_path: Path) -> None:
     assert (again.path / "rank0.engine").read_text() == "one"
 
 
+def test_an_artefact_that_appears_during_the_look_is_not_taken_for_the_users_files(tmp_path: Path) -> None:
+    for number in range(60):
+        place, found = tmp_path / f"engine-{number}", None
+        thread = threading.Thread(target=_publish, args=(place, number, "one"))
+        thread.start()
+        while found is None:
+            found = reusable(Engine, place, fingerprint(number=number))
+        thread.join()
+        assert found.path == place
+
+
 def test_another_fingerprint_replaces_the_artefact(tmp_path: Path) -> None:
     _publish(tmp_path / "engine", 1, "one")
     other = _publish(tmp_path / "engine", 2, "two")
