@@ -127,14 +127,15 @@ class _Acceptor:
                 self._pause = self._loop.call_later(_PAUSE, self._resume)
                 return
             client.setblocking(False)
-            with suppress(BlockingIOError):  # it has sent nothing yet
-                try:
-                    left = not client.recv(1, socket.MSG_PEEK)
-                except ConnectionResetError:
-                    left = True
-                if left:
-                    client.close()
-                    continue
+            try:
+                left = not client.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:  # it has sent nothing yet
+                left = False
+            except OSError:
+                left = True
+            if left:
+                client.close()
+                continue
             task = self._loop.create_task(self._begin(client))
             self._beginning.add(task)
             task.add_done_callback(self._beginning.discard)
