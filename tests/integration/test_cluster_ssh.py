@@ -1,6 +1,7 @@
 """The scripts of a LeaderWorkerSet with the real OpenSSH and the real mpirun: two pods that are this machine.
 
-One variable and a HOME for each pod keep their processes and files apart.
+One variable and a HOME for each pod keep their processes and files apart. As in the manifest, a pod's user is number
+1000 and has no rights of root's: inside of a user namespace, where this process's files belong to it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ pytestmark = pytest.mark.needs("sshd")
 
 HOST = "127.0.0.1"
 POD = "NVIDIA_TEST_POD"  # the doubles record variables of NVIDIA's
+USER = 1000
+IN_A_POD = f"""
+mount --bind "$0" /etc/passwd
+exec unshare --user --map-user={USER} --map-group={USER} -- "$@"
+"""
 
 
 def answers(port: int) -> bool:
@@ -99,9 +105,12 @@ class Group:
         paths = [str(self.doubles.bin), str(Path(sys.prefix) / "bin"), os.environ["PATH"]]
         given = {"PATH": os.pathsep.join(paths), "HOME": str(home), "TMPDIR": str(home)}
         given |= {"LWS_LEADER_ADDRESS": "repository-0.repository.default", "LWS_GROUP_SIZE": "2"}
+        users = self.folder / "passwd"
+        users.write_text(f"triton-server:x:{USER}:{USER}::/home/triton-server:/bin/sh\n", encoding="utf-8")
+        as_root = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-ec", IN_A_POD, str(users)]
         with (self.folder / f"{pod}.log").open("wb") as log:
             self.started[pod] = subprocess.Popen(
-                ["bash", str(self.folder / f"{pod}.sh")],
+                [*as_root, "bash", str(self.folder / f"{pod}.sh")],
                 env={**os.environ, **given, POD: f"{self.folder}\n{pod}"},
                 cwd=self.containers[pod]["workingDir"],
                 stdin=subprocess.DEVNULL,
@@ -162,6 +171,7 @@ def test_two_pods_start_answer_and_end_together(group_of: Callable[..., Group]) 
     # Each has what its own pod has set, through ssh too.
     pods = [call.environment[POD].rpartition("\n")[2] for call in ranks]
     assert pods == ["leader", "leader", "worker", "worker"]
+    assert "Accepted publickey for triton-server" in group.log("worker")
     assert len(shared_memory_regions(group.prefix)) == 4
     waiting = group.hook("worker")  # the cluster asks all pods at once
     with pytest.raises(subprocess.TimeoutExpired):

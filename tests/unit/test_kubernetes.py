@@ -129,16 +129,21 @@ def test_probes_ask_tritons_health_pages_and_look_for_dead_stubs(tmp_path: Path)
     assert container["ports"][0] == {"name": "http", "containerPort": 9000}
 
 
-def test_pods_have_few_rights_and_no_neighbours_from_elsewhere(tmp_path: Path) -> None:
-    found = documents(planned(repository_of(tmp_path, 1)))
-    pod = found["Deployment"]["spec"]["template"]
-    assert pod["spec"]["securityContext"]["runAsNonRoot"]
-    assert not pod["spec"]["automountServiceAccountToken"]
-    (container,) = pod["spec"]["containers"]
+def require_few_rights(pod: dict[str, Any], container: dict[str, Any]) -> None:
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 1000
+    assert not pod["automountServiceAccountToken"]
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]},
     }
+
+
+def test_pods_have_few_rights_and_no_neighbours_from_elsewhere(tmp_path: Path) -> None:
+    found = documents(planned(repository_of(tmp_path, 1)))
+    pod = found["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    require_few_rights(pod["spec"], container)
     policy = found["NetworkPolicy"]["spec"]
     assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     assert policy["policyTypes"] == ["Ingress"]
@@ -166,6 +171,7 @@ def test_several_nodes_are_a_leader_worker_set(tmp_path: Path) -> None:
     assert found["Service"]["metadata"]["name"] != workers["metadata"]["name"]
     for name in ("leaderTemplate", "workerTemplate"):
         (container,) = template[name]["spec"]["containers"]
+        require_few_rights(template[name]["spec"], container)
         assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in template[name]["spec"]["volumes"]}

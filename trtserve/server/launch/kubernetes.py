@@ -203,8 +203,8 @@ def _manifest(setup: Setup, launch: Launch, cluster: KubernetesSpec, name: str, 
         "nodes": cluster.nodes,
         "image": image,
         "repository": str(setup.repository),
-        # The user of the pod need not have a home; sshd of several nodes needs root's.
-        "environment": launch.environment if cluster.nodes > 1 else {"HOME": "/tmp", **launch.environment},
+        # The user of the pod need not have a home.
+        "environment": {"HOME": "/tmp", **launch.environment},
         "hf_secret": cluster.hf_secret,
         "ssh_secret": cluster.ssh_secret,
         "pull_secret": cluster.pull_secret,
