@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 from collections.abc import Iterator
@@ -15,10 +16,14 @@ import pytest
 from tests.support.doors import RunningDoor, running_door
 from tests.support.model_server import ModelServer, Tensors, flags, integers
 from tests.support.release_client import NEWEST, long_integers
+from tests.support.servers import running_server
 from tests.support.text_requests import ENDLESS, is_idle
 from tests.support.waiting import wait_until
 from trtserve.query import QuerySpec, generate
+from trtserve.server.state import log_file
+from trtserve.store import Store
 from trtserve.triton.client import Endpoint
+from trtserve.triton.tritonserver import kv_blocks
 
 pytestmark = pytest.mark.triton
 
@@ -225,6 +230,30 @@ def test_many_short_requests(features: ModelServer) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(ask, range(400))) == {200}
+
+
+def test_triton_keeps_no_ensemble_whose_client_has_left(
+    features: ModelServer, features_root: Path, tmp_path: Path
+) -> None:
+    """Triton 2.51 would, had the door closed its connection: then it waits for them in vain when it ends."""
+    with running_server(features_root / "repository", home=tmp_path, name="left", door=True, gracefully=True) as server:
+
+        def leave(number: int) -> None:
+            verb = ("generate", "generate_stream")[number % 2]
+            body = {"text_input": f"{number}", "max_tokens": ENDLESS, "end_id": -1, "stream": verb != "generate"}
+            address = server.address
+            with closing(http.client.HTTPConnection(address.host, address.http_port, timeout=30)) as connection:
+                headers = {"Content-Type": "application/json"}
+                connection.request("POST", f"/v2/models/ensemble/{verb}", json.dumps(body), headers)
+                time.sleep(number % 20 / 50)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(leave, range(60)))
+        wait_until(lambda: kv_blocks(server.address)["used"] == 0)
+        time.sleep(1.0)  # the door reads the last answers to their ends
+    log = log_file("left", Store(tmp_path)).read_text(encoding="utf-8", errors="replace")
+    assert "Waiting for in-flight requests to complete." in log
+    assert "Model 'ensemble' (version 1) has" not in log
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,10 @@ class Exchange:
     started: float = field(default_factory=time.monotonic)
     needs: tuple[str, ...] = ()
     """The model that runs and those that it calls."""
+    closing_ends: bool = True
+    """Whether Triton ends the request when its connection is closed."""
     request_id: str = ""
-    """The id that the client gave it."""
+    """The id that the client or the door gave it."""
     sending_since: float | None = None
     """When the part of the answer was handed over that the client has not read yet."""
     refusal: RefusedError | None = None

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from aiohttp import ClientResponse
 
 from trtserve.door import guard
-from trtserve.door.asgi import Receive, Scope, Send, headers_of, send_answer
+from trtserve.door.asgi import Message, Receive, Scope, Send, headers_of, send_answer
 from trtserve.door.bodies import receive_body
 from trtserve.door.gate import Exchange, Gate
 from trtserve.door.health import Health
@@ -33,6 +34,8 @@ _NOT_PASSED_ON: Final = (b"connection", b"keep-alive", b"transfer-encoding", b"c
 _OWN_ID = "door-"
 _STREAM = "text/event-stream"
 _MAX_DIGITS = 19
+_STOP_SECONDS = 10.0
+_STOP_AGAIN = 0.5
 
 
 class Relay:
@@ -76,13 +79,22 @@ class Relay:
         if _TRACE.fullmatch(headers.get("traceparent", "")):
             passed_on["traceparent"] = headers["traceparent"]
         watch = asyncio.create_task(_end_with_client(receive, exchange.task))
-        try:
+        listening = True
+
+        async def to_client(message: Message) -> None:
+            if listening:
+                await send(message)
+
+        async def relay() -> None:
             async with self._triton.send(scope["method"], target.path, checked.content, passed_on) as response:
-                await _answer(response, own_id, send)
+                await _answer(response, own_id, to_client)
+
+        relaying = asyncio.create_task(relay())
+        try:
+            await asyncio.shield(relaying)
         except asyncio.CancelledError:
-            # Triton 2.51 ends only what a decoupled model streams itself when its client has gone.
-            if checked.request_id and not self._gate.has_other(exchange):
-                self._stop(checked.request_id)
+            listening = False
+            self._end(exchange, relaying)
             raise
         finally:
             watch.cancel()
@@ -95,30 +107,47 @@ class Relay:
             return guard.check_control(body, self._limits), ""
         _require_type(headers, _BINARY_TYPES if target.operation == "infer" else _JSON_TYPES)
         model = await self._triton.model(target.model)
-        exchange.needs = model.needs
+        exchange.needs, exchange.closing_ends = model.needs, model.closing_ends
         self._health.require(model.needs)
         if target.operation == "infer":
             open_memory = "shared-memory" in self._settings.open_apis
             checked = guard.check_infer(body, _json_length(headers), self._limits, shared_memory=open_memory)
         else:
             checked = guard.check_generate(body, self._limits, model.datatypes)
+        own_id = ""
+        if not checked.request_id and checked.json_length != 0:
+            own_id = _OWN_ID + secrets.token_hex(8)
+            checked = checked.with_id(own_id)
         exchange.request_id = checked.request_id
-        if checked.request_id or checked.json_length == 0:
-            return checked, ""
-        checked = checked.with_id(_OWN_ID + secrets.token_hex(8))
-        return checked, checked.request_id
+        return checked, own_id
 
-    def _stop(self, request_id: str) -> None:
-        """Stop a request in the engine, in the background."""
-        task = asyncio.create_task(self._stop_everywhere(request_id))
-        self._stops.add(task)
-        task.add_done_callback(self._stops.discard)
+    def _end(self, exchange: Exchange, relaying: asyncio.Task[None]) -> None:
+        """End a request whose answer nobody takes: by closing the connection where that helps, and in the engine."""
+        stoppable = bool(exchange.request_id and self._settings.core_models) and not self._gate.has_other(exchange)
+        if exchange.closing_ends or not stoppable:
+            relaying.cancel()
+        if stoppable:
+            task = asyncio.create_task(self._stop(exchange.request_id, relaying))
+            self._stops.add(task)
+            task.add_done_callback(self._stops.discard)
 
-    async def _stop_everywhere(self, request_id: str) -> None:
-        stops = (self._triton.stop(request_id, core) for core in self._settings.core_models)
-        for result in await asyncio.gather(*stops, return_exceptions=True):
-            if isinstance(result, BaseException):
-                _LOG.warning("request %s could not be stopped: %s", request_id, result)
+    async def _stop(self, request_id: str, relaying: asyncio.Task[None]) -> None:
+        """Stop a request and read its answer to the end, if the connection is still open.
+
+        Triton 2.51 keeps an ensemble's request for ever if its connection is closed too early. The engine does not know
+        a request that has not reached it yet, so it is asked again.
+        """
+        deadline = time.monotonic() + _STOP_SECONDS
+        while True:
+            stops = (self._triton.stop(request_id, core) for core in self._settings.core_models)
+            for result in await asyncio.gather(*stops, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    _LOG.warning("request %s could not be stopped: %s", request_id, result)
+            await asyncio.wait([relaying], timeout=_STOP_AGAIN)
+            if relaying.done() or time.monotonic() > deadline:
+                break
+        relaying.cancel()
+        await asyncio.gather(relaying, return_exceptions=True)
 
 
 async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:

@@ -33,6 +33,8 @@ class Model:
     description: ModelDescription
     needs: tuple[str, ...]
     """The model itself, and those that an ensemble or a BLS model calls."""
+    closing_ends: bool
+    """Whether Triton 2.51 ends a request whose connection is closed: only what a decoupled model streams itself."""
 
     @property
     def datatypes(self) -> dict[str, str]:
@@ -155,4 +157,5 @@ def _model(config: Mapping[str, Any]) -> Model:
     steps = tuple(step["model_name"] for step in scheduling.get("step", ()))
     called = tuple(value for name, value in description.parameters.items() if name.endswith("_model_name") and value)
     others = steps or ((PREPROCESSING, *called, POSTPROCESSING) if called else ())
-    return Model(description=description, needs=(description.name, *others))
+    closing_ends = description.decoupled and not steps
+    return Model(description=description, needs=(description.name, *others), closing_ends=closing_ends)
