@@ -2,9 +2,10 @@
 
 Run as `python -m tests.benchmarks.soak_doors --work FOLDER --minutes 30`. The demo model is served behind its door with
 prefix reuse, beams and a KV cache smaller than the load. First 64 clients that wait for their answers measure the
-capacity. Then requests arrive at random moments (a Poisson process) at 80 % of that rate: Triton's gRPC, the door's
-`generate` and `generate_stream`, the OpenAI API and the page, with all features, and a third given up. A request that
-arrives while 256 run is not sent but counted: a shared machine may become slower than it was while it was measured.
+capacity. Then 256 of them make the server take the memory of the longest queue that the soak allows, or a burst would
+look like a leak. Then requests arrive at random moments (a Poisson process) at 80 % of the capacity: Triton's gRPC, the
+door's `generate` and `generate_stream`, the OpenAI API and the page, with all features, and a third given up. A request
+that arrives while 256 run is not sent but counted: a shared machine may become slower than it was when measured.
 """
 
 from __future__ import annotations
@@ -59,11 +60,13 @@ Send = Callable[[random.Random], Awaitable[str]]
 
 @dataclass(kw_only=True)
 class Run:
-    """What happened: how requests of each door ended, seconds they took, and bytes of each process."""
+    """How requests of each door ended and the seconds they took; over time, how many ran and the bytes of processes."""
 
     ended: Counter[str] = field(default_factory=Counter)
     longest: dict[str, float] = field(default_factory=dict)
     seconds: list[tuple[float, float]] = field(default_factory=list)
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+    at_once: list[tuple[float, int]] = field(default_factory=list)
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
 
 
@@ -108,7 +111,8 @@ async def drive(server: Server, seconds: float, *, seed: int) -> tuple[float, Ru
             "OpenAI": lambda chance: soak_openai._request(session, chance),
             "page": lambda chance: _page(session),
         }
-        capacity = await _capacity(doors, choice)
+        capacity = await _answered_per_second(doors, choice, clients=STREAMS)
+        await _answered_per_second(doors, choice, clients=MOST_RUNNING)
         run, begin = Run(), time.monotonic()
         sampling = asyncio.create_task(_sample(server, begin, run))
         await _arrive(doors, choice, SHARE * capacity, begin + seconds, run)
@@ -123,8 +127,8 @@ def _drawn(doors: dict[str, Send], choice: random.Random) -> tuple[str, Send]:
     return name, doors[name]
 
 
-async def _capacity(doors: dict[str, Send], choice: random.Random) -> float:
-    """Requests/s of 64 clients that send the next request when they have the answer."""
+async def _answered_per_second(doors: dict[str, Send], choice: random.Random, *, clients: int) -> float:
+    """Requests/s of clients that send the next request when they have the answer."""
     ended, end = 0, time.monotonic() + MEASURED_FOR
 
     async def client(chance: random.Random) -> None:
@@ -134,23 +138,22 @@ async def _capacity(doors: dict[str, Send], choice: random.Random) -> float:
             await send(chance)
             ended += time.monotonic() < end
 
-    await asyncio.gather(*(client(random.Random(choice.random())) for _ in range(STREAMS)))
+    await asyncio.gather(*(client(random.Random(choice.random())) for _ in range(clients)))
     return ended / MEASURED_FOR
 
 
 async def _arrive(doors: dict[str, Send], choice: random.Random, rate: float, end: float, run: Run) -> None:
-    running: set[asyncio.Task[None]] = set()
     start = due = time.monotonic()
     while (due := due + choice.expovariate(rate)) < end:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         name, send = _drawn(doors, choice)
-        if len(running) >= MOST_RUNNING:
+        if len(run.running) >= MOST_RUNNING:
             run.ended[f"{name} not sent"] += 1
             continue
         task = asyncio.create_task(_timed(name, send, random.Random(choice.random()), start, run))
-        running.add(task)
-        task.add_done_callback(running.discard)
-    await asyncio.gather(*running)
+        run.running.add(task)
+        task.add_done_callback(run.running.discard)
+    await asyncio.gather(*run.running)
 
 
 async def _timed(name: str, send: Send, chance: random.Random, start: float, run: Run) -> None:
@@ -204,6 +207,7 @@ async def _sample(server: Server, begin: float, run: Run) -> None:
     processes |= {f"stub {each.cmdline()[-2]}": each.pid for each in triton.children()}
     while True:
         await asyncio.sleep(PERIOD)
+        run.at_once.append((time.monotonic() - begin, len(run.running)))
         for name, pid in processes.items():
             run.memory.setdefault(name, []).append((time.monotonic() - begin, process_bytes(pid)))
 
@@ -217,6 +221,7 @@ def judge(run: Run, used_blocks: int) -> tuple[dict[str, Any], list[str]]:
     thirds = (0.0, last / 3), (last * 2 / 3, last)
     figures = {
         **dict(sorted(run.ended.items())),
+        "most_at_once": max(count for _, count in run.at_once),
         "memory_mib": {name: [round(each / 2**20, 1) for each in ends] for name, ends in total.items()},
         "growth": growth,
         "median_s_first_and_last_third": [
@@ -260,7 +265,9 @@ def main() -> int:
         figures, wrong = judge(run, soak_openai.settled(server))
     figures = {"minutes": arguments.minutes, "capacity_per_s": capacity, **figures}
     print(json.dumps(figures, indent=2))
-    (work / "soak-doors.json").write_text(json.dumps({**figures, "samples": run.memory}) + "\n", encoding="utf-8")
+    (work / "soak-doors.json").write_text(
+        json.dumps({**figures, "samples": run.memory, "at_once": run.at_once}) + "\n", encoding="utf-8"
+    )
     for line in wrong:
         print(f"WRONG: {line}", file=sys.stderr)
     return bool(wrong)
