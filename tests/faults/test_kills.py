@@ -66,12 +66,14 @@ def test_a_killed_process(process: str, moment: str, policy: str, repository: Pa
 
 
 def expect_an_explanation(one: Supervised, process: str) -> None:
-    """The state file says what ended and shows the last lines, or what Triton said of the model if it noticed first."""
+    """The state file has the exit code, what ended, and the last lines, or Triton's words if it noticed first."""
     if process == "supervisor":
         wait_until(lambda: not one.record().instances[0].process.alive())
         return
     server = one.record()
     assert server.failure is not None
+    if process == "tritonserver":
+        assert server.failure.exit_code == -signal.SIGKILL
     assert any(words in server.failure.message for words in ("Last lines:", "'probe_0_0' is not healthy."))
     assert {"tritonserver": "signal 9", "probe": "probe", "door": "door"}[process] in server.failure.message
 

@@ -12,7 +12,7 @@ from trtserve.errors import PortInUseError, ServerStartError, TrtserveError
 from trtserve.files import locked
 from trtserve.models.shared.run_folder import VARIABLE
 from trtserve.planner.rates import timed
-from trtserve.process import ProcessId, spawn
+from trtserve.process import ProcessId, exit_code, spawn
 from trtserve.process.interrupts import stop_signals
 from trtserve.progress import SILENT, Progress
 from trtserve.server.announcements import announce_commands
@@ -131,7 +131,9 @@ def _start_on_ports(
             for warning in plan.served.cache_warnings(kv_blocks(server.address)):
                 progress.warn(warning)
         except BaseException as error:
-            failure = failure_of(error) if isinstance(error, TrtserveError) else None
+            failure = None
+            if isinstance(error, TrtserveError):
+                failure = failure_of(error, exit_code(server.instances[0].process))
             end_server(server, plan.store, urgent=lambda: interrupted() > 1, failure=failure)
             raise
     return server
