@@ -235,7 +235,7 @@ def test_many_short_requests(features: ModelServer) -> None:
 def test_triton_keeps_no_ensemble_whose_client_has_left(
     features: ModelServer, features_root: Path, tmp_path: Path
 ) -> None:
-    """Triton 2.51 would, had the door closed its connection: then it waits for them in vain when it ends."""
+    """If the door closed its connection, Triton 2.51 would keep the request, and wait for it in vain when it ends."""
     with running_server(features_root / "repository", home=tmp_path, name="left", door=True, gracefully=True) as server:
 
         def leave(number: int) -> None:

@@ -50,8 +50,8 @@ def latencies(one: Supervised, count: int = 1_000) -> list[float]:
     return taken
 
 
-# Each thread has an address of its own. From one address a flood would use up the ports between it and the server, and
-# the kernel would search long for one, for the other clients too.
+# Each thread has an address of its own. A flood from one address would use up its ports, and then the kernel's search
+# for a free one slows the other clients too.
 FLOOD = """
 import socket, sys, threading, time
 

@@ -1,7 +1,7 @@
 """The scripts of a LeaderWorkerSet with the real OpenSSH and the real mpirun: two pods that are this machine.
 
-One variable and a HOME for each pod keep their processes and files apart. As in the manifest, a pod's user is number
-1000 and has no rights of root's: inside of a user namespace, where this process's files belong to it.
+One variable and a HOME for each pod keep their processes and files apart. As in the manifest, pods run as user
+1000 without root's rights: each in a user namespace that gives this number to the user who runs the tests.
 """
 
 from __future__ import annotations

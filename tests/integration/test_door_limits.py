@@ -9,9 +9,11 @@ import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,12 @@ CONFIG = {
     "max_batch_size": 0,
     "model_transaction_policy": {"decoupled": True},
     "input": [{"name": "text_input", "data_type": "TYPE_STRING", "dims": [1]}],
+}
+STOP = {"name": "stop", "data_type": "TYPE_BOOL", "dims": [1]}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "m": CONFIG,
+    "core": {**CONFIG, "name": "core", "input": [STOP]},
+    "ensemble": {**CONFIG, "name": "ensemble", "ensemble_scheduling": {"step": [{"model_name": "core"}]}},
 }
 GENERATE = "/v2/models/m/generate_stream"
 COMPLETIONS = b"/v1/completions"
@@ -65,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Triton
 
     def do_GET(self) -> None:
-        self._answer(CONFIG if self.path.endswith("/config") else {})
+        self._answer(CONFIGS[self.path.split("/")[3]] if self.path.endswith("/config") else {})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -217,6 +225,28 @@ def test_a_request_that_takes_too_long_is_ended(door: RunningDoor, triton: Trito
         answer = connection.getresponse()
         assert answer.status == 504
         assert "longer than 2 s" in json.loads(answer.read())["error"]
+
+
+def test_a_stop_is_repeated_but_not_while_another_client_waits_for_the_same_id(triton: Triton, tmp_path: Path) -> None:
+    path, body = "/v2/models/ensemble/generate_stream", json.dumps({"id": "same", "text_input": "hang"})
+
+    def stops() -> int:
+        return sum(b'"stop"' in each for each in triton.bodies)
+
+    with running_door(tmp_path, int(triton.server_address[1]), model="ensemble", core_models=("core",)) as door:
+        with door.connected() as first:
+            first.request("POST", path, body, {"Content-Type": "application/json"})
+            wait_until(lambda: triton.bodies)
+        wait_until(lambda: stops() >= 2)
+        with door.connected() as second:
+            second.request("POST", path, body, {"Content-Type": "application/json"})
+            wait_until(lambda: len(triton.bodies) - stops() == 2)
+            time.sleep(0.2)  # a stop may have been on its way
+            before = stops()
+            time.sleep(1.5)
+            assert stops() == before
+            triton.release.set()
+            assert second.getresponse().status == 200
 
 
 def test_a_client_that_does_not_read_is_cut_off(door: RunningDoor, triton: Triton) -> None:

@@ -123,31 +123,35 @@ class Relay:
 
     def _end(self, exchange: Exchange, relaying: asyncio.Task[None]) -> None:
         """End a request whose answer nobody takes: by closing the connection where that helps, and in the engine."""
-        stoppable = bool(exchange.request_id and self._settings.core_models) and not self._gate.has_other(exchange)
+        stoppable = bool(exchange.request_id and self._settings.core_models)
         if exchange.closing_ends or not stoppable:
             relaying.cancel()
         if stoppable:
-            task = asyncio.create_task(self._stop(exchange.request_id, relaying))
+            task = asyncio.create_task(self._stop(exchange, relaying))
             self._stops.add(task)
             task.add_done_callback(self._stops.discard)
 
-    async def _stop(self, request_id: str, relaying: asyncio.Task[None]) -> None:
+    async def _stop(self, exchange: Exchange, relaying: asyncio.Task[None]) -> None:
         """Stop a request and read its answer to the end, if the connection is still open.
 
         Triton 2.51 keeps an ensemble's request for ever if its connection is closed too early. The engine does not know
-        a request that has not reached it yet, so it is asked again.
+        a request that has not reached it yet, so it is asked again, but never while a client waits for the same id.
         """
         deadline = time.monotonic() + _STOP_SECONDS
         while True:
-            stops = (self._triton.stop(request_id, core) for core in self._settings.core_models)
-            for result in await asyncio.gather(*stops, return_exceptions=True):
-                if isinstance(result, BaseException):
-                    _LOG.warning("request %s could not be stopped: %s", request_id, result)
+            if not self._gate.has_other(exchange):
+                await self._stop_everywhere(exchange.request_id)
             await asyncio.wait([relaying], timeout=_STOP_AGAIN)
             if relaying.done() or time.monotonic() > deadline:
                 break
         relaying.cancel()
         await asyncio.gather(relaying, return_exceptions=True)
+
+    async def _stop_everywhere(self, request_id: str) -> None:
+        stops = (self._triton.stop(request_id, core) for core in self._settings.core_models)
+        for result in await asyncio.gather(*stops, return_exceptions=True):
+            if isinstance(result, BaseException):
+                _LOG.warning("request %s could not be stopped: %s", request_id, result)
 
 
 async def _answer(response: ClientResponse, own_id: str, send: Send) -> None:
