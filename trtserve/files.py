@@ -78,6 +78,21 @@ def require_own(path: Path, folder: Path) -> None:
         )
 
 
+def is_below(name: object) -> bool:
+    """Return whether `name` is a relative path that leads to a place below the folder that it is joined to."""
+    return isinstance(name, str) and "\0" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def child(folder: Path, name: str) -> Path:
+    """Return the path of `name` in `folder`. Raises ArtifactError for a name that leads to another place."""
+    if "/" in name or not is_below(name):
+        raise ArtifactError(
+            f"{name[:200]!r} is not the name of an entry of {folder}; nothing is written or removed there.",
+            hint="A record, a manifest or a hub gave a name that leads elsewhere: do not use it.",
+        )
+    return folder / name
+
+
 @contextmanager
 def locked(path: Path, *, wait: bool = True, shared: bool = False) -> Iterator[None]:
     """Hold the advisory lock file `path` and remove it afterwards; any number of processes can hold a `shared` one.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,7 +25,8 @@ class HubModel:
     and `wrong_size` are files whose metadata is wrong. `bytes_per_second` slows down every file. With `redirects`,
     large files come from another host, as from the real hub's content network. `busy` maps a file, or "" for the list
     of files, to the statuses of its next answers, with `retry_after` as their header. `elsewhere` is the address of
-    another host, to which every request is redirected.
+    another host, to which every request is redirected. `lie` changes the list of files, `lying_headers` those of each
+    file, and an `endless` file is sent without its length until the client leaves, or for 256 MiB.
     """
 
     folder: Path
@@ -45,6 +46,9 @@ class HubModel:
     wrong_size: dict[str, int] = field(default_factory=dict)
     bytes_per_second: int | None = None
     redirects: bool = False
+    lie: Callable[[dict[str, Any]], object] | None = None
+    lying_headers: dict[str, str] = field(default_factory=dict)
+    endless: set[str] = field(default_factory=set)
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir() if path.is_file())
@@ -154,7 +158,9 @@ class _Handler(BaseHTTPRequestHandler):
         if revision not in ("main", model.commit):
             return self._fail(404, "RevisionNotFound")
         listing = {"id": repository, "sha": model.commit, "siblings": [model.sibling(n) for n in model.names()]}
-        return self._send(json.dumps(listing).encode(), {"Content-Type": "application/json"})
+        answer = listing if model.lie is None else model.lie(listing)
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        return self._send(content, {"Content-Type": "application/json"})
 
     def _answer_file(self, repository: str, revision: str, name: str, token: str | None, with_body: bool) -> None:
         model = self.hub.models[repository]
@@ -172,7 +178,23 @@ class _Handler(BaseHTTPRequestHandler):
             if model.redirects:
                 other_host = self.hub.endpoint.replace("127.0.0.1", "localhost")
                 return self._send(b"", headers | {"Location": f"{other_host}/cdn/{repository}/{name}"}, 302)
-        return self._send_file(model, name, headers, with_body)
+        if name in model.endless and with_body:
+            return self._send_endlessly(headers)
+        return self._send_file(model, name, headers | model.lying_headers, with_body)
+
+    def _send_endlessly(self, headers: dict[str, str]) -> None:
+        self.send_response(200)
+        for key, value in (headers | {"Connection": "close"}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        block = b"x" * (1 << 20)
+        try:
+            for _ in range(256):
+                self.wfile.write(block)
+                self.hub.sent_bytes += len(block)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        self.close_connection = True
 
     def _fails_for_now(self, model: HubModel, name: str) -> bool:
         """Answer with the next of the statuses for a file, if one is left."""

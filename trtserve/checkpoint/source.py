@@ -15,7 +15,7 @@ from typing import Any
 from trtserve.architectures.gemma3 import VISION
 from trtserve.checkpoint.tensor_files import Entry, TensorFile
 from trtserve.errors import ConversionError, CorruptFileError, ModelNotFoundError, UnsupportedModelError, listing
-from trtserve.files import read_json_object
+from trtserve.files import is_below, read_json_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -89,9 +89,7 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def _is_below(file: str) -> bool:
-    path = Path(file)
-    named = 0 < len(path.name) < 256 and "\0" not in file
-    return named and not path.is_absolute() and ".." not in path.parts
+    return is_below(file) and len(Path(file).name) < 256
 
 
 def read_source(folder: Path, base_prefix: str) -> dict[str, SourceTensor]:

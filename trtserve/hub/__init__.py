@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtserve.errors import CorruptFileError, NetworkError, UnsupportedModelError
+from trtserve.errors import ArtifactError, CorruptFileError, NetworkError, UnsupportedModelError
+from trtserve.files import is_below
 from trtserve.host.machine import format_bytes
+from trtserve.hub import answers
 from trtserve.hub.calls import endpoint as endpoint
 from trtserve.hub.calls import explained, transport_error
 from trtserve.hub.failures import offline
@@ -31,11 +32,22 @@ _LARGEST_FILE = 50_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteFile:
-    """One file of a revision."""
+    """One file of a revision.
+
+    Raises ArtifactError for a name that leads out of the folder that the file is put into, whoever gave it.
+    """
 
     name: str
     size: int  # bytes
     digest: str  # `sha256:…` (LFS) or `git:…` (SHA-1 of the git blob)
+
+    def __post_init__(self) -> None:
+        """Check the name: it is joined to folders that are written."""
+        if not is_below(self.name):
+            raise ArtifactError(
+                f"{str(self.name)[:200]!r} is not the name of a file of a model: it leads out of the model's folder.",
+                hint="Remove the model that lists it and import it again.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +71,26 @@ def is_offline() -> bool:
 def resolve(repository: str, revision: str | None, *, token: str | None = None) -> Revision:
     """Pin `revision` (branch, tag, commit; None: the default branch) to a commit and list its files.
 
-    Raises ModelNotFoundError, AccessDeniedError or NetworkError when the hub does not answer.
+    Raises ModelNotFoundError, AccessDeniedError or NetworkError when the hub does not answer, and NetworkError for an
+    answer that no hub gives (see `answers`): its commit and its names become paths on this machine.
     """
     from huggingface_hub import HfApi
 
     if is_offline():
         raise offline(repository)
     api = HfApi(endpoint=endpoint(), token=token)
-    info = api.model_info(repository, revision=revision, files_metadata=True, timeout=30)
-    if not info.sha:
-        raise NetworkError(
-            f"{endpoint()} did not name a commit of {repository}.", hint="Check that HF_ENDPOINT points to a hub."
-        )
-    files = tuple(_remote_file(repository, info.sha, sibling, token) for sibling in info.siblings or ())
-    return Revision(repository=repository, commit=info.sha, files=files)
+    with answers.understood(repository):
+        info = api.model_info(repository, revision=revision, files_metadata=True, timeout=30)
+    answers.repository_id(repository, info.id)
+    commit = answers.commit(repository, info.sha)
+    listed = answers.siblings(repository, info.siblings)
+    for sibling in listed:
+        answers.file_name(repository, sibling.rfilename)
+    return Revision(
+        repository=repository,
+        commit=commit,
+        files=tuple(_remote_file(repository, commit, sibling, token) for sibling in listed),
+    )
 
 
 def require_token(token: str) -> None:
@@ -88,11 +106,16 @@ def require_token(token: str) -> None:
 
 
 def _remote_file(repository: str, commit: str, sibling: Any, token: str | None) -> RemoteFile:
+    name, size, scheme, digest = sibling.rfilename, sibling.size, "git", sibling.blob_id
     if sibling.lfs is not None:
-        return RemoteFile(name=sibling.rfilename, size=sibling.lfs.size, digest=f"sha256:{sibling.lfs.sha256}")
-    if sibling.size is not None and sibling.blob_id:
-        return RemoteFile(name=sibling.rfilename, size=sibling.size, digest=f"git:{sibling.blob_id}")
-    return _file_by_header(repository, commit, sibling.rfilename, token)
+        size, scheme, digest = sibling.lfs.size, "sha256", sibling.lfs.sha256
+    elif size is None or not digest:
+        return _file_by_header(repository, commit, name, token)
+    return RemoteFile(
+        name=name,
+        size=answers.size(repository, name, size),
+        digest=answers.digest(repository, name, scheme, digest),
+    )
 
 
 def _file_by_header(repository: str, commit: str, name: str, token: str | None) -> RemoteFile:
@@ -100,12 +123,18 @@ def _file_by_header(repository: str, commit: str, name: str, token: str | None) 
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repository, name, revision=commit, endpoint=endpoint())
-    metadata = get_hf_file_metadata(url, token=token)
-    etag = metadata.etag or ""
-    scheme = {40: "git", 64: "sha256"}.get(len(etag) if re.fullmatch(r"[0-9a-f]+", etag) else 0)
-    if metadata.size is None or scheme is None:
-        raise NetworkError(f"{endpoint()} gives neither size nor hash of {name} in {repository}.")
-    return RemoteFile(name=name, size=metadata.size, digest=f"{scheme}:{etag}")
+    with answers.understood(repository):
+        metadata = get_hf_file_metadata(url, token=token)
+    if metadata.size is None or not answers.COMMIT.fullmatch(metadata.etag or ""):
+        raise NetworkError(
+            f"{endpoint()} gives neither size nor hash of {name} in {repository}.",
+            hint="Check that HF_ENDPOINT is the address of a hub or of a complete mirror.",
+        )
+    return RemoteFile(
+        name=name,
+        size=answers.size(repository, name, metadata.size),
+        digest=answers.digest(repository, name, "git" if len(metadata.etag or "") == 40 else "sha256", metadata.etag),
+    )
 
 
 @explained
@@ -154,7 +183,8 @@ def tensor_table(revision: Revision, file: RemoteFile, *, token: str | None = No
         raise offline(revision.repository)
     api = HfApi(endpoint=endpoint(), token=token)
     try:
-        found = api.parse_safetensors_file_metadata(revision.repository, file.name, revision=revision.commit)
+        with answers.understood(revision.repository):
+            found = api.parse_safetensors_file_metadata(revision.repository, file.name, revision=revision.commit)
     except SafetensorsParsingError as error:
         raise CorruptFileError(f"{file.name} of {revision.repository} has no valid header: {error}.") from error
     return {name: asdict(tensor) for name, tensor in found.tensors.items()}
@@ -186,11 +216,6 @@ def _download(revision: Revision, file: RemoteFile, part: Path, token: str | Non
             part.unlink()
             continue
         failure = _append(revision, file, part, token, task)
-        if _size(part) > file.size:
-            part.unlink()
-            raise CorruptFileError(
-                f"{file.name} of {revision.repository} is longer than the {file.size} bytes announced."
-            )
         fruitless = 0 if _size(part) > before else fruitless + 1
         if fruitless > _FRUITLESS_ATTEMPTS:
             reason = f" ({type(failure).__name__}: {failure})" if failure is not None else ""
@@ -202,7 +227,10 @@ def _download(revision: Revision, file: RemoteFile, part: Path, token: str | Non
 
 
 def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None, task: Task | None) -> Exception | None:
-    """Request the rest of `file`; return a lost connection as an error, since the caller sees whether bytes came."""
+    """Request the rest of `file`; return a lost connection as an error, since the caller sees whether bytes came.
+
+    Raises CorruptFileError, and removes the part, once more bytes come than were announced or none are left.
+    """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.file_download import http_get
@@ -212,11 +240,18 @@ def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None,
         raise offline(revision.repository)
     url = hf_hub_url(revision.repository, file.name, revision=revision.commit, endpoint=endpoint())
     try:
-        with _CountedFile(part, task) as handle:
+        with _CountedFile(part, file.size, task) as handle, answers.understood(revision.repository):
             handle.seek(0, os.SEEK_END)
             http_get(
                 url, handle, resume_size=handle.tell(), headers=build_hf_headers(token=token), expected_size=file.size
             )
+    except _TooLongError as error:
+        part.unlink()
+        raise CorruptFileError(
+            f"{file.name} of {revision.repository} is longer than the {file.size} bytes announced.",
+            hint="The pull was stopped there and the part removed. Run the command again; if it repeats, the "
+            "repository or the mirror in HF_ENDPOINT is damaged.",
+        ) from error
     except HfHubHTTPError as error:
         if error.response.status_code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             part.unlink()
@@ -234,15 +269,22 @@ def _append(revision: Revision, file: RemoteFile, part: Path, token: str | None,
     return None
 
 
-class _CountedFile(io.BufferedRandom):
-    """A file that reports written and truncated bytes to a task."""
+class _TooLongError(Exception):
+    """More bytes came than the file may have."""
 
-    def __init__(self, path: Path, task: Task | None) -> None:
+
+class _CountedFile(io.BufferedRandom):
+    """A file of at most `limit` bytes that reports written and truncated bytes to a task."""
+
+    def __init__(self, path: Path, limit: int, task: Task | None) -> None:
         path.touch()
         super().__init__(io.FileIO(path, "r+"))
+        self._limit = limit
         self._task = task
 
     def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self._limit:
+            raise _TooLongError
         count = super().write(data)
         if self._task is not None:
             self._task.advance(count)
@@ -300,7 +342,9 @@ def cached_revision(repository: str, revision: str | None) -> Revision | None:
     for path in sorted(snapshot.rglob("*")):
         if path.is_file():
             blob = path.resolve().name
-            digest = {40: f"git:{blob}", 64: f"sha256:{blob}"}.get(len(blob)) or digest_of(path, "sha256")
+            named = path.is_symlink() and answers.COMMIT.fullmatch(blob)
+            scheme = "git" if len(blob) == 40 else "sha256"
+            digest = f"{scheme}:{blob}" if named else digest_of(path, "sha256")
             files.append(RemoteFile(name=str(path.relative_to(snapshot)), size=path.stat().st_size, digest=digest))
     return Revision(repository=repository, commit=snapshot.name, files=tuple(files))
 

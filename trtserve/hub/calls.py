@@ -37,6 +37,8 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def wrapper(*arguments: P.args, **options: P.kwargs) -> R:
+        from huggingface_hub.errors import HFValidationError
+
         subject = arguments[0]
         repository = str(getattr(subject, "repository", subject))
         _require_sendable(options.get("token"))
@@ -46,7 +48,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
                     return function(*arguments, **options)
             except TrtserveError:
                 raise
-            except (transport_error(), OSError) as error:
+            except (transport_error(), OSError, HFValidationError) as error:
                 delay = None if least is None else _delay(error, least)
                 if delay is None:
                     raise explain(error, repository, endpoint()) from error

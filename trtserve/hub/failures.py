@@ -19,10 +19,17 @@ def offline(repository: str) -> NetworkError:
 
 def explain(error: Exception, repository: str, endpoint: str) -> TrtserveError:
     """Return trtserve's error for a failed call to the hub at `endpoint` about `repository`."""
+    from huggingface_hub.errors import HFValidationError
+
     if isinstance(error, OSError):
         place = Path(error.filename) if error.filename else Path(f"The download of {repository}")
         if (refused := writing_error(error, place)) is not None:
             return refused
+    if isinstance(error, HFValidationError):
+        return ModelNotFoundError(
+            f"{repository!r} cannot be the name of a repository: {str(error)[:300]}",
+            hint="Check the spelling: org/name, of letters, digits, '.', '_' and '-'.",
+        )
     response = getattr(error, "response", None)
     if response is None:
         return NetworkError(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trtserve import hub
-from trtserve.artifacts import Manifest, Model, fingerprint, load_artifact
+from trtserve.artifacts import MANIFEST, Manifest, Model, fingerprint, load_artifact
 from trtserve.checkpoint.tensor_files import TensorFile
 from trtserve.errors import ArtifactError, CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from trtserve.files import is_weights, read_json_object, require_own
 from trtserve.hub import RemoteFile, Revision
+from trtserve.hub.answers import COMMIT
 from trtserve.import_.sources import Source
 from trtserve.store import Store
 
@@ -43,7 +43,6 @@ SMALL_FILES = frozenset(
 _SMALL = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"})
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _AGAIN = "Copy or pull the file again."
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +152,7 @@ def planned_files(
             hint="Name a folder that has one with --tokenizer, or copy the tokenizer's files next to config.json.",
         )
     small = SMALL_FILES if known else {name for name in by_name if Path(name).suffix in _SMALL and "/" not in name}
-    wanted = small | weights
+    wanted = (small | weights) - {MANIFEST}  # ours is written there
     return tuple(by_name[name] for name in sorted(wanted & by_name.keys())), config
 
 
@@ -252,7 +251,7 @@ def _local_file(path: Path, hashed: bool) -> RemoteFile:
 
 def stored_files(source: Source, store: Store, *, offline: bool) -> ModelFiles | None:
     """Return the files of a pulled model in the store: of a pinned commit, or when `offline` of any revision."""
-    pinned = source.revision is not None and _COMMIT.fullmatch(source.revision)
+    pinned = source.revision is not None and COMMIT.fullmatch(source.revision)
     if not pinned and not offline:
         return None
     wanted = ("commit", source.revision) if pinned else ("revision", source.revision)
@@ -265,7 +264,13 @@ def stored_files(source: Source, store: Store, *, offline: bool) -> ModelFiles |
     if not matching:
         return None
     manifest, folder = max(matching, key=lambda pair: pair[0].created)
-    files = tuple(RemoteFile(**file) for file in manifest.facts["files"])
-    revision = Revision(repository=source.location, commit=manifest.spec["commit"], files=files)
+    try:
+        files = tuple(RemoteFile(**file) for file in manifest.facts["files"])
+        revision = Revision(repository=source.location, commit=manifest.spec["commit"], files=files)
+    except (LookupError, TypeError) as error:
+        raise ArtifactError(
+            f"{folder / MANIFEST} does not list the files of a model: {type(error).__name__}: {error}.",
+            hint="The folder is damaged: remove it and import the model again.",
+        ) from error
     config = _config(folder / CONFIG)
     return ModelFiles(source=source, files=files, config=config, revision=revision, folder=folder)
