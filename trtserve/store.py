@@ -39,7 +39,7 @@ from trtserve.errors import (
     UsageError,
     listing,
 )
-from trtserve.files import locked, read_json_object, write_json, writing
+from trtserve.files import child, locked, read_json_object, write_json, writing
 from trtserve.integrity import Checksums, damages, with_checksums
 from trtserve.progress import SILENT, Progress
 
@@ -163,6 +163,18 @@ def _link_twin(twin: Path, staging: Path, manifest: Manifest) -> Manifest:
     return replace(manifest, facts={**Manifest.read(twin).facts, **manifest.facts})
 
 
+def withdraw(artifact: Artifact) -> None:
+    """Remove an artefact that was published just now, wherever it is. Raises ArtifactError for any other folder."""
+    wanted, found = artifact.manifest, Manifest.read(artifact.path)
+    if wanted is None or (found.kind, found.fingerprint) != (wanted.kind, wanted.fingerprint):
+        raise ArtifactError(
+            f"{artifact.path} is not the artefact that was made here; it is not removed.",
+            hint="Another process has replaced it: run the command again.",
+        )
+    with writing(artifact.path):
+        shutil.rmtree(artifact.path)
+
+
 def _old(destination: Path) -> Path:
     return destination.parent / f".{destination.name}{_REPLACED}"
 
@@ -237,7 +249,7 @@ class Store:
     def destination(self, kind: type[Artifact], name: str, fingerprint: str) -> Path:
         """Return the folder of an artefact. Raises UsageError for a name that cannot be one."""
         require_name(name)
-        return self.root / _FOLDERS[kind] / f"{name}-{fingerprint[:12]}"
+        return child(self.folder(kind), f"{name}-{fingerprint[:12]}")
 
     def folder(self, kind: type[Artifact]) -> Path:
         """Return the folder of all artefacts of `kind`."""
@@ -254,7 +266,7 @@ class Store:
 
     def name_lock(self, name: str) -> Path:
         """Return the lock file that commands share while they use artefacts of this name."""
-        return self.root / "locks" / "names" / f"{name}.lock"
+        return child(self.root / "locks" / "names", f"{name}.lock")
 
     def _name_of(self, text: str) -> str:
         """Return the name that a text is, or that an artefact of this store in the folder `text` has, else no text."""
@@ -329,14 +341,53 @@ class Store:
         return self.root / "downloads"
 
     def download(self, repository: str, commit: str) -> Path:
-        """Return the folder that collects the files of a revision; it survives a killed process."""
-        return self.downloads / f"{repository.replace('/', '--')}-{commit[:12]}"
+        """Return the folder that collects the files of a revision; it survives a killed process.
+
+        Raises ArtifactError for a repository or a commit that leads to any other place, and for a link.
+        """
+        folder = child(self.downloads, f"{repository.replace('/', '--')}-{commit[:12]}")
+        if folder.name.startswith(".") or folder.is_symlink():
+            raise ArtifactError(
+                f"{folder} is hidden or a link; downloads are collected in folders of the store only.",
+                hint="Remove it, then run the command again. To keep the store on another disk, set TRTSERVE_HOME.",
+            )
+        return folder
 
     def lock_of(self, folder: Path) -> Path:
         """Return the lock file that is held while an artefact's or a download's folder is filled or removed."""
         if folder.parent == self.downloads:
             return self.root / "locks" / f"{folder.name}.lock"
         return artifact_lock(folder)
+
+    def owns(self, folder: Path) -> bool:
+        """Return whether `folder` is an artefact or a download of this store, or a folder of its own beside them."""
+        if folder.name in ("", ".", ".."):
+            return False
+        homes = {self.downloads, *(self.folder(kind) for kind in _FOLDERS)}
+        return folder.parent in homes or folder in {self.servers, self.root / "backends", self.root / "doctor"}
+
+    def remove_folder(self, folder: Path) -> None:
+        """Remove a folder that the store owns, its contents too; of a link the link alone.
+
+        It is hidden first, so that a kill leaves nothing at its place. This is the only way in which downloads and
+        artefacts of a store are removed: it raises ArtifactError for every other folder.
+        """
+        if not self.owns(folder):
+            raise ArtifactError(
+                f"{folder} is not a folder of an artefact or a download in {self.root}; it is not removed.",
+                hint="Remove it yourself, if nothing needs it.",
+            )
+        with writing(folder):
+            if folder.is_symlink():
+                folder.unlink()
+                return
+            leaving = folder
+            if not folder.name.startswith("."):
+                leaving = folder.with_name(f".{folder.name}{_REPLACED}")
+                shutil.rmtree(leaving, ignore_errors=True)
+                folder.rename(leaving)
+            (leaving / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(leaving)
 
     @property
     def servers(self) -> Path:
@@ -348,9 +399,13 @@ class Store:
         """Folder of the records of imports."""
         return self.root / "names"
 
+    def record_file(self, name: str) -> Path:
+        """Return the file of the record of an import."""
+        return child(self.names, f"{name}.json")
+
     def record(self, record: NameRecord) -> None:
         """Save the record of an import; the newest record is the default of `start`."""
-        write_json(self.names / f"{record.name}.json", record.__dict__)
+        write_json(self.record_file(record.name), record.__dict__)
 
     def recorded(self) -> list[NameRecord]:
         """Return the records of all imports, newest first."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.server_records import server_record
-from trtserve.artifacts import Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
+from trtserve.artifacts import MANIFEST, Artifact, Checkpoint, Engine, Manifest, Model, ModelRepository
 from trtserve.cli.app import run
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
 from trtserve.files import locked, write_json
@@ -17,7 +18,7 @@ from trtserve.hub import Revision
 from trtserve.import_ import download_folder
 from trtserve.pipeline.inventory import disk_usage, freed_bytes, list_imported, plan_removal, remove
 from trtserve.server.state import write_state
-from trtserve.store import NameRecord, Store, publish
+from trtserve.store import NameRecord, Store, publish, withdraw
 
 _KINDS: dict[type[Artifact], str] = {
     Model: "model",
@@ -279,3 +280,63 @@ def test_unreadable_record_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     write_json(Store().names / "broken.json", {"name": "broken"})
     assert run(["list"]) == ArtifactError.code
     assert "broken.json" in capsys.readouterr().err
+
+
+def _around() -> Path:
+    """Put a file next to the store, and return it."""
+    other = Store().root.parent / "other" / "precious"
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.write_text("mine")
+    return other
+
+
+@pytest.mark.parametrize("place", ["../other", "models/../../other", "models", "downloads", "", "models/..", "a/b"])
+def test_what_is_not_an_artefact_of_the_store_is_not_removed(place: str) -> None:
+    other, store = _around(), Store()
+    _imported("mine", mark="1", model=store.root / place)
+    (store.root / "a" / "b").mkdir(parents=True)
+    store.downloads.mkdir()
+    store.folder(Model).mkdir()
+    remove(plan_removal(["mine"]))
+    assert other.read_text() == "mine"
+    assert (store.root / place).is_dir()
+    with pytest.raises(ArtifactError, match="is not removed"):
+        store.remove_folder(store.root / place)
+    assert (store.root / place).is_dir()
+
+
+def test_a_name_that_leads_elsewhere_removes_nothing() -> None:
+    other, store = _around(), Store()
+    victim = other.with_name("victim.json")
+    victim.write_text("{}")
+    made = _artifact(Model, "mine", "1")
+    text = json.loads((made / MANIFEST).read_text())
+    (made / MANIFEST).write_text(json.dumps(text | {"name": "../../other/victim"}))
+    with pytest.raises(ArtifactError, match="not the name of an entry"):
+        remove(plan_removal([], everything=True))
+    assert victim.read_text() == "{}"
+    assert made.is_dir()
+    with pytest.raises(ArtifactError, match="not the name of an entry"):
+        store.record_file("../../other/victim")
+
+
+def test_of_a_link_the_link_is_removed() -> None:
+    other, store = _around(), Store()
+    (other.parent / MANIFEST).write_text("{}")
+    store.downloads.mkdir(parents=True)
+    link = store.downloads / "acme--tiny-111111111111"
+    link.symlink_to(other.parent)
+    store.remove_folder(link)
+    assert not link.is_symlink()
+    assert other.read_text() == "mine"
+    assert (other.parent / MANIFEST).exists()
+
+
+def test_only_what_was_made_here_is_withdrawn() -> None:
+    made = _artifact(Model, "mine", "1")
+    manifest = Manifest.read(made)
+    with pytest.raises(ArtifactError, match="not the artefact"):
+        withdraw(Model(path=made, manifest=replace(manifest, fingerprint="2" * 64)))
+    assert made.is_dir()
+    withdraw(Model(path=made, manifest=manifest))
+    assert not made.exists()

@@ -5,7 +5,6 @@ The files have the format of NVIDIA's hf_lora_convert; clients send them unchang
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
@@ -130,7 +129,7 @@ def run_adapter_conversion(plan: AdapterPlan, *, token: str | None = None, progr
     with download_folder(plan.store, plan.revision, progress) as folder:
         pulled = plan if plan.reused else _pulled(plan, plan.revision, folder, token, progress)
         adapter = publish(Adapter, plan.path, _manifest(pulled), lambda staging: _write(pulled, staging, progress))
-        shutil.rmtree(folder)
+        plan.store.remove_folder(folder)
     return adapter
 
 

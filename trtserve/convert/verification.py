@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from trtserve.errors import TrtserveError
 from trtserve.parity import plan_check, require_passed, run_check
 from trtserve.progress import Progress
 from trtserve.specs import CheckSpec
+from trtserve.store import withdraw
 
 
 class Verification:
@@ -50,6 +50,6 @@ class Verification:
                 self.figures(checkpoint.path)
             except TrtserveError:
                 if not self._plan.reused:
-                    shutil.rmtree(checkpoint.path)
+                    withdraw(checkpoint)
                 raise
         return checkpoint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -122,7 +121,7 @@ def pull_model(plan: ModelPlan, *, token: str | None = None, progress: Progress 
                 link_or_copy(folder / file.name, staging / file.name)
 
         model = publish(Model, plan.path, plan.manifest, link)
-        shutil.rmtree(folder)
+        plan.store.remove_folder(folder)
     return model
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from trtserve.artifacts import (
     ModelRepository,
 )
 from trtserve.errors import ArtifactError, LockedError, ModelNotFoundError
-from trtserve.files import locked, read_json_object, writing
+from trtserve.files import locked, read_json_object
 from trtserve.runtimes.base import weights_precision
 from trtserve.server.state import Server, list_servers, recorded_servers
 from trtserve.store import NameRecord, Store
@@ -83,7 +82,7 @@ def plan_removal(names: Collection[str], *, everything: bool = False, store: Sto
     others = {path for name, record in known.items() if name not in chosen for path in _artifacts_of(record)}
     wanted = {path for name in chosen for path in by_name.get(name, [])}
     wanted |= {path for name in chosen if name in known for path in _artifacts_of(known[name])}
-    going = {path for path in wanted - others if path.is_relative_to(store.root) and path.is_dir()}
+    going = {path for path in wanted - others if store.owns(path) and path.is_dir()}
     going |= {*_unfinished(store), *_of_servers(store)} if everything else set()
     _require_unused(going, list_servers(store))
     return Removal(
@@ -106,22 +105,10 @@ def remove(removal: Removal, *, store: Store | None = None) -> None:
         for lock in sorted({store.lock_of(folder) for folder in removal.folders}):
             held.enter_context(locked(lock, wait=False))
         for name in removal.names:
-            (store.names / f"{name}.json").unlink(missing_ok=True)
+            store.record_file(name).unlink(missing_ok=True)
         for folder in removal.folders:
             if folder.exists():  # an unfinished one may have been published since
-                _remove_folder(folder)
-
-
-def _remove_folder(folder: Path) -> None:
-    """Hide a folder, then remove it, so that a kill leaves nothing at its place."""
-    with writing(folder):
-        leaving = folder
-        if not folder.name.startswith("."):
-            leaving = folder.with_name(f".{folder.name}.old")
-            shutil.rmtree(leaving, ignore_errors=True)
-            folder.rename(leaving)
-        (leaving / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(leaving)
+                store.remove_folder(folder)
 
 
 def disk_usage(folders: Iterable[Path]) -> int:

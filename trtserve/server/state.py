@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from trtserve.artifacts import ModelRepository
 from trtserve.errors import TrtserveError, UsageError
-from trtserve.files import locked, parse_json, write_json
+from trtserve.files import child, locked, parse_json, write_json
 from trtserve.process import ProcessId
 from trtserve.specs import ServerSpec
 from trtserve.store import Store
@@ -260,23 +260,23 @@ def server_name(repository: ModelRepository, spec: ServerSpec) -> str:
 
 def state_file(name: str, store: Store) -> Path:
     """Return the path of the state file of the server `name`."""
-    return store.servers / f"{name}.json"
+    return child(store.servers, f"{name}.json")
 
 
 def log_file(name: str, store: Store, instance: int = 1) -> Path:
     """Return the path of the log of the server `name`, or of a further instance of it; it outlives the server."""
     # Names of servers contain no @.
-    return store.servers / (f"{name}.log" if instance == 1 else f"{name}@{instance}.log")
+    return child(store.servers, f"{name}.log" if instance == 1 else f"{name}@{instance}.log")
 
 
 def door_folder(name: str, store: Store) -> Path:
     """Return the folder with the settings of a server's doors."""
-    return store.servers / f"{name}.door"
+    return child(store.servers, f"{name}.door")
 
 
 def run_folder(name: str, store: Store) -> Path:
     """Return the folder through which the models of a server and its supervisor see each other."""
-    return store.servers / f"{name}.run"
+    return child(store.servers, f"{name}.run")
 
 
 def write_state(server: Server, store: Store) -> None:
@@ -340,7 +340,7 @@ def forget(server: Server, store: Store, *, failure: Failure | None = None) -> N
     triton_server.sweep_shared_memory(server.shm_prefix)
     recorded = last_record(server.name, store)
     if recorded is None or recorded.shm_prefix == server.shm_prefix:
-        shutil.rmtree(store.servers / f"{server.name}.proxy", ignore_errors=True)
+        shutil.rmtree(child(store.servers, f"{server.name}.proxy"), ignore_errors=True)
         shutil.rmtree(door_folder(server.name, store), ignore_errors=True)
         shutil.rmtree(run_folder(server.name, store), ignore_errors=True)
         ended: dict[str, Any] = {"instances": server.instances, "reason": "", "stopper": None, "ready_since": None}
